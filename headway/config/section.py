@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
+
+ANY_NODE = "*"  # begins the node's name of a device that has no node yet
 
 
 class Section(BaseModel):
@@ -53,3 +56,26 @@ def named_once(what: str) -> AfterValidator:
         return value
 
     return AfterValidator(validated)
+
+
+def counted_devices(component: str) -> AfterValidator:
+    """Make the validator of a list of devices: ``N*cuda`` or ``N*cpu`` stands for N devices of any of the cluster's
+    nodes, named ``*COMPONENT/cuda:0`` and so on until the nodes are known."""
+
+    def expanded(names: tuple[str, ...]) -> tuple[str, ...]:
+        found: list[str] = []
+        for name in names:
+            match = re.fullmatch(r"([1-9]\d{0,3})\*(cuda|cpu)", name)
+            given = len(found)
+            found += (
+                [name]
+                if match is None
+                else [f"{ANY_NODE}{component}/{match[2]}:{given + index}" for index in range(int(match[1]))]
+            )
+        return tuple(found)
+
+    return AfterValidator(expanded)
+
+
+ReplicaDevices = Annotated[tuple[str, ...], counted_devices("generator")]
+RankDevices = Annotated[tuple[str, ...], counted_devices("trainer")]

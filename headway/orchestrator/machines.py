@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.config.section import ANY_NODE
 from headway.orchestrator.node_files import FilesLauncher
+from headway.orchestrator.placement import Room, place_devices
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.records.node import NodeConditions
@@ -16,7 +18,9 @@ from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import make_key, read_key
-from headway.runtime.nodes.nodes import Nodes
+from headway.runtime.nodes.launchers.agents import LaunchedAgents, describe
+from headway.runtime.nodes.launchers.choose import make_launcher
+from headway.runtime.nodes.nodes import NodeLost, Nodes
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 from headway.weights.mirrors import Mirrors
 
@@ -26,6 +30,7 @@ class Machines:
     """The machines that a run's workers are started on."""
 
     launcher: Launcher
+    experiment: Experiment  # with a node for every device
     nodes: Nodes | None = None  # None: this machine alone
     mirrors: Mirrors | None = None  # of published weights, on the nodes
 
@@ -69,8 +74,10 @@ async def open_machines(
     cluster = experiment.cluster
     needed = needed_nodes(experiment)
     if not cluster.address:
-        yield Machines(launcher=local)
+        yield Machines(launcher=local, experiment=experiment)
         return
+    if cluster.launcher == "ray":  # whose machines are found for what is placed on each node
+        experiment = place_devices(experiment, dict.fromkeys(cluster.nodes, Room()))
     key = _key(experiment, key_folder)
     certificate = make_certificate() if cluster.encryption == "tls" else ""
     nodes = Nodes(
@@ -85,10 +92,14 @@ async def open_machines(
         certificate=certificate,
         on_event=on_event,
     )
-    async with nodes:
+    async with AsyncExitStack() as stack:
+        agents = await _enter(stack, nodes, experiment, key, clock, on_event, key_folder)
         on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
         for name in needed:
-            await nodes.wait_for(name, cluster.join_timeout_s)
+            await _wait_for(name, nodes, agents, cluster.join_timeout_s)
+        facts = {name: node.facts for name, node in nodes.joined.items() if node.facts is not None}
+        rooms = {name: Room(cpu=facts[name].cores, cuda=facts[name].gpus) for name in cluster.nodes if name in facts}
+        experiment = place_devices(experiment, rooms)
         publishing = parse_device(origin or experiment.trainer.devices[0]).node
         settings = {
             "run_id": run_id,
@@ -100,7 +111,8 @@ async def open_machines(
         }
         mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
-            yield Machines(launcher=FilesLauncher(nodes, _folders(experiment), on_event), nodes=nodes, mirrors=mirrors)
+            launcher = FilesLauncher(nodes, _folders(experiment), on_event)
+            yield Machines(launcher=launcher, experiment=experiment, nodes=nodes, mirrors=mirrors)
         finally:
             await mirrors.stop()
 
@@ -111,22 +123,66 @@ def _folders(experiment: Experiment) -> dict[str, str]:
     return {key: folder for key, folder in folders.items() if folder}
 
 
+async def _enter(
+    stack: AsyncExitStack,
+    nodes: Nodes,
+    experiment: Experiment,
+    key: str,
+    clock: Clock,
+    on_event: EventCallback,
+    folder: Path | None,
+) -> LaunchedAgents | None:
+    """Open the run to its nodes and start their agents; ``stack`` ends both. None: a person starts the agents."""
+    cluster = experiment.cluster
+    devices = [parse_device(name) for _, names in device_names(experiment) for name in names]
+    launcher = make_launcher(cluster, devices, None if folder is None else folder / "logs")
+    if launcher is None:
+        await stack.enter_async_context(nodes)
+        return None
+    agents = LaunchedAgents(
+        launcher, cluster.nodes, key, clock, joined=lambda name: name in nodes.joined, on_event=on_event
+    )
+    stack.push_async_callback(agents.stop)
+    await stack.enter_async_context(nodes)
+    await agents.start(nodes.address)
+    stack.callback(agents.run_is_over)
+    return agents
+
+
+async def _wait_for(name: str, nodes: Nodes, agents: LaunchedAgents | None, timeout_s: float) -> None:
+    """Wait until node ``name`` has joined. Raises NodeLost, with how its agent ended last."""
+    try:
+        await nodes.wait_for(name, timeout_s)
+    except NodeLost as lost:
+        if agents is None or name not in agents.last_end:
+            raise
+        raise NodeLost(f"{lost}: {describe(agents.last_end[name])}") from None
+
+
 def needed_nodes(experiment: Experiment) -> list[str]:
     """Names of the nodes on which the run has a device. Raises ConfigurationError for one that isn't listed."""
     named: dict[str, None] = {}  # in order
-    for key, nodes in (
-        ("generator.devices", [parse_device(name).node for name in experiment.generator.devices]),
-        ("trainer.devices", [parse_device(name).node for name in experiment.trainer.devices]),
-        ("sft.device", [parse_device(experiment.sft.device).node]),
-        ("verifier.nodes", experiment.verifier.nodes),
-        ("environment.nodes", experiment.environment.nodes),
-    ):
-        for node in filter(None, nodes):
+    listed = [(key, parse_device(name).node) for key, names in device_names(experiment) for name in names]
+    listed += [("verifier.nodes", name) for name in experiment.verifier.nodes]
+    listed += [("environment.nodes", name) for name in experiment.environment.nodes]
+    for key, node in listed:
+        if node.startswith(ANY_NODE):
+            named |= dict.fromkeys(experiment.cluster.nodes)
+        elif node:
             if node not in experiment.cluster.nodes:
                 known = ", ".join(experiment.cluster.nodes) or "none"
                 raise ConfigurationError(f"{key} names the node {node!r}: cluster.nodes has no such (it has: {known})")
             named[node] = None
     return list(named)
+
+
+def device_names(experiment: Experiment) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The keys of the experiment that name devices, with the names."""
+    return (
+        ("generator.devices", experiment.generator.devices),
+        ("trainer.devices", experiment.trainer.devices),
+        ("sft.device", (experiment.sft.device,)),
+    )
 
 
 def _key(experiment: Experiment, folder: Path | None) -> str:

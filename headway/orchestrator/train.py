@@ -195,7 +195,7 @@ async def wire(
     machines = await stack.enter_async_context(
         open_machines(experiment, clock, worker_event, run_id=identity, key_folder=directory.path)
     )
-    launcher = machines.launcher
+    launcher, experiment = machines.launcher, machines.experiment
     samples = stack.enter_context(LineFile(directory.samples))
 
     def keep_sample(line: dict[str, object]) -> None:

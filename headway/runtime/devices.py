@@ -18,7 +18,7 @@ from typing import Literal
 
 from headway.records.errors import ConfigurationError
 
-VALID = "valid: cuda:N, cpu:N or cpu:N-M"
+VALID = "valid: cuda:N, cpu:N or cpu:N-M, each also as NODE/...; or a count on the cluster's nodes, N*cuda or N*cpu"
 SERVER = "http://"  # what a server's address begins with
 
 # Read at import: a process that pins itself later still assigns all cores it was started with.

@@ -31,7 +31,7 @@ class ProcessExit:
         if self.code is None:
             return self.reason
         return (
-            f"killed by {_signal_name(-self.code)} ({self.code})" if self.code < 0 else f"exited with code {self.code}"
+            f"killed by {_signal_name(-self.code)} ({-self.code})" if self.code < 0 else f"exited with code {self.code}"
         )
 
 

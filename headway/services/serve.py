@@ -119,6 +119,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
             on_event(name, detail)
 
         machines = await stack.enter_async_context(open_machines(experiment, clock, worker_event))
+        experiment = machines.experiment
         pool = GeneratorPool(machines.launcher, experiment, clock, on_event=worker_event)
         record = None
         if wanted.record is not None:

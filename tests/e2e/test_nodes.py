@@ -51,7 +51,7 @@ def test_a_killed_worker_on_a_node_is_an_event_with_its_last_output(tmp_path: Pa
             await until((tmp_path / "in").exists)
             os.kill(worker.pid, signal.SIGKILL)
             death = await worker.died
-            assert death.cause.startswith("killed by SIGKILL (-9)")
+            assert death.cause.startswith("killed by SIGKILL (9)")
             with pytest.raises(WorkerDied, match="SIGKILL"):
                 await call
 

@@ -88,7 +88,7 @@ def evaluate_model(experiment: Experiment, *, model_path: str, split: str) -> Ev
     async def score() -> EvaluationRecord:
         async with AsyncExitStack() as stack:
             machines = await stack.enter_async_context(open_machines(chosen, RealClock()))
-            scorer = Scorer(chosen, split, machines)
+            scorer = Scorer(machines.experiment, split, machines)
             await scorer.start(stack)
             return await scorer.score("held")
 

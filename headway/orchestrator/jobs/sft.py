@@ -102,7 +102,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         await trainer.call("prepare", data.token_ids_n, data.learned_n, data.lengths_s, held_out)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
-            scorer = Scorer(experiment, "validation", machines)
+            scorer = Scorer(machines.experiment, "validation", machines)
             await scorer.start(stack)
         started, result = clock.now(), dict[str, Any](data.counts) | {"held_out": held_out}
         total, epoch = settings.total_steps(count - held_out), (count - held_out) / settings.batch_sequences

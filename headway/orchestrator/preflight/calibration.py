@@ -69,7 +69,7 @@ async def _calibrate(
 ) -> tuple[Calibration, LengthDistribution]:
     async with _interruptible(), AsyncExitStack() as stack:
         machines = await stack.enter_async_context(open_machines(experiment, RealClock(), run_id=identity))
-        calibrating = _Calibrating(experiment, tasks, seconds, on_progress, identity, machines)
+        calibrating = _Calibrating(machines.experiment, tasks, seconds, on_progress, identity, machines)
         await calibrating.start(stack)
         try:
             async with asyncio.timeout(_PATIENCE * seconds):

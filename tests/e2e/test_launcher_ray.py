@@ -1,0 +1,82 @@
+"""Agents that Ray starts, in a real cluster of two Ray nodes on this machine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_programs import FOLDERS, NO_RAY
+from node_processes import Events
+from test_launchers import cluster_of, machines, shown_to_others
+from worker_processes import run, spec, until
+
+from headway.records.errors import ConfigurationError
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+needs_ray = pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY)
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head without cores and nothing else yet."""
+    monkeypatch.setenv("PYTHONPATH", FOLDERS)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000}
+    )
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    cluster.shutdown()
+
+
+def add_machine(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=1, object_store_memory=80_000_000, resources={"rollouts": 1})
+
+
+@needs_ray
+def test_ray_places_agents_and_replaces_a_dead_machine(tmp_path: Path, ray_cluster: Any):
+    async def main() -> None:
+        events, machine = Events(), add_machine(ray_cluster)
+        async with machines(tmp_path, cluster_of("ray", "rollouts"), events) as opened:
+            assert opened.nodes is not None
+            worker = await opened.launcher.start(spec(device="b/cpu:0"))
+            assert await worker.call("echo", 1) == 1
+            ray_cluster.remove_node(machine, allow_graceful=False)
+            assert "node b" in (await worker.died).cause
+            await until(lambda: bool(events.of("agent_ended")), 30.0)
+            assert "b: Ray says: " in events.of("agent_ended")[0]
+            add_machine(ray_cluster)
+            await opened.nodes.wait_for("b", 60.0)
+            worker = await opened.launcher.start(spec(device="b/cpu:0"))
+            assert await worker.call("echo", 2) == 2
+            assert not shown_to_others((tmp_path / "run/cluster.key").read_text().strip())
+
+    run(main)
+
+
+def test_ray_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(importlib.import_module("sys").modules, "ray", None)
+
+    async def main() -> None:
+        with pytest.raises(ConfigurationError, match=r"needs the package ray .*: pip install 'headway\[ray\]'"):
+            async with machines(tmp_path, cluster_of("ray", ""), Events()):
+                pass
+
+    run(main)
+
+
+@needs_ray
+def test_ray_without_a_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "RAY_ADDRESS" not in os.environ
+
+    async def main() -> None:
+        with pytest.raises(ConfigurationError, match="no Ray cluster"):
+            async with machines(tmp_path, cluster_of("ray", ""), Events()):
+                pass
+
+    run(main)
