@@ -22,6 +22,7 @@ from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
+from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
@@ -42,13 +43,14 @@ from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
 OnLine = Callable[[LedgerLine], None]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
 
 
 def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | None = None) -> RunSummary:
     """Train as ``experiment`` says; returns the summary that RUN/summary.json holds.
 
-    Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint; twice: stop at once);
-    the run can be resumed in both cases. Other HeadwayErrors say what ended it.
+    Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint, all within ``run.stop_grace_s``;
+    twice: stop at once); the run can be resumed in both cases. Other HeadwayErrors say what ended it.
     """
     directory = RunDirectory(experiment.run.directory)
     directory.begin(experiment, resume=resume)
@@ -134,7 +136,8 @@ def observing(
 
 @dataclass
 class _Interrupts:
-    """Handles Ctrl-C and SIGTERM: the first drains, the second stops at once. Before there is a run the first stops."""
+    """Handles Ctrl-C, SIGTERM and SIGUSR1: the first drains, the second stops at once, as does the end of the grace.
+    Before there is a run the first stops."""
 
     task: asyncio.Task[Any]
     run: Run | None = None
@@ -142,11 +145,20 @@ class _Interrupts:
 
     def strike(self) -> None:
         if self.run is None or self.run.context.state.interrupted:
-            self.stopping = True
-            self.task.cancel()
-        else:
-            self.run.context.event("interrupt", "finishing what runs; once more stops at once")
-            self.run.interrupt()
+            return self.stop()
+        grace_s = self.run.context.experiment.run.stop_grace_s
+        self.run.context.event("interrupt", f"finishing what runs, within {grace_s:g} s; once more stops at once")
+        self.run.interrupt()
+        self.task.get_loop().call_later(longest_drain_s(grace_s), self._expire)
+
+    def _expire(self) -> None:
+        if self.run is not None and not self.task.done():
+            self.run.context.event("interrupt", "run.stop_grace_s is over: stopping at once")
+            self.stop()
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.task.cancel()
 
 
 @asynccontextmanager
@@ -156,7 +168,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
     task = asyncio.current_task()
     assert task is not None
     interrupts = _Interrupts(task)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, interrupts.strike)
     try:
         yield interrupts
@@ -165,7 +177,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
             raise
         raise Interrupted("stopped at once; continue with: headway train ... --resume") from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
