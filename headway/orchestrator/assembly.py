@@ -56,10 +56,15 @@ class Actors:
 
 
 def assemble(
-    experiment: Experiment, actors: Actors, clock: Clock, buffer_path: Path, stack: ExitStack | AsyncExitStack
+    experiment: Experiment,
+    actors: Actors,
+    clock: Clock,
+    buffer_path: Path,
+    stack: ExitStack | AsyncExitStack,
+    fence: Callable[[], None] = lambda: None,
 ) -> Run:
-    """A run over ``actors`` whose buffer is at ``buffer_path``; ``stack`` closes it. Raises ConfigurationError for an
-    advantage that doesn't exist: the first batch would be too late."""
+    """A run over ``actors`` whose buffer is at ``buffer_path``, fenced by ``fence``; ``stack`` closes it. Raises
+    ConfigurationError for an advantage that doesn't exist: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
     # With surplus that is discarded no batch ever waits for what is unfinished.
@@ -69,7 +74,7 @@ def assemble(
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
-    buffer = GroupBuffer(buffer_path, capacity, clock)
+    buffer = GroupBuffer(buffer_path, capacity, clock, fence)
     stack.enter_context(closing(buffer))
     drawing = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)

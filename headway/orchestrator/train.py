@@ -6,13 +6,16 @@ import asyncio
 import hashlib
 import json
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from headway.buffer.epoch import HeldEpoch, keeping, take_epoch
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
@@ -46,8 +49,11 @@ OnLine = Callable[[LedgerLine], None]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
 
 
-def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | None = None) -> RunSummary:
-    """Train as ``experiment`` says; returns the summary that RUN/summary.json holds.
+def train(
+    experiment: Experiment, *, resume: bool = False, take_over: bool = False, on_line: OnLine | None = None
+) -> RunSummary:
+    """Train as ``experiment`` says; returns the summary that RUN/summary.json holds. ``take_over``: the former process
+    of the run has ended, although nothing shows it (see `take_epoch`).
 
     Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint, all within ``run.stop_grace_s``;
     twice: stop at once); the run can be resumed in both cases. Other HeadwayErrors say what ended it.
@@ -58,7 +64,7 @@ def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | Non
     try:
         remove_leftovers(directory.path)
         reap(identity)
-        return asyncio.run(_train(experiment, directory, resume, on_line))
+        return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
     finally:
         reap(identity)  # of a trainer that was killed
         directory.release()
@@ -69,15 +75,22 @@ def run_identity(directory: str | Path) -> str:
     return hashlib.blake2b(str(Path(directory).resolve()).encode(), digest_size=6).hexdigest()
 
 
-async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, on_line: OnLine | None) -> RunSummary:
+async def _train(
+    experiment: Experiment, directory: RunDirectory, resume: bool, take_over: bool, on_line: OnLine | None
+) -> RunSummary:
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
+        epoch = await take_epoch(
+            directory.path, experiment.cluster.orphan_s, clock, take_over=take_over, say=partial(print, file=sys.stderr)
+        )
+        await stack.enter_async_context(keeping(epoch))
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
         try:
             observers = observing(experiment, directory, ledger, clock, stack, resume=resume)
-            interrupts.run = run = await wire(experiment, directory, ledger, clock, stack, observers=observers)
+            run = await wire(experiment, directory, ledger, clock, stack, observers=observers, epoch=epoch)
+            interrupts.run = run
         # Raised again: this captures nothing, it only takes the folder back when a verifier can't be imported or a
         # device is missing, so that the same command starts anew. Not after Ctrl-C, which says that --resume goes on.
         except Exception:
@@ -96,6 +109,13 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
                 f"stopped at version {run.context.state.version}; continue with: headway train ... --resume"
             )
         return summary
+
+
+class _Pool(Protocol):
+    """Workers of one kind."""
+
+    @property
+    def worker_states(self) -> list[WorkerState]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +209,7 @@ async def wire(
     stack: AsyncExitStack,
     wrap_generate: WrapGenerate | None = None,
     observers: Observers = Observers(),
+    epoch: HeldEpoch | None = None,
 ) -> Run:
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
@@ -204,8 +225,9 @@ async def wire(
             run.context.event(name, detail, **fields)
 
     identity = run_identity(directory.path)
+    number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, worker_event, run_id=identity, key_folder=directory.path)
+        open_machines(experiment, clock, worker_event, epoch=number, run_id=identity, key_folder=folder)
     )
     launcher = machines.launcher
     samples = stack.enter_context(LineFile(directory.samples))
@@ -246,7 +268,8 @@ async def wire(
         wrap_generate=wrap_generate,
         look=looking,
     )
-    run = assemble(experiment, actors, clock, directory.buffer, stack)
+    fence = (lambda: None) if epoch is None else epoch.require
+    run = assemble(experiment, actors, clock, directory.buffer, stack, fence)
     for record in early:
         record(run.context)
     for actor in (trainer, generator, verifier, looking):
@@ -254,10 +277,10 @@ async def wire(
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
-
-        def workers() -> list[WorkerState]:
-            environments = host.pool.worker_states if isinstance(host, Environments) else []
-            return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states, *environments]
-
-        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, workers))
+        pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]
+        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, partial(_states, pools)))
     return run
+
+
+def _states(pools: Sequence[_Pool]) -> list[WorkerState]:
+    return [state for pool in pools for state in pool.worker_states]
