@@ -27,6 +27,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _LOOKS = 20  # at a folder that shows no register, for it is being renamed
 
 
+def _in_thread(renew: Callable[[], None]) -> None:
+    """Renew where it keeps neither the loop waiting nor the process from ending: a network file system may hang."""
+    threading.Thread(target=renew, name="epoch", daemon=True).start()
+
+
 class EpochHolder(msgspec.Struct, frozen=True, kw_only=True):
     """The process that holds an epoch: ``RUN/epoch/HOLDER.json``."""
 
@@ -121,13 +126,12 @@ class HeldEpoch:
         with self._swapping, contextlib.suppress(OSError):
             self._register.swap(self._lease.record, replace(self._lease.record, released=True))
 
-    async def keep(self) -> None:
-        """Renew the lease again and again. Raises EpochLost."""
+    async def keep(self, start: Callable[[Callable[[], None]], None] = _in_thread) -> None:
+        """Renew the lease again and again, each time by ``start(renew)``. Raises EpochLost."""
         while True:
             await self._clock.sleep(self._lease.renew_every_s)
-            # In a thread that doesn't keep the process from ending: a network file system may hang for hours.
             if not self._swapping.locked():
-                threading.Thread(target=self.renew, name="epoch", daemon=True).start()
+                start(self.renew)
                 await self._clock.sleep(min(1.0, self._lease.renew_every_s / 2))
             if self._lease.lost or not self._lease.may_commit(self._clock.now()):
                 raise EpochLost(self._cause())

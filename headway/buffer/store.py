@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from headway.buffer.audit import audit_database
-from headway.buffer.database import open_database, reading, transaction
+from headway.buffer.database import Statement, open_database, reading, transaction
 from headway.buffer.rows import (
     INSERT_GROUP,
     INSERT_ROLLOUT,
@@ -78,15 +78,16 @@ class GroupBuffer:
         capacity_groups: int,
         clock: Clock | None = None,
         fence: Callable[[], None] = lambda: None,
+        journal: Callable[[Sequence[Statement]], None] | None = None,
     ) -> None:
-        """Open or create the buffer. ``fence`` is called before each commit; when it raises (EpochLost), nothing is
-        committed. Raises BufferCorrupt, StorageFailed (see ``open_database``)."""
+        """Open or create the buffer. ``fence``, ``journal``: of each `transaction`. Raises BufferCorrupt, StorageFailed
+        (see ``open_database``)."""
         if capacity_groups < 1:
             raise ValueError(f"capacity_groups {capacity_groups} must be at least 1")
         self._path = Path(path)
         self._capacity = capacity_groups
         self._clock: Clock = clock or RealClock()
-        self._fence = fence
+        self._fence, self._journal = fence, journal
         self._connection = open_database(self._path)
         self._entries: dict[int, _Entry] = {}
         self._buffered_s: dict[int, float] = {}  # clock when a buffered group finished, oldest first
@@ -412,11 +413,10 @@ class GroupBuffer:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with transaction(self._connection, self._path) as connection:
+        with transaction(self._connection, self._path, self._fence, self._journal) as connection:
             if self._admissions:
                 connection.executemany(INSERT_GROUP, self._admissions)
             yield connection
-            self._fence()
         self._admissions.clear()
 
     def _write_admissions(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.buffer.epoch import HeldEpoch, keeping, take_epoch
+from headway.buffer.replication import BooksCopy
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
@@ -241,7 +242,6 @@ async def wire(
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs, bring_to=machines.bring_to
     )
-    retries = experiment.rollout.retries
     named, observe = named_verifiers(experiment, sets), observers.observe
     verifier = VerifierPool(
         launcher,
@@ -249,7 +249,7 @@ async def wire(
         clock,
         named=named,
         log_folder=directory.logs,
-        retries=retries,
+        retries=experiment.rollout.retries,
         observe=observe,
         on_event=worker_event,
     )
@@ -269,12 +269,14 @@ async def wire(
         look=looking,
     )
     fence = (lambda: None) if epoch is None else epoch.require
-    run = assemble(experiment, actors, clock, directory.buffer, stack, fence)
+    places, books = [experiment.cluster.replicate_to], directory.buffer
+    copies = [BooksCopy(launcher, clock, place, books, worker_event) for place in places if place]
+    run = assemble(experiment, actors, clock, books, stack, fence, *copies)
     for record in early:
         record(run.context)
-    for actor in (trainer, generator, verifier, looking):
+    for actor in (trainer, generator, verifier, looking, *copies):
         stack.push_async_callback(actor.stop)
-    await asyncio.gather(trainer.start(), generator.start(), verifier.start())
+    await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
         pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]

@@ -46,6 +46,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.lock = self.path / "lock"
         self._lock = FileLock(self.lock, "run.directory", self.path)
+        self._books_lock: FileLock | None = None  # where the books lie elsewhere: a copy may be held there
 
     @property
     def books(self) -> Path:
@@ -89,18 +90,21 @@ class RunDirectory:
             stored = self._admit(experiment, resume, books / "buffer.db")
             for folder in (self.tensorboard, self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
-            self._make(books)
+            if books != self.path:
+                self._lock_books(books)
             self.write_json(self.config, json.loads(experiment.model_dump_json()))
         except BaseException:
             self.release()
             raise
         return stored
 
-    def _make(self, books: Path) -> None:
+    def _lock_books(self, books: Path) -> None:
         try:
             books.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"cluster.books_directory = {str(books)!r}: {error.strerror}") from None
+        self._books_lock = FileLock(books / "lock", "cluster.books_directory", books)
+        self._books_lock.acquire()
 
     def _admit(self, experiment: Experiment, resume: bool, buffer: Path) -> Experiment | None:
         if not self.holds_run():
@@ -142,6 +146,8 @@ class RunDirectory:
     def release(self) -> None:
         """Release the lock; no-op when it isn't held."""
         self._lock.release()
+        if self._books_lock is not None:
+            self._books_lock.release()
 
     def holder(self) -> int | None:
         """Id of the process that holds the lock now; None when none does (or it hasn't written its id)."""

@@ -93,6 +93,7 @@ def needed_nodes(experiment: Experiment) -> list[str]:
         ("generator.devices", experiment.generator.devices),
         ("trainer.devices", experiment.trainer.devices),
         ("sft.device", (experiment.sft.device,)),
+        ("cluster.replicate_to", _copy_device(experiment)),
     ):
         for name in devices:
             node = parse_device(name).node
@@ -102,6 +103,12 @@ def needed_nodes(experiment: Experiment) -> list[str]:
             if node and node not in named:
                 named.append(node)
     return named
+
+
+def _copy_device(experiment: Experiment) -> tuple[str, ...]:
+    """The device of the books' copy, where there is one."""
+    node, colon, _ = (experiment.cluster.replicate_to or "").partition(":")
+    return (f"{node}/cpu:all",) if node and colon else ()
 
 
 def _key(experiment: Experiment, folder: Path | None) -> str:

@@ -66,7 +66,7 @@ def test_living_holder_elsewhere_is_named_and_a_dead_one_followed_when_it_has_ex
 
     async def main(clock: Clock) -> None:
         held = await take_epoch(tmp_path, ORPHAN_S, clock)
-        keeper = asyncio.create_task(held.keep())
+        keeper = asyncio.create_task(held.keep(lambda renew: renew()))
         with on_machine(tmp_path, "b"):
             with pytest.raises(RunLocked, match=r"in use: process \d+ on .* renews epoch 1"):
                 await take_epoch(tmp_path, ORPHAN_S, clock)
