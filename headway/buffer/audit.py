@@ -211,10 +211,19 @@ def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: Audi
         )
 
 
+def books_of(directory: Path) -> Path:
+    """The folder of a run's buffer.db: as ``cluster.books_directory`` of its stored experiment says, or its own."""
+    try:
+        cluster = json.loads((directory / "config.json").read_bytes()).get("cluster", {})
+    except (OSError, ValueError, AttributeError):  # the audit needs no experiment
+        return directory
+    return Path(cluster.get("books_directory") or directory)
+
+
 def audit_run(run: str | Path) -> AuditReport:
-    """Audit ``RUN/buffer.db`` and ``RUN/checkpoints``. Raises FileNotFoundError, sqlite3.Error."""
+    """Audit the run's ``buffer.db`` and ``RUN/checkpoints``. Raises FileNotFoundError, sqlite3.Error."""
     directory = Path(run)
-    database = directory / "buffer.db"
+    database = books_of(directory) / "buffer.db"
     if not database.is_file():
         raise FileNotFoundError(f"{database} does not exist")
     connection = sqlite3.connect(database, timeout=10.0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
 
 SCHEMA_VERSION = 3
+Statement = tuple[str, list[tuple[Any, ...]]]  # SQL, and the parameters of each of its executions
 _LISTED_TOKENS = 2  # the version before: records list tokens as numbers; readers accept both
 
 # A rollout has a row once it has finished or ended; open ones are the members without a row (or with
@@ -151,14 +153,42 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
+class _Recorder:
+    """A connection that keeps the statements which change something, to be repeated elsewhere."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self.statements: list[Statement] = []
+
+    def execute(self, text: str, row: Sequence[Any] = ()) -> sqlite3.Cursor:
+        if not text.startswith("SELECT"):
+            self.statements.append((text, [tuple(row)]))
+        return self._connection.execute(text, row)
+
+    def executemany(self, text: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
+        listed = [tuple(row) for row in rows]
+        self.statements.append((text, listed))
+        return self._connection.executemany(text, listed)
+
+
 @contextmanager
-def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """Run the block as one transaction, committed whole or rolled back. Database errors become StorageFailed or
+def transaction(
+    connection: sqlite3.Connection,
+    path: Path,
+    fence: Callable[[], None] = lambda: None,
+    journal: Callable[[Sequence[Statement]], None] | None = None,
+) -> Iterator[sqlite3.Connection]:
+    """Run the block as one transaction, committed whole or rolled back. ``fence`` is called before the commit and may
+    raise; ``journal`` receives its statements when it is committed. Database errors become StorageFailed or
     BufferCorrupt."""
+    recorder = _Recorder(connection)
     try:
         connection.execute("BEGIN IMMEDIATE")
-        yield connection
+        yield connection if journal is None else cast("sqlite3.Connection", recorder)
+        fence()
         connection.execute("COMMIT")
+        if journal is not None:
+            journal(recorder.statements)
     except sqlite3.Error as error:
         raise storage_error(path, error) from error
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from headway.buffer.audit import audit_database
-from headway.buffer.database import open_database, reading, transaction
+from headway.buffer.database import Statement, open_database, reading, transaction
 from headway.buffer.rows import (
     INSERT_GROUP,
     INSERT_ROLLOUT,
@@ -39,7 +39,7 @@ from headway.control.books import Books
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
-from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError, StorageFailed
+from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, EpochLost, HeadwayError, StorageFailed
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
@@ -72,13 +72,22 @@ class GroupBuffer:
     Costs one transaction of about 0.1 ms per call; to be used from one thread.
     """
 
-    def __init__(self, path: str | Path, capacity_groups: int, clock: Clock | None = None) -> None:
-        """Open or create the buffer. Raises BufferCorrupt, StorageFailed (see ``open_database``)."""
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_groups: int,
+        clock: Clock | None = None,
+        fence: Callable[[], None] = lambda: None,
+        journal: Callable[[Sequence[Statement]], None] | None = None,
+    ) -> None:
+        """Open or create the buffer. ``fence``, ``journal``: of each `transaction`. Raises BufferCorrupt, StorageFailed
+        (see ``open_database``)."""
         if capacity_groups < 1:
             raise ValueError(f"capacity_groups {capacity_groups} must be at least 1")
         self._path = Path(path)
         self._capacity = capacity_groups
         self._clock: Clock = clock or RealClock()
+        self._fence, self._journal = fence, journal
         self._connection = open_database(self._path)
         self._entries: dict[int, _Entry] = {}
         self._buffered_s: dict[int, float] = {}  # clock when a buffered group finished, oldest first
@@ -395,7 +404,7 @@ class GroupBuffer:
     def close(self) -> None:
         """Write what was admitted and close the file; a second call is a no-op."""
         try:
-            with contextlib.suppress(StorageFailed, sqlite3.ProgrammingError):  # a full disk, or closed already
+            with contextlib.suppress(StorageFailed, EpochLost, sqlite3.ProgrammingError):  # or it is closed already
                 self._write_admissions()
         finally:
             self._connection.close()
@@ -404,7 +413,7 @@ class GroupBuffer:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with transaction(self._connection, self._path) as connection:
+        with transaction(self._connection, self._path, self._fence, self._journal) as connection:
             if self._admissions:
                 connection.executemany(INSERT_GROUP, self._admissions)
             yield connection

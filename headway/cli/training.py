@@ -26,6 +26,9 @@ def train(
     context: typer.Context,
     config: str = experiments.CONFIG,
     resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
+    take_over: bool = typer.Option(
+        False, "--take-over", help="With --resume: the machine that ran it has ended, although nothing here shows it."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
     as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
@@ -48,7 +51,7 @@ def train(
     from headway.report.tables import print_summary
 
     with nullcontext() if quiet or as_json else LiveView(experiment) as on_line:
-        summary = run(experiment, resume=resume, on_line=on_line)
+        summary = run(experiment, resume=resume, take_over=take_over, on_line=on_line)
     if as_json:
         print_json(summary)
     else:

@@ -49,6 +49,8 @@ class ClusterConfig(Section):
         for name in self.nodes:
             if not name or "/" in name or ":" in name:
                 raise ValueError(f"cluster.nodes has {name!r}: a name has no '/' and no ':'")
+        if self.replicate_to is not None and not self.replicate_to.partition(":")[2]:
+            raise ValueError(f"cluster.replicate_to = {self.replicate_to!r}; valid: NODE:PATH, or :PATH here")
         if self.launcher != "local" and not self.nodes:
             raise ValueError(f"cluster.launcher = {self.launcher!r} needs cluster.nodes: what it is to start")
         return self

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.algorithms.advantages import resolve as resolve_advantage
+from headway.buffer.replication import BooksCopy
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
-from headway.orchestrator.context import Decide, RunContext, no_sandboxes
+from headway.orchestrator.context import Decide, RunContext, no_copy, no_sandboxes
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
@@ -56,10 +57,17 @@ class Actors:
 
 
 def assemble(
-    experiment: Experiment, actors: Actors, clock: Clock, buffer_path: Path, stack: ExitStack | AsyncExitStack
+    experiment: Experiment,
+    actors: Actors,
+    clock: Clock,
+    buffer_path: Path,
+    stack: ExitStack | AsyncExitStack,
+    fence: Callable[[], None] = lambda: None,
+    copy: BooksCopy | None = None,
 ) -> Run:
-    """A run over ``actors`` whose buffer is at ``buffer_path``; ``stack`` closes it. Raises ConfigurationError for an
-    advantage that doesn't exist: the first batch would be too late."""
+    """A run over ``actors`` whose buffer is at ``buffer_path``, fenced by ``fence``, with a ``copy`` that has not been
+    started; ``stack`` closes it. Raises
+    ConfigurationError for an advantage that doesn't exist: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
     # With surplus that is discarded no batch ever waits for what is unfinished.
@@ -69,7 +77,7 @@ def assemble(
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
-    buffer = GroupBuffer(buffer_path, capacity, clock)
+    buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal)
     stack.enter_context(closing(buffer))
     drawing = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)
@@ -108,6 +116,7 @@ def assemble(
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
         look=actors.look,
+        replicated=no_copy if copy is None else copy.reached,
         sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
     if experiment.pruning.on:

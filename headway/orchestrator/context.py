@@ -33,6 +33,10 @@ async def no_sandboxes() -> SandboxStatistics:
     return SandboxStatistics()
 
 
+async def no_copy() -> None:
+    """Wait for nothing: the books have no copy."""
+
+
 class EarlyPruning(Protocol):
     """Ends rollouts early while their group generates (orchestrator/pruning.py)."""
 
@@ -66,6 +70,7 @@ class RunContext:
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
     look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for
     sandboxes: Callable[[], Awaitable[SandboxStatistics]] = no_sandboxes  # all of them, as they are now
+    replicated: Callable[[], Awaitable[None]] = no_copy  # waits until the copy of the books has all that is committed
     started_s: float = 0.0  # clock when this process began the run
 
     def time_s(self) -> float:

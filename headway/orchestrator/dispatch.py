@@ -49,9 +49,9 @@ class Dispatch:
                     await state.changed.wait(mark)
 
     async def drained(self) -> None:
-        """Wait until every running group is verified and committed (admission is closed)."""
+        """Wait until every running group is verified and committed (admission is closed), or what is left is parked."""
         state = self._run.state
-        while state.running:
+        while state.running and not state.left:
             await state.changed.wait(state.changed.count)
 
     def _credit(self, applied_version: int) -> int:
@@ -126,6 +126,7 @@ class Dispatch:
             self._run.state.member_done(entry)
             own_end = rollout.finish_reason in ("stop", "length")
             entry.lengths[position] = rollout.response_tokens, own_end
+            entry.generated[position] = rollout
             if self._free_rollouts() >= self._wanted:  # with fewer, no group can start
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)

@@ -207,6 +207,12 @@ class Evaluations:
             await self._running
             self._running = None
 
+    def abandon(self) -> None:
+        """Cancel a validation under way: the run ends before it would."""
+        if self._running is not None:
+            self._running.cancel()
+            self._running = None
+
     async def _validate(self, version: int) -> None:
         record = await self._evaluate("validation", "during", self._run.evaluation_tasks["validation"])
         if record.samples and record.solve_rate > self.best_solve_rate:

@@ -165,6 +165,7 @@ def needed_nodes(experiment: Experiment) -> list[str]:
     listed = [(key, parse_device(name).node) for key, names in device_names(experiment) for name in names]
     listed += [("verifier.nodes", name) for name in experiment.verifier.nodes]
     listed += [("environment.nodes", name) for name in experiment.environment.nodes]
+    listed += [("cluster.replicate_to", (experiment.cluster.replicate_to or "").partition(":")[0])]
     for key, node in listed:
         if node.startswith(ANY_NODE):
             named |= dict.fromkeys(experiment.cluster.nodes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import QueueConfig
@@ -11,6 +12,7 @@ from headway.control.staleness import resumption
 from headway.orchestrator.state import RunState
 from headway.records.clients import RolloutMaker
 from headway.records.environment import PartialRollout
+from headway.records.generation import PartialResponse
 from headway.rollout.makers.turn_sampler import Resumption
 from headway.sandbox.snapshot_store import drop, remove_others
 
@@ -81,8 +83,9 @@ class Parking:
 
     @property
     def engine_is_kept_empty(self) -> bool:
-        """Whether all rollouts were parked for the step that is being trained: none resumes or starts meanwhile."""
-        return self._queue.surplus == "park" and self._state.training
+        """Whether all rollouts were parked, for the step that is being trained or because the run ends: none resumes or
+        starts meanwhile."""
+        return self._state.leaving or (self._queue.surplus == "park" and self._state.training)
 
     def begin(self, group: int) -> Awaitable[None] | None:
         """The gate to await before a member asks for a turn, its first or a later one, while the engine is kept empty:
@@ -99,9 +102,29 @@ class Parking:
         if not self._state.applying and not self.engine_is_kept_empty:
             self._state.resume_gate.set()
 
-    def park_all(self, rollouts: RolloutMaker) -> None:
-        """Close the gate and park every generating member, except those that were parked often enough."""
+    def park_all(self, rollouts: RolloutMaker, why: Literal["park", "leave"] = "park") -> None:
+        """Close the gate and park every generating member, except, with "park", those that were parked often enough."""
         self._state.resume_gate.clear()
         for index, entry in self._state.running.items():
             for member in range(entry.group.size):
-                rollouts.stop(index, member, "park")
+                rollouts.stop(index, member, why)
+
+    def leave(self, rollouts: RolloutMaker) -> None:
+        """Park every member for a later process: the gate stays closed in this one."""
+        self._state.leaving = True
+        self.park_all(rollouts, "leave")
+
+    def keep_generated(self, stop_ids: Sequence[int]) -> int:
+        """Park the responses that are complete but not committed: their group has unfinished members, or its verifier
+        doesn't answer. Returns their number. ``stop_ids``: one of them ends a response that came to its own end."""
+        kept = 0
+        for index, entry in self._state.running.items():
+            for member, rollout in entry.generated.items():
+                ids, whole = rollout.response_ids, rollout.finish_reason == "length"
+                if rollout.ended or rollout.pruned or not ids or not (whole or ids[-1] in stop_ids):
+                    continue
+                response = PartialResponse(ids=ids, logprobs=rollout.response_logprobs, versions=rollout.versions)
+                resumes = max(rollout.resumes - 1, 0)
+                self._buffer.park(PartialRollout(group=index, member=member, response=response, resumes=resumes))
+                kept += 1
+        return kept

@@ -8,6 +8,7 @@ from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.recovery import reopen_groups, restart_trainer, restore_records, restore_trainer
+from headway.orchestrator.stop_loop import StopLoop
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
@@ -22,7 +23,8 @@ class Run:
 
     Lifecycle: ``begin`` (restore what a former process left, held evaluation before) -> ``train`` (the four
     loops) -> ``conclude`` (checkpoint, held evaluation after, books). An interrupt ends ``train`` early:
-    admission closes, what runs is finished and committed, and ``conclude`` only checkpoints.
+    admission closes, what runs is finished and committed, or parked when the grace is half over, and ``conclude`` only
+    checkpoints.
 
     Knows its actors by their Protocols alone, so the planner and the tests drive it with fakes under a
     virtual clock.
@@ -37,9 +39,10 @@ class Run:
         self._collect = Collect(context, self._generated)
         self._train = TrainLoop(context, self._completed, self._evaluations)
         self._control = ControlLoop(context, self._completed)
+        self._stop = StopLoop(context, self._evaluations)
 
     def interrupt(self) -> None:
-        """Close admission and end after the running step, with everything that runs finished and kept."""
+        """Close admission and end after the running step, with everything that runs finished or parked."""
         state = self.context.state
         state.interrupted = True
         state.draining = True
@@ -83,6 +86,7 @@ class Run:
                 "dispatch": self._dispatch.loop,
                 "collect": self._collect.loop,
                 "control": self._control.loop,
+                "stop": self._stop.loop,
                 "train": self._train_and_drain,
             },
             until="train",

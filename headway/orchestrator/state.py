@@ -10,7 +10,7 @@ from headway.control.books import Books
 from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout
-from headway.records.rollout import FinishedGroup, Group
+from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.runtime.clock import Clock
 
 
@@ -58,6 +58,7 @@ class RunningGroup:
     )  # what its members had when a former process parked them
     # response tokens of the members that are generated, and whether generation came to its own end
     lengths: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    generated: dict[int, Rollout] = field(default_factory=dict)  # members that wait for their siblings or the verifier
     runner: asyncio.Task[None] | None = None
 
 
@@ -92,6 +93,8 @@ class RunState:
     skipped_steps: int = 0  # in a row
     parkings: int = 0  # members parked since the last step
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
+    leaving: bool = False  # an interrupted run parks what it can't finish in time: nothing resumes in this process
+    left: bool = False  # all that can be parked is: the run ends without waiting for what still runs
     resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
 
     async def finish_update(self) -> None:

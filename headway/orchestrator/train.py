@@ -6,13 +6,17 @@ import asyncio
 import hashlib
 import json
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from headway.buffer.epoch import HeldEpoch, keeping, take_epoch
+from headway.buffer.replication import BooksCopy
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
@@ -22,6 +26,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
+from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
@@ -42,13 +47,17 @@ from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
 OnLine = Callable[[LedgerLine], None]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
 
 
-def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | None = None) -> RunSummary:
-    """Train as ``experiment`` says; returns the summary that RUN/summary.json holds.
+def train(
+    experiment: Experiment, *, resume: bool = False, take_over: bool = False, on_line: OnLine | None = None
+) -> RunSummary:
+    """Train as ``experiment`` says; returns the summary that RUN/summary.json holds. ``take_over``: the former process
+    of the run has ended, although nothing shows it (see `take_epoch`).
 
-    Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint; twice: stop at once);
-    the run can be resumed in both cases. Other HeadwayErrors say what ended it.
+    Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint, all within ``run.stop_grace_s``;
+    twice: stop at once); the run can be resumed in both cases. Other HeadwayErrors say what ended it.
     """
     directory = RunDirectory(experiment.run.directory)
     directory.begin(experiment, resume=resume)
@@ -56,7 +65,7 @@ def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | Non
     try:
         remove_leftovers(directory.path)
         reap(identity)
-        return asyncio.run(_train(experiment, directory, resume, on_line))
+        return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
     finally:
         reap(identity)  # of a trainer that was killed
         directory.release()
@@ -67,15 +76,22 @@ def run_identity(directory: str | Path) -> str:
     return hashlib.blake2b(str(Path(directory).resolve()).encode(), digest_size=6).hexdigest()
 
 
-async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, on_line: OnLine | None) -> RunSummary:
+async def _train(
+    experiment: Experiment, directory: RunDirectory, resume: bool, take_over: bool, on_line: OnLine | None
+) -> RunSummary:
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
+        epoch = await take_epoch(
+            directory.path, experiment.cluster.orphan_s, clock, take_over=take_over, say=partial(print, file=sys.stderr)
+        )
+        await stack.enter_async_context(keeping(epoch))
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
         try:
             observers = observing(experiment, directory, ledger, clock, stack, resume=resume)
-            interrupts.run = run = await wire(experiment, directory, ledger, clock, stack, observers=observers)
+            run = await wire(experiment, directory, ledger, clock, stack, observers=observers, epoch=epoch)
+            interrupts.run = run
         # Raised again: this captures nothing, it only takes the folder back when a verifier can't be imported or a
         # device is missing, so that the same command starts anew. Not after Ctrl-C, which says that --resume goes on.
         except Exception:
@@ -94,6 +110,13 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
                 f"stopped at version {run.context.state.version}; continue with: headway train ... --resume"
             )
         return summary
+
+
+class _Pool(Protocol):
+    """Workers of one kind."""
+
+    @property
+    def worker_states(self) -> list[WorkerState]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +157,8 @@ def observing(
 
 @dataclass
 class _Interrupts:
-    """Handles Ctrl-C and SIGTERM: the first drains, the second stops at once. Before there is a run the first stops."""
+    """Handles Ctrl-C, SIGTERM and SIGUSR1: the first drains, the second stops at once, as does the end of the grace.
+    Before there is a run the first stops."""
 
     task: asyncio.Task[Any]
     run: Run | None = None
@@ -142,11 +166,20 @@ class _Interrupts:
 
     def strike(self) -> None:
         if self.run is None or self.run.context.state.interrupted:
-            self.stopping = True
-            self.task.cancel()
-        else:
-            self.run.context.event("interrupt", "finishing what runs; once more stops at once")
-            self.run.interrupt()
+            return self.stop()
+        grace_s = self.run.context.experiment.run.stop_grace_s
+        self.run.context.event("interrupt", f"finishing what runs, within {grace_s:g} s; once more stops at once")
+        self.run.interrupt()
+        self.task.get_loop().call_later(longest_drain_s(grace_s), self._expire)
+
+    def _expire(self) -> None:
+        if self.run is not None and not self.task.done():
+            self.run.context.event("interrupt", "run.stop_grace_s is over: stopping at once")
+            self.stop()
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.task.cancel()
 
 
 @asynccontextmanager
@@ -156,7 +189,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
     task = asyncio.current_task()
     assert task is not None
     interrupts = _Interrupts(task)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, interrupts.strike)
     try:
         yield interrupts
@@ -165,7 +198,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
             raise
         raise Interrupted("stopped at once; continue with: headway train ... --resume") from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
@@ -177,6 +210,7 @@ async def wire(
     stack: AsyncExitStack,
     wrap_generate: WrapGenerate | None = None,
     observers: Observers = Observers(),
+    epoch: HeldEpoch | None = None,
 ) -> Run:
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
@@ -192,8 +226,9 @@ async def wire(
             run.context.event(name, detail, **fields)
 
     identity = run_identity(directory.path)
+    number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, worker_event, run_id=identity, key_folder=directory.path)
+        open_machines(experiment, clock, worker_event, epoch=number, run_id=identity, key_folder=folder)
     )
     launcher, experiment = machines.launcher, machines.experiment
     samples = stack.enter_context(LineFile(directory.samples))
@@ -233,19 +268,23 @@ async def wire(
         wrap_generate=wrap_generate,
         look=looking,
     )
-    run = assemble(experiment, actors, clock, directory.buffer, stack)
+    fence = (lambda: None) if epoch is None else epoch.require
+    places, books = [experiment.cluster.replicate_to], directory.buffer
+    copies = [BooksCopy(launcher, clock, place, books, worker_event) for place in places if place]
+    run = assemble(experiment, actors, clock, books, stack, fence, *copies)
     for record in early:
         record(run.context)
-    for actor in (trainer, generator, verifier, looking):
+    for actor in (trainer, generator, verifier, looking, *copies):
         stack.push_async_callback(actor.stop)
-    await asyncio.gather(trainer.start(), generator.start(), verifier.start())
+    await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
     machines.take_offers(generator.join)
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
-
-        def workers() -> list[WorkerState]:
-            environments = host.pool.worker_states if isinstance(host, Environments) else []
-            return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states, *environments]
-
-        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, workers, machines.conditions))
+        pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]
+        states = partial(_states, pools)
+        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, states, machines.conditions))
     return run
+
+
+def _states(pools: Sequence[_Pool]) -> list[WorkerState]:
+    return [state for pool in pools for state in pool.worker_states]

@@ -150,6 +150,7 @@ class TrainLoop:
         indices = tuple(group.group.index for group in groups)
         if not committed:  # membership and order are durable before the step runs (rule 8)
             run.buffer.commit_batch(Batch(step=step, groups=indices))
+        await run.replicated()
         self._settle_surplus()
         batch = build_batch(step, groups, run.experiment)
         report = await self._compute(batch)
@@ -253,6 +254,7 @@ class TrainLoop:
         version, started = run.state.version, run.clock.now()
         path = str(checkpoint_path(run.directory, version))
         run.buffer.make_durable()  # no checkpoint is ever ahead of the log
+        await run.replicated()
         await call_with_restart(run, lambda: run.trainer.save_checkpoint(path, run.buffer.consumed()), version)
         kept = find_checkpoints(run.directory)
         if kept:

@@ -23,7 +23,7 @@ from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
 
-Stop = Pruned | Failure | Literal["park"]  # why a member is stopped
+Stop = Pruned | Failure | Literal["park", "leave"]  # why a member is stopped
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class RolloutMaker(Protocol):
         """Stop a member of the group with this admission index, as soon as the generator returns its tokens.
 
         Pruned: it ends with them, to be verified as it stands. Failure: it ends failed. "park": it waits at the resume
-        gate and continues from them, unless it has reached the limit of parkings. No-op for a member that isn't being
-        made, has nothing to park or was already stopped.
+        gate and continues from them, unless it has reached the limit of parkings. "leave": parked whatever the limit,
+        for the run ends. No-op for a member that isn't being made, has nothing to park or was already stopped.
         """
         ...
 

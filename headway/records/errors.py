@@ -25,6 +25,12 @@ class RunLocked(ConfigurationError):
     """Another process has locked the run directory."""
 
 
+class EpochLost(HeadwayError):
+    """The run's epoch was taken by another orchestrator, or couldn't be renewed: this one commits nothing more."""
+
+    exit_code = 3
+
+
 class CheckpointCorrupt(ConfigurationError):
     """A checkpoint fails its checksums; names the file."""
 

@@ -14,6 +14,7 @@ from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
 from headway.runtime.file_lock import FileLock
+from headway.runtime.file_systems import require_local
 
 
 class RunDirectory:
@@ -35,7 +36,6 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.json"
-        self.buffer = self.path / "buffer.db"
         self.ledger = self.path / "ledger.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.tensorboard = self.path / "tensorboard"
@@ -46,6 +46,20 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.lock = self.path / "lock"
         self._lock = FileLock(self.lock, "run.directory", self.path)
+        self._books_lock: FileLock | None = None  # where the books lie elsewhere: a copy may be held there
+
+    @property
+    def books(self) -> Path:
+        """The folder of buffer.db: as ``cluster.books_directory`` of the stored experiment says, or this one."""
+        try:
+            cluster = json.loads(self.config.read_bytes()).get("cluster", {})
+        except (OSError, ValueError, AttributeError):  # no run, or a damaged file, which `read_experiment` reports
+            return self.path
+        return Path(cluster.get("books_directory") or self.path)
+
+    @property
+    def buffer(self) -> Path:
+        return self.books / "buffer.db"
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
@@ -65,24 +79,41 @@ class RunDirectory:
         """Lock the folder, make its layout and store ``experiment``; returns the experiment stored before, if any.
 
         Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
-        one, when there is nothing to resume, or when a key changed that may not change on resume; BufferCorrupt when
-        the buffer of a run that has trained is missing. After an error the folder is unlocked and unchanged.
+        one, when there is nothing to resume, when a key changed that may not change on resume, or when the books would
+        lie on a network file system; BufferCorrupt when the buffer of a run that has trained is missing. After an error
+        the folder is unlocked and unchanged.
         """
         self.acquire()
         try:
-            stored = self._admit(experiment, resume)
+            books = Path(experiment.cluster.books_directory or self.path)
+            require_local(books)
+            stored = self._admit(experiment, resume, books / "buffer.db")
             for folder in (self.tensorboard, self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
+            if books != self.path:
+                self._lock_books(books)
             self.write_json(self.config, json.loads(experiment.model_dump_json()))
         except BaseException:
             self.release()
             raise
         return stored
 
-    def _admit(self, experiment: Experiment, resume: bool) -> Experiment | None:
+    def _lock_books(self, books: Path) -> None:
+        try:
+            books.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"cluster.books_directory = {str(books)!r}: {error.strerror}") from None
+        self._books_lock = FileLock(books / "lock", "cluster.books_directory", books)
+        self._books_lock.acquire()
+
+    def _admit(self, experiment: Experiment, resume: bool, buffer: Path) -> Experiment | None:
         if not self.holds_run():
             if resume:
                 raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
+            if experiment.cluster.books_directory is not None and buffer.exists():
+                raise ConfigurationError(
+                    f"cluster.books_directory: {buffer.parent} holds the books of another run; choose another folder"
+                )
             return None
         if not resume:
             raise ConfigurationError(
@@ -90,9 +121,9 @@ class RunDirectory:
             )
         stored = self.read_experiment()
         require_resumable(stored, experiment)
-        if not self.buffer.is_file() and self._has_trained():
+        if not buffer.is_file() and self._has_trained():
             raise BufferCorrupt(
-                f"{self.buffer} is missing, and the run can't be resumed without it: its batches and open groups are "
+                f"{buffer} is missing, and the run can't be resumed without it: its batches and open groups are "
                 f"there. Put it back, or start in another run.directory, from a checkpoint's weights if you like: "
                 f"--model.path={self.path}/checkpoints/step_N/model"
             )
@@ -115,6 +146,8 @@ class RunDirectory:
     def release(self) -> None:
         """Release the lock; no-op when it isn't held."""
         self._lock.release()
+        if self._books_lock is not None:
+            self._books_lock.release()
 
     def holder(self) -> int | None:
         """Id of the process that holds the lock now; None when none does (or it hasn't written its id)."""

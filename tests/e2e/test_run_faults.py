@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,37 @@ def test_interrupts(inputs: Any, tmp_path: Path, number: signal.Signals) -> None
     assert tiny_run.audited(run).completed_steps == steps
     assert kept <= tiny_run.audited(run).groups["trained"]
     tiny_run.require_nothing_left(command)
+
+
+def test_hanging_run_ends_within_its_grace_and_keeps_what_was_generated(inputs: Any, tmp_path: Path) -> None:
+    """A verifier that doesn't answer: the responses that it has are kept, and no token of them is sampled twice."""
+    gate = tmp_path / "gate"
+    verifier = {"name": "tiny_verifiers:gated", "parameters.gate": str(gate), "timeout_s": 600.0}
+    config = tiny_run.write_experiment(
+        tmp_path, run={"steps": ENDLESS, "stop_grace_s": 16.0}, verifier=verifier, **inputs
+    )
+    run = tmp_path / "run"
+    with tiny_run.headway("train", config, "--quiet", run=run) as command:
+        command.until(lambda: len(tiny_run.steps_of(run)) >= 2, "two steps")
+        gate.touch()
+        command.until(lambda: rows(run, "SELECT count(*) FROM groups WHERE state = 'open'") >= [(8,)], "open groups")
+        command.process.send_signal(signal.SIGUSR1)
+        started_s = time.monotonic()
+        assert command.wait(30.0) == 130, command.output
+    assert time.monotonic() - started_s <= 16.0
+    gate.unlink()
+    tiny_run.require_nothing_left(command)
+    report = tiny_run.audited(run)
+    assert report.checkpoints[-1] == report.completed_steps
+    (parked,) = tiny_run.events_of(run, "parked")
+    assert parked.data["complete"] > 0
+    kept = rows(run, "SELECT count(*) FROM partials")[0][0]
+    assert kept >= parked.data["complete"]
+
+    steps = report.completed_steps + 2
+    command = tiny_run.train(config, "--resume", f"--run.steps={steps}")
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(run, steps, drained=False)
 
 
 def test_one_run_at_a_time_and_none_is_overwritten(inputs: Any, tmp_path: Path) -> None:

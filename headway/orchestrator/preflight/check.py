@@ -15,6 +15,7 @@ from pathlib import Path
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.findings import Findings
@@ -66,6 +67,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         _engine,
         _space,
         _run_directory,
+        _cluster,
         _exporters,
         _environment,
         *([_verifier] if smoke_test else []),
@@ -365,6 +367,10 @@ def _run_directory(inputs: _Inputs, findings: Findings) -> None:
     elif inputs.resume:
         with findings.refused("run.directory"):
             require_resumable(directory.read_experiment(), inputs.experiment)
+
+
+def _cluster(inputs: _Inputs, findings: Findings) -> None:
+    findings += cluster_findings(inputs.experiment)
 
 
 def _exporters(inputs: _Inputs, findings: Findings) -> None:

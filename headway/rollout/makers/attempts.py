@@ -71,7 +71,7 @@ class RetryingRollouts(ABC):
     def stop(self, group: int, member: int, why: Stop) -> None:
         """Park all the calls that a member has open, or stop its attempt for good: it isn't retried
         (`RolloutMaker.stop`)."""
-        if why == "park":
+        if why in ("park", "leave"):
             self.sampler.stop(group, member, why)
         elif (group, member) in self._running:
             attempt, task = self._running[group, member]

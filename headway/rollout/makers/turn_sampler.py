@@ -140,9 +140,10 @@ class TurnSampler:
     def _stop(self, progress: MemberProgress, why: Stop) -> None:
         if progress.stopped not in (None, "park"):
             return
-        if why == "park" and (progress.stopped == "park" or progress.waiting or self._uninterrupted(progress)):
+        parked = progress.stopped == "park" or progress.waiting
+        if (why == "park" and (parked or self._uninterrupted(progress))) or (why == "leave" and parked):
             return  # parked already, or protected
-        progress.stopped = why
+        progress.stopped = "park" if why == "leave" else why
         progress.stopping.set()
         if progress.request_id and self.requests is not None:
             self.requests.cancel(progress.request_id)

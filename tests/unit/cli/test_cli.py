@@ -175,7 +175,7 @@ def test_train_hands_over_experiment_resume_and_view(
 ) -> None:
     calls: list[tuple[int, bool, bool]] = []
 
-    def run(experiment: object, *, resume: bool, on_line: object) -> object:
+    def run(experiment: object, *, resume: bool, take_over: bool, on_line: object) -> object:
         calls.append((experiment.queue.budget, resume, on_line is not None))  # type: ignore[attr-defined]
         return summarise(synthetic_lines(10))
 

@@ -42,6 +42,33 @@ def some_fail(task: object, response: str) -> float:
     return float("nan") if int(response) % 5 == 0 else int(response) % 2
 
 
+def test_interrupted_run_parks_long_generations_when_half_its_grace_is_over():
+    """Also those that were parked so often that updates leave them running."""
+    outcome = run_of({"max_resumes": 0}, interrupt_s=1.0, token_s=10.0)
+    parked = outcome.event("parked")
+    assert 60.0 <= parked.time_s - 1.0 <= 60.0 + 15.0
+    assert parked.data["rollouts"] > 0
+    assert outcome.duration_s - 1.0 < 120.0
+    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.audit == []
+    assert outcome.endings.get("failed", 0) == 0
+
+
+def test_interrupted_run_keeps_the_responses_that_a_hanging_verifier_has():
+    outcome = run_of(interrupt_s=5.0, verify_s=1e6)
+    parked = outcome.event("parked")
+    assert parked.data["complete"] == 8 * 4  # groups of 4 that the budget admits
+    assert outcome.duration_s - 5.0 < 120.0
+    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.audit == []
+
+
+def test_interrupted_run_that_drains_in_time_parks_nothing():
+    outcome = run_of(interrupt_s=1.0)
+    assert "parked" not in names(outcome)
+    assert outcome.duration_s < 60.0
+
+
 def names(outcome: Outcome) -> list[str]:
     return [line.event for line in outcome.lines if isinstance(line, EventRecord)]
 

@@ -1,0 +1,56 @@
+"""The copy of a run's books on another machine: the worker that holds it there."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.buffer.database import Statement, open_database, transaction
+from headway.records.errors import StorageFailed
+from headway.runtime.child import WorkerContext
+from headway.runtime.file_lock import FileLock
+
+
+class CopyService:
+    """The worker object of a copy: a whole buffer.db at first, then every transaction of the original, in order."""
+
+    def __init__(self, context: WorkerContext, *, folder: str) -> None:
+        """Hold the copy in ``folder``. Raises RunLocked while another process has its books there."""
+        self._path = Path(folder) / "buffer.db"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self._path.with_name("lock"), "cluster.replicate_to", folder)
+        self._lock.acquire()
+        self._connection: sqlite3.Connection | None = None
+        self._number = 0  # of the last transaction applied
+
+    def replace(self, content: bytes, number: int) -> None:
+        """Begin anew with a whole database, which holds the transactions up to ``number``. What was here is kept as
+        buffer.db.old: it may be the only copy of another run."""
+        if self._connection is not None:
+            self._connection.close()
+        fresh = self._path.with_suffix(".fresh")
+        fresh.write_bytes(content)
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        if self._path.exists() and self._connection is None:
+            self._path.replace(self._path.with_suffix(".db.old"))
+        fresh.replace(self._path)
+        self._connection, self._number = open_database(self._path), number
+
+    def apply(self, first: int, transactions: Sequence[Sequence[Statement]]) -> int:
+        """Apply the transactions from number ``first`` on, each whole; returns the number of the last. Raises
+        StorageFailed when one before them is missing."""
+        if self._connection is None or first != self._number + 1:
+            raise StorageFailed(f"transaction {first} reaches the copy of the books after {self._number}")
+        for statements in transactions:
+            with transaction(self._connection, self._path) as connection:
+                for text, rows in statements:
+                    connection.executemany(text, rows)
+            self._number += 1
+        return self._number
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._lock.release()

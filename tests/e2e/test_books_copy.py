@@ -1,0 +1,65 @@
+"""Runs whose books have a copy: the orchestrator and its disk are lost, and the run resumes from the copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+ENDLESS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_run.write_inputs(folder)
+    return tiny_run.inputs_in(folder)
+
+
+@pytest.mark.parametrize("fault", ["batch-committed:4", "step-computed:4", "log-durable:1"])
+def test_run_resumes_from_the_copy_after_its_own_books_are_lost(inputs: Any, tmp_path: Path, fault: str) -> None:
+    """Nothing is trained twice, and no group that either side knew of is lost."""
+    books, copy = tmp_path / "books", tmp_path / "copy"
+    cluster = {"books_directory": str(books), "replicate_to": f":{copy}"}
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 8}, cluster=cluster, **inputs)
+    assert tiny_run.train(config, fault=fault).process.returncode == -signal.SIGKILL
+    shutil.rmtree(books)
+    second = f"--cluster.replicate_to=:{books}"
+    command = tiny_run.train(config, "--resume", f"--cluster.books_directory={copy}", second)
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(tmp_path / "run", 8)
+    report = tiny_run.audited(tmp_path / "run")
+    assert report.groups["trained"] == 8 * 4
+    assert set(report.groups) == {"trained"}
+
+
+def test_lost_copy_is_reported_and_made_anew_while_the_run_goes_on(inputs: Any, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    config = tiny_run.write_experiment(tmp_path, run={"steps": ENDLESS}, cluster={"replicate_to": f":{copy}"}, **inputs)
+    run = tmp_path / "run"
+    with tiny_run.headway("train", config, "--quiet", run=run) as command:
+        command.until(lambda: len(tiny_run.steps_of(run)) >= 2, "two steps")
+        os.kill(int((copy / "lock").read_text()), signal.SIGKILL)
+        command.until(lambda: tiny_run.events_of(run, "books_copied"), "the new copy")
+        steps = len(tiny_run.steps_of(run))
+        command.until(lambda: len(tiny_run.steps_of(run)) >= steps + 2, "two more steps")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 130, command.output
+    assert len(tiny_run.events_of(run, "books_copy_lost")) == 1
+    before = tiny_run.audited(run)
+    for file in run.glob("buffer.db*"):
+        file.unlink()
+    for file in copy.glob("buffer.db*"):
+        shutil.copy(file, run / file.name)
+    after = tiny_run.audited(run)
+    assert (after.completed_steps, after.groups, after.rollouts) == (
+        before.completed_steps,
+        before.groups,
+        before.rollouts,
+    )
