@@ -246,7 +246,9 @@ def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) ->
 
 
 def _waiting(wait: Wait | None) -> str:
-    return "" if wait is None else f"{wait.waiter} waits in {wait.kind}"
+    if wait is None:
+        return ""
+    return f"{wait.waiter} waits {'for' if wait.owner == LOOPS else 'in'} {wait.kind}"
 
 
 class StallTracker:

@@ -22,6 +22,7 @@ from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
+from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
@@ -32,6 +33,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.waits import Waits
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import Ledger, read_ledger
 from headway.telemetry.summary import last_step, recorded_steps, summarise
@@ -41,6 +43,7 @@ from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
+STALLS = WatchSettings()
 OnLine = Callable[[LedgerLine], None]
 
 
@@ -82,6 +85,8 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
             if not resume:
                 directory.withdraw()
             raise
+        watching = watching_stalls(run.context, directory, interrupts.end, STALLS)
+        await stack.enter_async_context(watching)
         observers.announce()
         recorded = read_ledger(directory.path)
         await run.begin(recorded_steps(recorded), last_step(recorded))
@@ -139,6 +144,7 @@ class _Interrupts:
     task: asyncio.Task[Any]
     run: Run | None = None
     stopping: bool = False
+    reason: str = "stopped at once"
 
     def strike(self) -> None:
         if self.run is None or self.run.context.state.interrupted:
@@ -147,6 +153,11 @@ class _Interrupts:
         else:
             self.run.context.event("interrupt", "finishing what runs; once more stops at once")
             self.run.interrupt()
+
+    def end(self, reason: str) -> None:
+        """Stop at once, for ``reason``."""
+        self.stopping, self.reason = True, reason
+        self.task.cancel()
 
 
 @asynccontextmanager
@@ -163,7 +174,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
     except asyncio.CancelledError:
         if not interrupts.stopping:
             raise
-        raise Interrupted("stopped at once; continue with: headway train ... --resume") from None
+        raise Interrupted(f"{interrupts.reason}; continue with: headway train ... --resume") from None
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -191,9 +202,9 @@ async def wire(
         else:
             run.context.event(name, detail, **fields)
 
-    identity = run_identity(directory.path)
+    identity, waits = run_identity(directory.path), Waits(clock.now)
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, worker_event, run_id=identity, key_folder=directory.path)
+        open_machines(experiment, clock, worker_event, run_id=identity, key_folder=directory.path, waits=waits)
     )
     launcher = machines.launcher
     samples = stack.enter_context(LineFile(directory.samples))
@@ -233,6 +244,7 @@ async def wire(
         host=host,
         wrap_generate=wrap_generate,
         look=looking,
+        waits=waits,
     )
     run = assemble(experiment, actors, clock, directory.buffer, stack)
     for record in early:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from headway.runtime.stalls.stacks import DUMP_SIGNAL
+from headway.runtime.stalls.stacks import ask_for_stacks
 
 EXIT_POLL_S = 0.05  # only where the kernel gives no process descriptors
 LOG_TAIL_LINES = 20
@@ -163,20 +163,6 @@ def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:
     # Not in a `with`: the worker writes to it, and the cause of its death is read from it when it has ended.
     log = open(path, "a+b")  # noqa: SIM115
     return log, log.seek(0, os.SEEK_END)
-
-
-def ask_for_stacks(pid: int) -> bool:
-    """Have a process of this machine write the stacks of its threads; returns whether it is stopped instead, by a
-    signal or a debugger. A process that isn't prepared for that is left alone."""
-    try:
-        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    except (OSError, ValueError):
-        return False
-    if status["State"][:1] in "Tt":
-        return True
-    if int(status["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
-        os.kill(pid, DUMP_SIGNAL)
-    return False
 
 
 def _signal_name(number: int) -> str:

@@ -14,6 +14,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.nodes.handshake import make_key, read_key
 from headway.runtime.nodes.nodes import Nodes
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 from headway.weights.mirrors import Mirrors
 
@@ -44,13 +45,15 @@ async def open_machines(
     epoch: int = 1,
     run_id: str = "",
     key_folder: Path | None = None,
+    waits: Waits | None = None,
 ) -> AsyncIterator[Machines]:
     """The machines that ``experiment`` needs, when all nodes that its devices name have joined.
 
-    ``run_id`` names the weights' files; ``key_folder``: where the run's key is written when it has to be made. Raises
-    ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a node doesn't join in time.
+    ``run_id`` names the weights' files; ``key_folder``: where the run's key is written when it has to be made;
+    ``waits``: where workers and calls to them are registered. Raises ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a node doesn't join in time.
     """
-    local = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=on_event)
+    start_timeout_s = experiment.run.worker_start_timeout_s
+    local = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
     cluster = experiment.cluster
     needed = needed_nodes(experiment)
     if not cluster.address:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,20 @@ def parse_dump(text: str) -> list[Stack]:
     if stacks:
         stacks.insert(0, Stack(of="main", frames=stacks.pop().frames))
     return stacks[:MOST_STACKS]
+
+
+def ask_for_stacks(pid: int) -> bool:
+    """Have a process of this machine write the stacks of its threads; returns whether it is stopped instead, by a
+    signal or a debugger. A process that isn't prepared for that is left alone."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except (OSError, ValueError):
+        return False
+    if status["State"][:1] in "Tt":
+        return True
+    if int(status["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
+        os.kill(pid, DUMP_SIGNAL)
+    return False
 
 
 def _walk(frame: FrameType | None) -> tuple[str, ...]:

@@ -1,0 +1,69 @@
+"""The `headway` command with a stall built in: ``python stalled_headway.py JOURNAL STALL train CONFIG ...``.
+
+The limits of the watch are shortened, so that a stall is named within seconds, and every worker's name and process id
+go to JOURNAL. STALL: ``none``, ``collective`` (rank 0 of the trainer skips its fifth), ``generator`` (stuck in its
+40th step). ``REAL`` in front of it keeps the real limits.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import faulty_headway
+from headway.cli.main import main
+from headway.control.stalls import StallLimits
+from headway.generator.service import GeneratorService
+from headway.orchestrator import train
+from headway.orchestrator.stalls.watch import WatchSettings
+from headway.trainer.service import TrainerService
+
+SHORT = WatchSettings(tick_s=0.25, lag_s=2.0, limits=StallLimits(floor_s=3.0, unknown_s=8.0, fact_s=2.0, quiet_s=5.0))
+
+
+class SkippingTrainer(TrainerService):
+    """A rank 0 that leaves one sum out, as a branch on its own data would."""
+
+    def __init__(self, context: Any, **arguments: Any) -> None:
+        super().__init__(context, **arguments)
+        if self.ranks.rank == 0:
+            original, calls = self.ranks.sum_, iter(range(1, 1 << 30))
+            self.ranks.sum_ = lambda tensor: tensor if next(calls) == 5 else original(tensor)  # type: ignore[method-assign]
+
+
+class StuckGenerator(GeneratorService):
+    """A replica that never ends its 40th step."""
+
+    def tick(self) -> bool:
+        self._steps = getattr(self, "_steps", 0) + 1
+        if self._steps == 40:
+            wait_in_kernel()
+        return super().tick()
+
+
+def wait_in_kernel() -> None:
+    """What a kernel that never ends looks like from Python: a call that doesn't return, the lock released."""
+    threading.Event().wait()
+
+
+def install(stall: str) -> None:
+    if stall == "collective":
+        import headway.trainer.client as client
+
+        client.SERVICE = "stalled_headway:SkippingTrainer"
+    elif stall == "generator":
+        import headway.generator.routing.replica as replica
+
+        replica._FACTORY = "stalled_headway:StuckGenerator"
+    elif stall != "none":
+        raise SystemExit(f"no such stall: {stall}")
+
+
+if __name__ == "__main__":
+    journal, wanted, *command = sys.argv[1:]
+    faulty_headway.note_workers(journal)
+    if not wanted.startswith("REAL"):
+        train.STALLS = SHORT
+    install(wanted.removeprefix("REAL"))
+    sys.exit(main(command))
