@@ -3,12 +3,16 @@ of the test says when: until it is there they do what they should."""
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
 from typing import Any
+
+from headway.records.task import Task
+from headway.rollout.environment import Answer, Environment, Episode
 
 _FIRST, _SECOND = threading.Lock(), threading.Lock()
 
@@ -17,14 +21,14 @@ def due() -> bool:
     return Path(os.environ["STALL_FILE"]).exists()
 
 
-def holds_lock(prompt: str, response: str, answer: str) -> float:
-    """A verifier that blocks in C code without releasing the interpreter's lock."""
+def holds_lock(task: Task, response: str) -> float:
+    """A verifier whose expression backtracks for ever, without releasing the interpreter's lock."""
     if due():
-        ctypes.PyDLL(None).pause()
+        re.match(r"(a+)+$", "a" * 60 + "b")
     return float(len(response) % 2)
 
 
-def fills_pipe(prompt: str, response: str, answer: str) -> float:
+def fills_pipe(task: Task, response: str) -> float:
     """A verifier that writes more to a child's standard input than it ever reads."""
     if due():
         child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE)
@@ -33,14 +37,24 @@ def fills_pipe(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2)
 
 
-def blocks_loop(group: Any, *arguments: Any, **named: Any) -> Any:
+class NeverReplies(Environment):
+    """An environment whose replies stop coming."""
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        if due():
+            await asyncio.Event().wait()
+        episode.reward(float(len(answer.text) % 2))
+        episode.end("played")
+
+
+def blocks_loop(group: Any, rollouts: Any) -> bool:
     """A hook on finished groups that waits for what never comes."""
     if due():
         threading.Event().wait()
-    return None
+    return True
 
 
-def first_then_second(group: Any, *arguments: Any, **named: Any) -> Any:
+def first_then_second(group: Any, rollouts: Any) -> bool:
     """A hook that takes two locks; `second_then_first`, in a thread of its own, takes them the other way round."""
     if due():
         barrier = threading.Barrier(2)
@@ -49,7 +63,7 @@ def first_then_second(group: Any, *arguments: Any, **named: Any) -> Any:
             barrier.wait()
             with _SECOND:
                 pass
-    return None
+    return True
 
 
 def second_then_first(barrier: threading.Barrier) -> None:

@@ -2,11 +2,13 @@
 
 The limits of the watch are shortened, so that a stall is named within seconds, and every worker's name and process id
 go to JOURNAL. STALL: ``none``, ``collective`` (rank 0 of the trainer skips its fifth), ``generator`` (stuck in its
-40th step). ``REAL`` in front of it keeps the real limits.
+40th step), ``fakes`` and ``fakes-verifier`` (nothing is planted; trainer and generator are fakes, which start at
+once; the verifier is one too, or is not). With STALL_LIMITS=real in the environment the limits are the real ones.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from typing import Any
@@ -56,6 +58,11 @@ def install(stall: str) -> None:
         import headway.generator.routing.replica as replica
 
         replica._FACTORY = "stalled_headway:StuckGenerator"
+    elif stall.startswith("fakes"):
+        verifier = train.VerifierPool
+        faulty_headway.use_fakes()
+        if stall == "fakes-verifier":
+            train.VerifierPool = verifier
     elif stall != "none":
         raise SystemExit(f"no such stall: {stall}")
 
@@ -63,7 +70,7 @@ def install(stall: str) -> None:
 if __name__ == "__main__":
     journal, wanted, *command = sys.argv[1:]
     faulty_headway.note_workers(journal)
-    if not wanted.startswith("REAL"):
+    if os.environ.get("STALL_LIMITS") != "real":
         train.STALLS = SHORT
-    install(wanted.removeprefix("REAL"))
+    install(wanted)
     sys.exit(main(command))

@@ -24,12 +24,14 @@ from headway.control.stalls import (
 )
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.stalls.loop_watch import SUBJECT, stacks_text
+from headway.records.errors import HeadwayError
 from headway.records.stalls import LivePicture, Stall, WorkerLook
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.stacks import DUMP_SIGNAL
 from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 
 _PICTURE_EVERY_S = 2.0
+_PROBE_EVERY_S = 5.0
 _MOST_WAITS = 300  # in the picture
 
 
@@ -70,6 +72,14 @@ class StallWatch:
             if lag_s >= self._settings.lag_s:
                 self._ended(SUBJECT, f"the event loop turns again, after {lag_s:.0f} s", lag_s)
             await self.judge()
+
+    async def probe(self) -> None:
+        """Ask the replicas for their statistics now and then, until cancelled: one that answers health checks and never
+        ends a step leaves that call open, whatever else is asked of it."""
+        while True:
+            with contextlib.suppress(HeadwayError):
+                await self._run.generator.statistics()
+            await self._run.clock.sleep(_PROBE_EVERY_S)
 
     async def judge(self) -> None:
         """Judge what is awaited now."""
@@ -153,13 +163,13 @@ async def watching_stalls(
             with contextlib.suppress(OSError):  # it has ended, or is itself stopped: nobody waits for it
                 os.write(pipe, f"{run.time_s():.3f} {run.state.version}\n".encode())
 
-        task = asyncio.create_task(watch.loop(beat), name="stall watch")
+        tasks = [asyncio.create_task(watch.loop(beat), name="stall watch"), asyncio.create_task(watch.probe())]
         try:
             yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             process.stdin.close()
             process.wait()
             faulthandler.unregister(DUMP_SIGNAL)
