@@ -129,7 +129,7 @@ def place_of(look: WorkerLook) -> tuple[str, tuple[Stack, ...]]:
     working = [stack for stack in main if look.call not in ("", "tick") or not _idle(stack)]
     tasks.sort(key=lambda stack: _own(stack).startswith(("headway/", "<")))  # the user's own code first
     # A thread of an event loop that turns is busy for moments: what its tasks await says more.
-    ordered = [*working, *threads, *tasks, *main]
+    ordered = [*working, *threads, *tasks, *(stack for stack in main if stack not in working)]
     return (_own(ordered[0]) if ordered else ""), tuple(ordered[:4])
 
 
@@ -232,7 +232,9 @@ def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) ->
     if look is not None and look.blocked_events:
         cause = "which waits until its events are read here"
     else:
-        cause = f"which is in {place}" if place else f"longer than the {expectations.expected_s(wait.kind):.0f} s expected"
+        cause = (
+            f"which is in {place}" if place else f"longer than the {expectations.expected_s(wait.kind):.0f} s expected"
+        )
     for_whom = "" if wait.owner == LOOPS else f" for {wait.owner}"
     return Stall(
         owner=wait.owner,

@@ -218,7 +218,6 @@ async def wire(
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs, bring_to=machines.bring_to
     )
-    retries = experiment.rollout.retries
     named, observe = named_verifiers(experiment, sets), observers.observe
     verifier = VerifierPool(
         launcher,
@@ -226,7 +225,7 @@ async def wire(
         clock,
         named=named,
         log_folder=directory.logs,
-        retries=retries,
+        retries=experiment.rollout.retries,
         observe=observe,
         on_event=worker_event,
     )

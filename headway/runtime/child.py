@@ -154,7 +154,7 @@ class CallServer:
         self._running = ("", 0.0)
 
     def _look(self) -> WorkerLook:
-        """What the worker is doing. A worker that plays on an event loop of its own has it as ``loop``."""
+        """Describe what the worker is doing. A worker that plays on an event loop of its own has it as ``loop``."""
         call, since_s = self._running
         loop = getattr(self._worker, "loop", None)
         stacks = [*thread_stacks(skip=("reader",)), *(task_stacks(loop) if loop is not None else ())]

@@ -37,9 +37,9 @@ class Link:
         serves: object | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """``waits``: where calls are registered while they wait. ``serves``: its coroutine methods can be called from the other end, many at a time.
-        ``on_end(reason)``: the worker should be about to exit, since its connection or its work is at the end.
-        ``on_broken(reason)``: it sent what can't be read, and must be killed."""
+        """``waits``: where calls are registered while they wait. ``serves``: its coroutine methods can be called from
+        the other end, many at a time. ``on_end(reason)``: the worker should be about to exit, since its connection or
+        its work is at the end. ``on_broken(reason)``: it sent what can't be read, and must be killed."""
         self.name = name
         self.events = events
         self.fatal = ""  # the traceback that the worker sent before it ended

@@ -152,9 +152,9 @@ class LocalLauncher:
         on_event: EventCallback = lambda name, detail, /, **fields: None,
         waits: Waits | None = None,
     ) -> None:
-        """``waits``: where its workers and the calls to them are registered. ``start_timeout_s``: a worker that isn't built by then is killed. ``on_event`` is called when a worker gives
-        no sign of life for half of ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again
-        (``worker_answers``)."""
+        """``waits``: where its workers and the calls to them are registered. ``start_timeout_s``: a worker that isn't
+        built by then is killed. ``on_event`` is called when a worker gives no sign of life for half of
+        ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again (``worker_answers``)."""
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s

@@ -1,5 +1,7 @@
-"""Verifiers, hooks and environments that stall a run, each in its own way; a file called ``STALL`` in the working folder
-of the test says when: until it is there they do what they should."""
+"""Verifiers, hooks and environments that stall a run, each in its own way.
+
+The file that STALL_FILE names says when: until it is there they do what they should.
+"""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ async def open_machines(
     """The machines that ``experiment`` needs, when all nodes that its devices name have joined.
 
     ``run_id`` names the weights' files; ``key_folder``: where the run's key is written when it has to be made;
-    ``waits``: where workers and calls to them are registered. Raises ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a node doesn't join in time.
-    """
+    ``waits``: where workers and calls to them are registered. Raises ConfigurationError (address, key, a device on a
+    node that isn't listed), NodeLost when a node doesn't join in time."""
     start_timeout_s = experiment.run.worker_start_timeout_s
     local = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
     cluster = experiment.cluster

@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -142,27 +142,40 @@ class StallWatch:
             partial.replace(self._picture)
 
 
-@asynccontextmanager
-async def watching_stalls(
-    run: RunContext, directory: RunDirectory, end: Callable[[str], None], settings: WatchSettings
-) -> AsyncIterator[None]:
-    """Watch the waits of the run and this process's event loop within the block."""
-    watch = StallWatch(run, settings, end, directory.waits)
+@contextmanager
+def loop_watched(run: RunContext, directory: RunDirectory, lag_s: float) -> Iterator[Callable[[], None]]:
+    """Have a process of its own watch this process's event loop within the block. Yields what the loop calls every
+    second while it turns."""
     directory.logs.mkdir(parents=True, exist_ok=True)
     stacks = directory.logs / "orchestrator.stacks"
-    arguments = [os.getpid(), stacks, directory.ledger, settings.lag_s, run.experiment.run.on_stall]
+    arguments = [os.getpid(), stacks, directory.ledger, lag_s, run.experiment.run.on_stall]
     command = [sys.executable, "-m", "headway.orchestrator.stalls.loop_watch", *map(str, arguments)]
     with stacks.open("ab") as file:
         faulthandler.register(DUMP_SIGNAL, file=file)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, close_fds=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # Ctrl-C doesn't reach it
         assert process.stdin is not None
         pipe = process.stdin.fileno()
         os.set_blocking(pipe, False)
 
         def beat() -> None:
-            with contextlib.suppress(OSError):  # it has ended, or is itself stopped: nobody waits for it
+            with contextlib.suppress(OSError):  # it has ended, or is itself stopped: the run goes on
                 os.write(pipe, f"{run.time_s():.3f} {run.state.version}\n".encode())
 
+        try:
+            yield beat
+        finally:
+            process.stdin.close()
+            process.wait()
+            faulthandler.unregister(DUMP_SIGNAL)
+
+
+@asynccontextmanager
+async def watching_stalls(
+    run: RunContext, directory: RunDirectory, end: Callable[[str], None], settings: WatchSettings
+) -> AsyncIterator[None]:
+    """Watch the waits of the run and this process's event loop within the block. ``end(reason)`` ends the run."""
+    watch = StallWatch(run, settings, end, directory.waits)
+    with loop_watched(run, directory, settings.lag_s) as beat:
         tasks = [asyncio.create_task(watch.loop(beat), name="stall watch"), asyncio.create_task(watch.probe())]
         try:
             yield
@@ -170,7 +183,4 @@ async def watching_stalls(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            process.stdin.close()
-            process.wait()
-            faulthandler.unregister(DUMP_SIGNAL)
             directory.waits.unlink(missing_ok=True)

@@ -88,8 +88,9 @@ class _Seat:
         try:
             await worker.call(method, number, *arguments)
             # A request has its method and the rollout's name first, a look at the sandboxes neither.
-            request, rollout = (arguments[0], arguments[1][0]) if arguments else ("sandboxes", "orchestrator")
-            with worker.waits.on(f"environment.{request}", self.name, f"rollout {rollout}"):
+            request, rollout = (arguments[0], arguments[1][0]) if arguments else ("sandboxes", "")
+            waiter = f"rollout {rollout}" if rollout else "the orchestrator"
+            with worker.waits.on(f"environment.{request}", self.name, waiter):
                 return await answer
         except WorkerDied as error:
             raise EnvironmentDied(f"{self.name} died: {error.cause}") from None

@@ -51,7 +51,7 @@ class Waits:
         self._numbers = itertools.count()
         self._open: dict[int, tuple[str, str, str, float]] = {}
 
-    def on(self, kind: str, owner: str, waiter: str = "orchestrator") -> _OpenWait:
+    def on(self, kind: str, owner: str, waiter: str = "the orchestrator") -> _OpenWait:
         """Register the block as a wait: see `Wait`."""
         return _OpenWait(self, kind, owner, waiter)
 
