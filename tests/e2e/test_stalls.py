@@ -1,6 +1,6 @@
 """Planted stalls in real runs: each is named by its cause, with process, file and line, and a healthy run has none.
 
-Limits are a few seconds here; tests/slow/test_stalls_real.py has the real ones.
+Limits are a few seconds here; tests/slow/test_stalls_real_limits.py has the real ones.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ def named(command: Command, *, of: str = "") -> EventRecord:
     return stall
 
 
-def preloaded(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def preloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = folder / "slow_fsync.so"
     source = tiny_run.HERE / "slow_fsync.cpp"
     subprocess.run(["g++", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     monkeypatch.setenv("LD_PRELOAD", str(library))
-    monkeypatch.setenv("STALL_PRELOAD", what)
 
 
 def test_verifier_that_holds_the_interpreter_lock_is_named_with_its_line(
@@ -76,6 +75,7 @@ def test_verifier_that_holds_the_interpreter_lock_is_named_with_its_line(
         assert "stall_functions.py" in str(stall.data["stacks"])
 
 
+@pytest.mark.slow
 def test_verifier_that_writes_to_a_full_pipe_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +87,7 @@ def test_verifier_that_writes_to_a_full_pipe_is_named_with_its_line(
         )
 
 
+@pytest.mark.slow
 def test_hook_that_blocks_the_event_loop_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +104,7 @@ def test_deadlock_of_two_hooks_is_named_with_both_lines(tmp_path: Path, monkeypa
 
 
 def test_fsync_that_hangs_is_named_as_a_commit_to_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preloaded(tmp_path, monkeypatch, "sync")
+    preloaded(tmp_path, monkeypatch)
     with running(tmp_path, monkeypatch) as command:
         stall = named(command, of="orchestrator")
         assert re.search(r"blocked in a commit to buffer\.db, at headway/buffer/\w+\.py:\d+", stall.detail)
@@ -131,12 +132,14 @@ def test_rank_that_skips_a_collective_is_named_by_the_one_that_waits(
         assert "headway/trainer/" in str(stall.data["stacks"])
 
 
+@pytest.mark.slow
 def test_generator_stuck_in_a_step_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, monkeypatch, "generator", steps=0) as command:
         stall = named(command, of="generator-0")
         assert re.search(r"for generator-0, which is in support/stalled_headway\.py:\d+ wait_in_kernel", stall.detail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["generator-0", "trainer-0"])
 def test_stopped_worker_is_named_as_stopped(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, monkeypatch, "none", steps=1) as command:
@@ -155,7 +158,7 @@ def test_policy_restart_replaces_the_worker_that_is_named(tmp_path: Path, monkey
         command.until(lambda: len(steps_of(command.run)) > steps + 3, "more steps")
 
 
-@pytest.mark.parametrize("hook", ["", "stall_functions:blocks_loop"])
+@pytest.mark.parametrize("hook", [pytest.param("", marks=pytest.mark.slow), "stall_functions:blocks_loop"])
 def test_policy_end_ends_the_run_so_that_it_can_be_resumed(
     hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +179,7 @@ def test_policy_end_ends_the_run_so_that_it_can_be_resumed(
     tiny_run.audited(command.run)
 
 
+@pytest.mark.slow
 def test_healthy_run_has_no_stall_and_no_picture_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_run, "FAULTY", STALLED)
     write_inputs(tmp_path)

@@ -34,8 +34,8 @@ from headway.rollout.environment import Environment
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.hosting.service import EnvironmentService
 from headway.runtime.channel import Channel
-from headway.runtime.stalls.waits import Waits
 from headway.runtime.clock import Clock, VirtualClock, run_virtual
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import WorkerSpec
 from headway.telemetry.metrics import histograms, scalars
 from tests.support.simulated_run import small_run
