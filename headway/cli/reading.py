@@ -48,8 +48,18 @@ def doctor(
         None, "--usd-per-device-hour", metavar="USD", help="What an hour of one device costs; default: no money."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
+    live: bool = typer.Option(False, "--live", help="Print who waits for whom now, in a run that goes on."),
 ) -> None:
     """Say what bounds a run, where its device-hours go, and the three changes with the largest predicted gain."""
+    if live:
+        from headway.report.live_waits import picture_of, picture_text
+
+        picture = picture_of(run)
+        if as_json:
+            print_json(picture)
+        else:
+            typer.echo(picture_text(picture))
+        return
     from headway.report.doctor import examine, print_report
 
     report = examine(run, usd_per_device_hour)

@@ -51,6 +51,7 @@ class RunConfig(Section):
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
     worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
     stop_grace_s: Seconds = 120.0  # of Ctrl-C, SIGTERM or SIGUSR1: by then the run has ended, resumable
+    on_stall: Literal["warn", "restart", "end"] = "warn"  # once it is named: restart its worker, or end resumable
 
 
 class ModelConfig(Section):
@@ -356,7 +357,7 @@ class Experiment(Section):
 # * stands for one name. The limit in a source's own table, tasks.*.verifier.timeout_s, is none of them: stored tasks
 # know their verifier by that whole table, and a group that is open at the resume would ask for one that isn't there.
 RESUMABLE_KEYS: dict[str, tuple[str, ...]] = {
-    "run": ("steps", "time_limit_s", "directory", "worker_start_timeout_s", "stop_grace_s"),
+    "run": ("steps", "time_limit_s", "directory", "worker_start_timeout_s", "stop_grace_s", "on_stall"),
     "generator": (
         "devices",
         "engine_arguments",

@@ -32,6 +32,7 @@ from headway.rollout.makers.select import MultiTurnHost, make_rollouts
 from headway.rollout.makers.turn_sampler import Generate, TurnSampler
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.waits import Waits
 
 WrapGenerate = Callable[[Generate], Generate]
 
@@ -54,6 +55,7 @@ class Actors:
     host: MultiTurnHost | None = None  # of agents or environments, where environment.name asks for them
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
+    waits: Waits | None = None  # where calls of the actors are registered
 
 
 def assemble(
@@ -109,6 +111,7 @@ def assemble(
         tokenizer=actors.tokenizer,
         rollouts=actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host),
         parking=parking,
+        waits=actors.waits or Waits(clock.now),
         meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
         record=actors.record,
         keep_sample=actors.keep_sample,

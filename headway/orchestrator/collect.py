@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headway.algorithms.groups.filters import GroupFilters
+from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
 from headway.orchestrator.endings import end_finished, end_leavers
@@ -44,7 +45,8 @@ class Collect:
 
     async def _verify_and_commit(self, group: Group, rollouts: tuple[Rollout, ...]) -> None:
         run = self._run
-        verified = await verify_rollouts(group.task, rollouts, run.verifier, run.tokenizer, run.clock)
+        with run.waits.on("verdicts", LOOPS, f"group {group.index}"):
+            verified = await verify_rollouts(group.task, rollouts, run.verifier, run.tokenizer, run.clock)
         if group.index not in run.state.running:
             return  # it ended as overdue while it was being verified
         judged = self._leaving.judge(FinishedGroup(group=group, rollouts=verified))

@@ -21,6 +21,7 @@ from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.runtime.clock import Clock
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import death_fields
 
 Decide = Callable[
@@ -62,6 +63,7 @@ class RunContext:
     tokenizer: PromptCodec
     rollouts: RolloutMaker
     parking: Parking
+    waits: Waits
     meter: Meter
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]

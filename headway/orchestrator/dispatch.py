@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headway.control.admission import credit
+from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
@@ -141,7 +142,8 @@ class Dispatch:
         finally:
             if pruning is not None:
                 pruning.forget(entry.group.index)
-        await self._generated.put((entry.group, rollouts))
+        with self._run.waits.on("the collect loop", LOOPS, f"group {entry.group.index}"):
+            await self._generated.put((entry.group, rollouts))
 
 
 def _too_stale(group: Group, member: int, now: float) -> Rollout:

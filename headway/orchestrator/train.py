@@ -23,9 +23,10 @@ from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.machines import open_machines
+from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
+from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
@@ -37,6 +38,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.waits import Waits
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import Ledger, read_ledger
 from headway.telemetry.summary import last_step, recorded_steps, summarise
@@ -46,6 +48,7 @@ from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
+STALLS = WatchSettings()
 OnLine = Callable[[LedgerLine], None]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
 
@@ -98,6 +101,8 @@ async def _train(
             if not resume:
                 directory.withdraw()
             raise
+        watching = watching_stalls(run.context, directory, interrupts.end, STALLS)
+        await stack.enter_async_context(watching)
         observers.announce()
         recorded = read_ledger(directory.path)
         await run.begin(recorded_steps(recorded), last_step(recorded))
@@ -163,6 +168,7 @@ class _Interrupts:
     task: asyncio.Task[Any]
     run: Run | None = None
     stopping: bool = False
+    reason: str = "stopped at once"
 
     def strike(self) -> None:
         if self.run is None or self.run.context.state.interrupted:
@@ -181,6 +187,11 @@ class _Interrupts:
         self.stopping = True
         self.task.cancel()
 
+    def end(self, reason: str) -> None:
+        """Stop at once, for ``reason``."""
+        self.stopping, self.reason = True, reason
+        self.task.cancel()
+
 
 @asynccontextmanager
 async def _interruptible() -> AsyncIterator[_Interrupts]:
@@ -196,7 +207,7 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
     except asyncio.CancelledError:
         if not interrupts.stopping:
             raise
-        raise Interrupted("stopped at once; continue with: headway train ... --resume") from None
+        raise Interrupted(f"{interrupts.reason}; continue with: headway train ... --resume") from None
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
@@ -225,10 +236,10 @@ async def wire(
         else:
             run.context.event(name, detail, **fields)
 
-    identity = run_identity(directory.path)
-    number, folder = 1 if epoch is None else epoch.number, directory.path
+    identity, waits = run_identity(directory.path), Waits(clock.now)
+    settings = {"epoch": 1 if epoch is None else epoch.number, "run_id": identity, "key_folder": directory.path}
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, worker_event, epoch=number, run_id=identity, key_folder=folder)
+        open_machines(experiment, clock, worker_event, waits=waits, **settings)
     )
     launcher, experiment = machines.launcher, machines.experiment
     samples = stack.enter_context(LineFile(directory.samples))
@@ -267,6 +278,7 @@ async def wire(
         host=host,
         wrap_generate=wrap_generate,
         look=looking,
+        waits=waits,
     )
     fence = (lambda: None) if epoch is None else epoch.require
     places, books = [experiment.cluster.replicate_to], directory.buffer

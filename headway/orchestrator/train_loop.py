@@ -9,6 +9,7 @@ import msgspec
 
 from headway.algorithms.groups.batches import build_batch, useful_samples
 from headway.control.staleness import Selection
+from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
@@ -47,7 +48,8 @@ class TrainLoop:
             if pending is not None:  # committed before a kill: it is this step, unchanged
                 await self._step(list(pending.groups), committed=True)
             while not self._over():
-                batch = await self._next_batch()
+                with self._run.waits.on("a batch", LOOPS, "the train loop"):
+                    batch = await self._next_batch()
                 if batch is None:
                     break
                 await self._step(batch)
@@ -171,7 +173,8 @@ class TrainLoop:
             useful_samples=0 if report.skipped else useful_samples(batch),
         )
         self.completed_steps += 1
-        await self._completed.put(record)
+        with run.waits.on("the control loop", LOOPS, "the train loop"):
+            await self._completed.put(record)
         self._require_steps(report)
         if not report.skipped:
             await self._publish_if_due()

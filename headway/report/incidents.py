@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from headway.records.ledger import EventRecord, LedgerLine
 from headway.report.formats import duration
+from headway.telemetry.ledger import EVENT_STALLED
 from headway.telemetry.summary import is_incident
 
+_STALLED = ("worker_stalled", EVENT_STALLED)
 HEADS = ("what", "worker", "when", "version", "found by", "cause", "lost time", "rollouts or samples again")
 
 
@@ -23,7 +25,7 @@ def incident_text(lines: Sequence[LedgerLine]) -> str:
     if not found:
         return ""
     died = Counter(_worker(event) for event in found if event.event.endswith("_died"))
-    stalled = Counter(_worker(event) for event in found if event.event == "worker_stalled")
+    stalled = Counter(_worker(event) for event in found if event.event in _STALLED)
     back = sum(event.event.endswith(("_restarted", "_restored")) for event in found)
     replays = sum(event.lost_samples for event in found if event.event.endswith("restored"))
     moved = sum(event.lost_samples for event in found) - replays
@@ -31,7 +33,7 @@ def incident_text(lines: Sequence[LedgerLine]) -> str:
     parts += [f"{back} brought back"] if back else []
     parts += [f"{replays:,} samples trained again"] if replays else []
     parts += [f"{moved:,} rollouts moved, scored or generated again"] if moved else []
-    lost_s = sum(event.lost_s for event in found if event.event != "worker_stalled")  # its end's event has the total
+    lost_s = sum(event.lost_s for event in found if event.event not in _STALLED)  # its end's event has the total
     parts += [f"{duration(lost_s)} of workers' time lost"] if lost_s else []
     return "Workers: " + "; ".join(parts) + "."
 

@@ -21,7 +21,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, So
 from headway.records.rollout import ENDINGS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.verdict import judge_balance
-from headway.telemetry.ledger import EVENT_END
+from headway.telemetry.ledger import EVENT_END, EVENT_STALL_ENDED, EVENT_STALLED
 
 WINDOW = 20  # steps that "now" is averaged over
 REDRAW_EVERY_S = 0.5  # drawing takes the orchestrator's core a few milliseconds
@@ -53,6 +53,7 @@ class LiveState:
         self.endings = Counter[str]()
         self.worst_staleness = 0
         self.ended = False
+        self.stalls: dict[str, str] = {}  # worker -> the line that names its stall, while it lasts
 
     def take(self, line: LedgerLine) -> None:
         if isinstance(line, StepRecord):
@@ -68,6 +69,10 @@ class LiveState:
                 self.before = line
         else:
             self.events.append(line)
+            if line.event == EVENT_STALLED:
+                self.stalls[line.worker] = line.detail
+            elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
+                self.stalls.pop(line.worker, None)
             self.ended = line.event == EVENT_END
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
@@ -144,6 +149,8 @@ def screen(state: LiveState) -> RenderableType:
         rows.add_row("Learning?", _learning(state, step))
         rows.add_row("Rates", _rates(state, step))
         rows.add_row("Endings", _endings(state))
+    for stall in state.stalls.values():
+        rows.add_row(Text("Stalled", style="bold red"), Text(stall, style="red"))
     for record in state.evaluations:
         rows.add_row("Evaluation", evaluation_line(record))
     for event in state.events:

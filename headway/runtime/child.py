@@ -18,15 +18,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from headway.records.errors import ConfigurationError
+from headway.records.stalls import WorkerLook
 from headway.runtime.devices import Device, parse_device
 from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, encode_error, send_some, tune
+from headway.runtime.stalls.collectives import COLLECTIVES
+from headway.runtime.stalls.stacks import DUMP_SIGNAL, task_stacks, thread_stacks
 
+LOOK_PATIENCE_S = 1.0
 EXIT_PARENT_GONE = 75
 EXIT_FAILED = 1
 PR_SET_PDEATHSIG = 1
@@ -64,9 +69,10 @@ class ParentConnection:
             except OSError:
                 os._exit(EXIT_PARENT_GONE)
 
-    def send_if_free(self, chunks: list[Chunk]) -> None:
-        """Send a small frame unless that would wait. The reader must never wait for the parent to read."""
-        if not self._sending.acquire(blocking=False):
+    def send_if_free(self, chunks: list[Chunk], patience_s: float = 0.0) -> None:
+        """Send a small frame unless that would wait. The reader must never wait for the parent to read; for another
+        send's end it may, for ``patience_s``."""
+        if not self._sending.acquire(timeout=patience_s):
             return  # another send is under way: a sign of life already, or the parent is not reading
         try:
             data = b"".join(chunks)
@@ -101,6 +107,8 @@ class CallServer:
         self._connection = connection
         self._calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._worker: Any = None
+        self._running: tuple[str, float] = ("", 0.0)  # what the main thread runs, and since when
 
     def read_forever(self) -> None:
         """Run the second thread: queue calls, answer pings."""
@@ -110,15 +118,21 @@ class CallServer:
             if frame.kind == Kind.PING:
                 self._connection.send_if_free(pong)
                 continue
+            if frame.kind == Kind.LOOK:
+                self._connection.send_if_free(encode(Kind.RESULT, frame.call, self._look()), LOOK_PATIENCE_S)
+                continue
             if frame.kind == Kind.STOP:
                 self._stopping.set()
             self._calls.put(frame)
 
     def serve(self, worker: Any) -> None:
         """Run calls, then tick, until stopped; block only when a tick reports that there is nothing to do."""
+        self._worker = worker
         tick: Callable[[], bool] | None = getattr(worker, "tick", None)
         while not self._stopping.is_set():
+            self._running = ("tick" if tick else "", time.monotonic())
             if tick is None or not tick():
+                self._running = ("", 0.0)
                 self._run(worker, self._calls.get())
             # Calls queued by now run before the next tick; later ones wait, so ticks can't starve.
             for _ in range(self._calls.qsize()):
@@ -132,12 +146,28 @@ class CallServer:
             return
         try:
             method, positional, named = frame.load()
+            self._running = (method, time.monotonic())
             if method.startswith("_"):
                 raise AttributeError(f"{method} is not a public method")
             reply = encode(Kind.RESULT, frame.call, getattr(worker, method)(*positional, **named))
         except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
             reply = encode_error(frame.call, error)
         self._connection.send(reply)
+        self._running = ("", 0.0)
+
+    def _look(self) -> WorkerLook:
+        """Describe what the worker is doing. A worker that plays on an event loop of its own has it as ``loop``."""
+        call, since_s = self._running
+        loop = getattr(self._worker, "loop", None)
+        stacks = [*thread_stacks(skip=("reader",)), *(task_stacks(loop) if loop is not None else ())]
+        return WorkerLook(
+            call=call,
+            call_s=time.monotonic() - since_s if call else 0.0,
+            collective=COLLECTIVES.name,
+            collectives=COLLECTIVES.entered,
+            in_collective_s=COLLECTIVES.waiting_s,
+            stacks=tuple(stacks),
+        )
 
 
 def resolve(factory: str) -> Callable[..., Any]:
@@ -186,6 +216,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     die_with_parent(int(parent))
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     os.set_inheritable(int(descriptor), False)  # a grandchild must not keep the connection open
     sock = socket.socket(fileno=int(descriptor))
     tune(sock)

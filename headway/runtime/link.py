@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.records.errors import RemoteError, WorkerDied
+from headway.records.stalls import WorkerLook
 from headway.runtime.channel import Channel, ChannelClosed, ChannelFull
 from headway.runtime.clock import Clock
 from headway.runtime.framing import (
@@ -23,6 +24,7 @@ from headway.runtime.framing import (
     send_some,
     tune,
 )
+from headway.runtime.stalls.waits import Waits
 
 READS_PER_WAKEUP = 16  # then the loop's other tasks get their turn
 
@@ -43,10 +45,11 @@ class Link:
         on_end: Callable[[str], None],
         on_broken: Callable[[str], None],
         serves: object | None = None,
+        waits: Waits | None = None,
     ) -> None:
-        """``serves``: its coroutine methods can be called from the other end, many at a time.
-        ``on_end(reason)``: the worker should be about to exit, since its connection or its work is at the end.
-        ``on_broken(reason)``: it sent what can't be read, and must be killed."""
+        """``waits``: where calls are registered while they wait. ``serves``: its coroutine methods can be called from
+        the other end, many at a time. ``on_end(reason)``: the worker should be about to exit, since its connection or
+        its work is at the end. ``on_broken(reason)``: it sent what can't be read, and must be killed."""
         self.name = name
         self.events = events
         self.fatal = ""  # the traceback that the worker sent before it ended
@@ -57,6 +60,8 @@ class Link:
         self._on_end = on_end
         self._on_broken = on_broken
         self._serves = serves
+        self._waits = waits
+        self._role = name.rstrip("-0123456789")
         self._loop = asyncio.get_running_loop()
         self.built: asyncio.Future[None] = self._loop.create_future()
         self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {}
@@ -76,9 +81,24 @@ class Link:
         """See :meth:`headway.runtime.workers.Worker.call`."""
         if self.stopping:
             raise WorkerDied(self.name, "stopped")
+        if self._waits is None:
+            return await self._request(Kind.CALL, method, (method, args, named), timeout_s)
+        with self._waits.on(f"{self._role}.{method}", self.name):
+            return await self._request(Kind.CALL, method, (method, args, named), timeout_s)
+
+    async def look(self, timeout_s: float) -> WorkerLook:
+        """Ask the worker's second thread what the worker is doing. Raises TimeoutError, WorkerDied."""
+        return await self._request(Kind.LOOK, "look", None, timeout_s)
+
+    @property
+    def blocks_events(self) -> bool:
+        """Whether the worker waits until its events are read here."""
+        return bool(self._held)
+
+    async def _request(self, kind: Kind, method: str, message: Any, timeout_s: float | None) -> Any:
         self._calls += 1
         number = self._calls
-        chunks = encode(Kind.CALL, number, (method, args, named))
+        chunks = encode(kind, number, message)
         reply: asyncio.Future[Any] = self._loop.create_future()
         self._pending[number] = (method, reply)
         self.send(chunks)

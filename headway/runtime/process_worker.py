@@ -8,13 +8,19 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
-from headway.records.errors import FoundBy, WorkerDied
+import msgspec
+
+from headway.records.errors import FoundBy, RemoteError, WorkerDied
+from headway.records.stalls import WorkerLook
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import Link
+from headway.runtime.stalls.stacks import parse_dump
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.worker_process import ProcessExit, WorkerProcess
 
+LOOK_S = 2.0  # that the second thread of a worker has to answer
 EXIT_GRACE_S = 5.0  # from losing the connection, or the report of a fatal error, to kill -9
 
 
@@ -52,10 +58,14 @@ class ProcessWorker:
     calls failed, ``events`` closed, in this order).
     """
 
-    def __init__(self, name: str, events: Channel[Any], process: WorkerProcess, sock: socket.socket) -> None:
+    def __init__(
+        self, name: str, events: Channel[Any], process: WorkerProcess, sock: socket.socket, waits: Waits
+    ) -> None:
+        """``waits``: where its calls are registered while they wait."""
+        self.waits = waits
         self._process = process
         self._loop = asyncio.get_running_loop()
-        self._link = Link(name, sock, events, self._expect_exit, self._kill)
+        self._link = Link(name, sock, events, self._expect_exit, self._kill, waits=waits)
         self._died = Death()
         self._exit: ProcessExit | None = None
         self._reason = ""  # why we killed it
@@ -93,6 +103,28 @@ class ProcessWorker:
         if self._died.done():
             raise WorkerDied(self.name, self._died.result().cause)
         return await self._link.call(method, *args, timeout_s=timeout_s, **named)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a sign of life, as of the last health check."""
+        return self._link.silent_s
+
+    async def look(self) -> WorkerLook | None:
+        """See :meth:`headway.runtime.stalls.waits.VisibleWorker.look`. Where the worker's second thread doesn't answer,
+        since the interpreter's lock is held or the process is stopped, its machine looks at it."""
+        if not self.alive:
+            return None
+        try:
+            look = await self._link.look(LOOK_S)
+            return msgspec.structs.replace(look, worker=self.name, blocked_events=self._link.blocks_events)
+        except (WorkerDied, RemoteError):
+            return None
+        except TimeoutError:
+            stopped, dump = await self._process.inspect()
+        if self._link.blocks_events:
+            return WorkerLook(worker=self.name, blocked_events=True, stacks=tuple(parse_dump(dump)))
+        condition = "stopped" if stopped else "silent"
+        return WorkerLook(worker=self.name, condition=condition, stacks=tuple(parse_dump(dump)))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """See :meth:`headway.runtime.workers.Worker.stop`."""

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from headway.runtime.stalls.stacks import ask_for_stacks
+
 EXIT_POLL_S = 0.05  # only where the kernel gives no process descriptors
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
+DUMP_BYTES = 1 << 16
+DUMP_POLL_S, DUMP_POLLS = 0.05, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,11 @@ class WorkerProcess(Protocol):
 
     def kill(self) -> bool:
         """Kill the process and its children. False when it has ended already."""
+        ...
+
+    async def inspect(self) -> tuple[bool, str]:
+        """Whether a signal has stopped it, else the stacks of its threads as faulthandler writes them: that works
+        while the interpreter's lock is held. "" where they can't be had."""
         ...
 
 
@@ -110,6 +119,22 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         return True
+
+    async def inspect(self) -> tuple[bool, str]:
+        """See :meth:`WorkerProcess.inspect`. The stacks stand in its log as well."""
+        if self._process.returncode is not None:
+            return False, ""
+        start = self._log.seek(0, os.SEEK_END)
+        stopped = ask_for_stacks(self.pid)
+        for _ in range(0 if stopped else DUMP_POLLS):
+            await asyncio.sleep(DUMP_POLL_S)
+            if self._log.closed:
+                return False, ""
+            self._log.seek(start)
+            text = self._log.read(DUMP_BYTES).decode(errors="replace")
+            if text.endswith("\n") and "most recent call first" in text:
+                return False, text
+        return stopped, ""
 
     def _poll(self) -> None:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

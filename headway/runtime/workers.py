@@ -21,6 +21,7 @@ from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.devices import machine_cores, parse_device
 from headway.runtime.process_worker import Death, ProcessWorker
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.worker_process import ChildProcess, WorkerProcess
 
 
@@ -58,6 +59,11 @@ class Worker(Protocol):
     def events(self) -> Channel[Any]:
         """The channel of the worker's events, in order. It must be read, or the worker blocks when it is full.
         Closed when the worker is dead (events sent before are still there)."""
+        ...
+
+    @property
+    def waits(self) -> Waits:
+        """Where waits for it are registered."""
         ...
 
     @property
@@ -149,16 +155,18 @@ class LocalLauncher:
         start_timeout_s: float = 600.0,
         events_capacity: int = 256,
         on_event: EventCallback = lambda name, detail, /, **fields: None,
+        waits: Waits | None = None,
     ) -> None:
-        """``start_timeout_s``: a worker that isn't built by then is killed. ``on_event`` is called when a worker gives
-        no sign of life for half of ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again
-        (``worker_answers``)."""
+        """``waits``: where its workers and the calls to them are registered. ``start_timeout_s``: a worker that isn't
+        built by then is killed. ``on_event`` is called when a worker gives no sign of life for half of
+        ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again (``worker_answers``)."""
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_timeout_s = start_timeout_s
         self._events_capacity = events_capacity
         self._on_event = on_event
+        self._waits = waits or Waits(clock.now)
 
     async def start(self, spec: WorkerSpec) -> ProcessWorker:
         """See :meth:`Launcher.start`."""
@@ -179,7 +187,7 @@ class LocalLauncher:
         """Build the worker in a process that was just started, with ``sock`` connected to it; its health checks start
         once it is built. Raises the errors of :meth:`Launcher.start`, when the process has ended."""
         events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
-        worker = ProcessWorker(spec.name, events, process, sock)
+        worker = ProcessWorker(spec.name, events, process, sock, self._waits)
         try:
             interval_s = self._heartbeat_interval_s
             await worker.build(spec.factory, spec.arguments, self._start_timeout_s, self._clock, interval_s)
@@ -190,6 +198,7 @@ class LocalLauncher:
             raise
         silence_s = max(self._heartbeat_timeout_s, spec.longest_silence_s)
         worker.watch(self._clock, self._heartbeat_interval_s, silence_s, self._on_event)
+        self._waits.workers[worker.name] = worker
         return worker
 
 

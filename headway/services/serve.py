@@ -25,7 +25,7 @@ from headway.generator.recording.recorder import Recorder
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
-from headway.orchestrator.machines import open_machines
+from headway.orchestrator.nodes.machines import open_machines
 from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded

@@ -29,6 +29,8 @@ EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predict
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
 EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last version
 EVENT_END = "end"  # the run ended in order
+EVENT_STALLED = "stalled"  # a wait is too long; detail names its cause, data: wait, expected_s, stacks of both sides
+EVENT_STALL_ENDED = "stall_ended"  # of the same worker
 EVENT_SIMULATED = "simulated"  # the run is a simulation: detail names the scenario
 
 _encoder = msgspec.json.Encoder()

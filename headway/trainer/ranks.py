@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headway.records.errors import HeadwayError
 from headway.runtime.addresses import split_address
+from headway.runtime.stalls.collectives import COLLECTIVES
 
 _SIOCGIFADDR = 0x8915  # ioctl: an interface's IPv4 address
 
@@ -47,7 +48,8 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` in place over the ranks; returns it."""
         if self.size > 1:
-            torch.distributed.all_reduce(tensor)
+            with COLLECTIVES.inside("all_reduce"):
+                torch.distributed.all_reduce(tensor)
         return tensor
 
     def sum_all_(self, tensors: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ from node_processes import Events
 from tiny_run import experiment_of, write_experiment
 from worker_processes import exists, run, spec, until
 
-from headway.orchestrator.machines import Machines, open_machines
+from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.records.errors import ConfigurationError
 from headway.runtime.clock import RealClock
 from headway.runtime.nodes.nodes import NodeLost

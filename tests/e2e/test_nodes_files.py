@@ -13,7 +13,7 @@ import pytest
 from node_processes import Events, joined_nodes
 from worker_processes import run, spec
 
-from headway.orchestrator.node_files import FilesLauncher
+from headway.orchestrator.nodes.files import FilesLauncher
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.files import file_digests
 
@@ -65,7 +65,7 @@ def test_a_folder_that_both_have_stays_where_it_is(tmp_path: Path):
 
 def test_a_missing_folder_is_sent_once_and_workers_get_the_copys_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "model")
-    monkeypatch.setattr("headway.orchestrator.node_files._CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("headway.orchestrator.nodes.files._CHUNK_BYTES", 1 << 20)
     missing_on_nodes(monkeypatch)
 
     async def main() -> None:
@@ -126,5 +126,5 @@ def missing_on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def elsewhere_on_nodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr("headway.orchestrator.node_files._FACTORY", "runtime_worker_classes:ElsewhereFiles")
+    monkeypatch.setattr("headway.orchestrator.nodes.files._FACTORY", "runtime_worker_classes:ElsewhereFiles")
     monkeypatch.setenv("HEADWAY_TEST_ELSEWHERE", str(folder))

@@ -9,7 +9,7 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
-from headway.orchestrator.machines import Machines, open_machines
+from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError

@@ -14,7 +14,7 @@ from typing import Any
 from headway.config.schema import Experiment
 from headway.orchestrator.jobs.evaluate import Scorer
 from headway.orchestrator.jobs.sft_data import read_sft_tokens
-from headway.orchestrator.machines import open_machines
+from headway.orchestrator.nodes.machines import open_machines
 from headway.records.errors import ConfigurationError, HeadwayError, NoProgress, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import RealClock

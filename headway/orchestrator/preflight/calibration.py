@@ -16,7 +16,7 @@ from headway.control.lengths import LengthDistribution, group_correlation, lengt
 from headway.control.summaries import quantile
 from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.machines import Machines, open_machines
+from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.preflight.load import Load
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps

@@ -87,7 +87,11 @@ class _Seat:
         self._waiting[number] = answer
         try:
             await worker.call(method, number, *arguments)
-            return await answer
+            # A request has its method and the rollout's name first, a look at the sandboxes neither.
+            request, rollout = (arguments[0], arguments[1][0]) if arguments else ("sandboxes", "")
+            waiter = f"rollout {rollout}" if rollout else "the orchestrator"
+            with worker.waits.on(f"environment.{request}", self.name, waiter):
+                return await answer
         except WorkerDied as error:
             raise EnvironmentDied(f"{self.name} died: {error.cause}") from None
         finally:

@@ -76,7 +76,7 @@ class EnvironmentService:
         self._emit: Callable[[Answered], None] = context.emit
         settings = EnvironmentConfig.model_validate(environment)
         played = load_environment(settings)
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()  # its tasks are what a look at this worker shows
         self._open = AsyncExitStack()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
@@ -94,9 +94,9 @@ class EnvironmentService:
             return episodes, pool
 
         try:
-            self._episodes, self._sandboxes = asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+            self._episodes, self._sandboxes = asyncio.run_coroutine_threadsafe(begin(), self.loop).result()
         except BaseException:
-            asyncio.run_coroutine_threadsafe(self._open.aclose(), self._loop).result(_CLOSE_S)
+            asyncio.run_coroutine_threadsafe(self._open.aclose(), self.loop).result(_CLOSE_S)
             raise
 
     def _run(self) -> None:
@@ -104,18 +104,18 @@ class EnvironmentService:
         itself."""
         while not self._stopping:
             try:
-                self._loop.run_forever()
+                self.loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
                 traceback.print_exc()
 
     def submit(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         """Call a method of `Episodes`; its end is emitted."""
         work: Coroutine[Any, Any, Any] = getattr(self._episodes, method)(*arguments)
-        asyncio.run_coroutine_threadsafe(self._answer(number, work), self._loop)
+        asyncio.run_coroutine_threadsafe(self._answer(number, work), self.loop)
 
     def submit_sandboxes(self, number: int) -> None:
         """Ask for a look at the sandboxes, emitted likewise; empty where the environment uses none."""
-        asyncio.run_coroutine_threadsafe(self._answer(number, self._look()), self._loop)
+        asyncio.run_coroutine_threadsafe(self._answer(number, self._look()), self.loop)
 
     async def _look(self) -> SandboxStatistics:
         return sandbox_statistics(self._sandboxes) if self._episodes.uses_sandbox else SandboxStatistics()
@@ -132,12 +132,12 @@ class EnvironmentService:
 
     def close(self) -> None:
         """End all rollouts and their sandboxes."""
-        ending = asyncio.run_coroutine_threadsafe(self._open.aclose(), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._open.aclose(), self.loop)
         try:
             ending.result(_CLOSE_S)
         finally:
             self._stopping = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(_CLOSE_S)
 
 

@@ -121,6 +121,10 @@ class Agent:
         if pid in self._processes:
             self._processes[pid].kill()
 
+    async def inspect(self, pid: int) -> tuple[bool, str]:
+        """See :meth:`WorkerProcess.inspect`."""
+        return await self._processes[pid].inspect() if pid in self._processes else (False, "")
+
     async def end(self) -> None:
         """End: the run is over."""
         if not self._ended.done():

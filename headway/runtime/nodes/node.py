@@ -60,6 +60,13 @@ class NodeProcess:
         self._node.kill(self.pid)
         return True
 
+    async def inspect(self) -> tuple[bool, str]:
+        """See :meth:`WorkerProcess.inspect`."""
+        try:
+            return await self._node.call("inspect", self.pid)
+        except (NodeLost, RemoteError, TimeoutError):
+            return False, ""
+
     def ended(self, end: ProcessExit) -> None:
         if self._end is None:
             self._end = end

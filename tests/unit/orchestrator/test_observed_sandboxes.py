@@ -35,6 +35,7 @@ from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.hosting.service import EnvironmentService
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock, VirtualClock, run_virtual
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import WorkerSpec
 from headway.telemetry.metrics import histograms, scalars
 from tests.support.simulated_run import small_run
@@ -81,6 +82,7 @@ class ScriptedWorker:
         self.name = name
         self.says: SandboxStatistics | None = SandboxStatistics()
         self.events: Channel[Any] = Channel(8)
+        self.waits = Waits(lambda: 0.0)
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
 
     @property

@@ -7,8 +7,8 @@ import pytest
 from headway.config.consistency import require_consistent
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
-from headway.orchestrator.machines import needed_nodes
-from headway.orchestrator.placement import Room, place_devices
+from headway.orchestrator.nodes.machines import needed_nodes
+from headway.orchestrator.nodes.placement import Room, place_devices
 from headway.records.errors import ConfigurationError
 
 TEXT = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
-from headway.orchestrator.node_files import FilesLauncher
-from headway.orchestrator.placement import Room, place_devices
+from headway.orchestrator.nodes.files import FilesLauncher
+from headway.orchestrator.nodes.placement import Room, place_devices
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.records.node import NodeConditions
@@ -21,6 +21,7 @@ from headway.runtime.nodes.handshake import make_key, read_key
 from headway.runtime.nodes.launchers.agents import LaunchedAgents, describe
 from headway.runtime.nodes.launchers.choose import make_launcher
 from headway.runtime.nodes.nodes import NodeLost, Nodes
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 from headway.weights.mirrors import Mirrors
 
@@ -63,14 +64,17 @@ async def open_machines(
     run_id: str = "",
     origin: str | None = None,
     key_folder: Path | None = None,
+    waits: Waits | None = None,
 ) -> AsyncIterator[Machines]:
     """The machines that ``experiment`` needs, when all nodes that its devices name have joined.
 
     ``run_id`` names the weights' files; ``origin``: the device from which they are published, by default the trainer's
-    first; ``key_folder``: where the run's key is written when it has to be made. Raises
-    ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a node doesn't join in time.
+    first; ``key_folder``: where the run's key is written when it has to be made; ``waits``: where workers and calls to
+    them are registered. Raises ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a
+    node doesn't join in time.
     """
-    local = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=on_event)
+    start_timeout_s = experiment.run.worker_start_timeout_s
+    local = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
     cluster = experiment.cluster
     needed = needed_nodes(experiment)
     if not cluster.address:

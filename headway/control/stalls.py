@@ -1,0 +1,288 @@
+"""Which waits are stalls, and what they wait for: expected times from a run's own history, and the facts of looks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from headway.records.stalls import Stack, Stall, Wait, WorkerLook
+
+LOOPS = "orchestrator"  # owner of waits that end when something else in the orchestrator does
+_IDLE = (
+    "<library>/threading.py",
+    "<library>/queue.py",
+    "<library>/selectors.py",
+    "<library>/concurrent/futures/thread.py",
+    "headway/runtime/child.py",
+)
+
+
+class StallLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits by which waits are judged."""
+
+    floor_s: float = 20.0  # no wait is overdue sooner
+    unknown_s: float = 600.0  # expected of a kind of wait of which fewer than ``enough`` have ended
+    enough: int = 3
+    window: int = 512  # durations kept of each kind
+    factor: float = 4.0  # the expected time is at least so many times the 0.99 quantile
+    fact_s: float = 8.0  # a fact is reported after so long
+    confirmed_looks: int = 2  # a stall is seen so often in a row before it is reported, and missed before it is over
+    quiet_s: float = 30.0  # after a stall's end, waits of the loops are not judged: they were its consequences
+
+
+class Expectations:
+    """The longest time that a wait of a kind should take, learned from those that ended well.
+
+    With q50 and q99, the quantiles of the last ``window`` durations: q99 x max(``factor``, q99 / q50), and no less
+    than ``floor_s``. On a logarithmic scale that is as far above q99 as q99 is above the median, so that a kind with
+    a long tail gets room for it. Example: score takes 0.2 s, in one of a hundred cases 6 s: 6 x 30 = 180 s.
+    """
+
+    def __init__(self, limits: StallLimits) -> None:
+        self._limits = limits
+        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=limits.window))
+        self._known: dict[str, float] = {}  # expectations computed since the last duration of the kind
+
+    def learn(self, durations: Iterable[tuple[str, float]]) -> None:
+        """Take in (kind, seconds) of waits that ended."""
+        for kind, seconds in durations:
+            self._durations[kind].append(seconds)
+            self._known.pop(kind, None)
+
+    def expected_s(self, kind: str) -> float:
+        """The longest time that a wait of this kind should take."""
+        if kind not in self._known:
+            self._known[kind] = self._computed(sorted(self._durations.get(kind, ())))
+        return self._known[kind]
+
+    def _computed(self, ordered: Sequence[float]) -> float:
+        limits = self._limits
+        if len(ordered) < limits.enough:
+            return max(limits.unknown_s, limits.floor_s)
+        middle, high = ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1]
+        spread = high / middle if middle > 0 else 1.0
+        return max(limits.floor_s, high * max(limits.factor, spread))
+
+
+def role_of(worker: str) -> str:
+    """ "trainer" of "trainer-0": workers of a role do the same work."""
+    return worker.rstrip("-0123456789")
+
+
+def workers_to_look_at(
+    waits: Sequence[Wait], silent_s: Mapping[str, float], expectations: Expectations, now_s: float, limits: StallLimits
+) -> set[str]:
+    """Names of the workers, keys of ``silent_s``, whose state matters: silent, waited for too long, or ranks of a group
+    in which one is waited for, which may be missing in the others' collective."""
+    chosen = {name for name, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
+    for wait in waits:
+        waited_s = now_s - wait.since_s
+        if wait.owner in silent_s and waited_s >= min(limits.fact_s, expectations.expected_s(wait.kind)):
+            chosen.add(wait.owner)
+    groups = {role_of(name) for name in chosen if role_of(name) == "trainer"}
+    return chosen | {name for name in silent_s if role_of(name) in groups}
+
+
+def find_stalls(
+    waits: Sequence[Wait],
+    looks: Mapping[str, WorkerLook],
+    silent_since_s: Mapping[str, float],
+    expectations: Expectations,
+    now_s: float,
+    limits: StallLimits,
+) -> list[Stall]:
+    """The stalls that explain the others, not their consequences: facts about workers; without one of the same worker,
+    calls and requests beyond their expected time; without any of these, loops that wait for too long.
+
+    ``waits``: oldest first. ``silent_since_s``: clock at the last sign of life of workers that give none."""
+    oldest: dict[str, Wait] = {}
+    for wait in waits:
+        oldest.setdefault(wait.owner, wait)
+    facts = [_of_look(look, oldest, silent_since_s, expectations, now_s, limits) for look in looks.values()]
+    stalls = [stall for stall in facts if stall is not None]
+    stalls += _missing_ranks(looks, oldest, expectations, now_s, limits)
+    explained = {stall.owner for stall in stalls} | {
+        name for stall in stalls if role_of(stall.owner) == "trainer" for name in looks if role_of(name) == "trainer"
+    }
+    for owner, wait in oldest.items():
+        if owner in explained or owner == LOOPS:
+            continue
+        overdue = _first_overdue([one for one in waits if one.owner == owner], expectations, now_s)
+        # Later calls wait behind the first: where that isn't overdue, neither are they.
+        if overdue is not None and (overdue is wait or overdue.kind.startswith("environment.")):
+            stalls.append(_overdue(overdue, looks.get(owner), expectations))
+    if not stalls:
+        overdue = _first_overdue([one for one in waits if one.owner == LOOPS], expectations, now_s)
+        stalls += [] if overdue is None else [_overdue(overdue, None, expectations)]
+    return stalls
+
+
+def place_of(look: WorkerLook) -> tuple[str, tuple[Stack, ...]]:
+    """Where a worker is: the innermost frame that isn't a library's, of the thread or task that does the work; and the
+    stacks that show it, most telling first. "" where nothing is known."""
+    main = [stack for stack in look.stacks if stack.of == "main"]
+    tasks = [stack for stack in look.stacks if stack.of.startswith("task ") and stack.frames]
+    threads = [stack for stack in look.stacks if stack not in main and stack not in tasks and not _idle(stack)]
+    working = [stack for stack in main if look.call not in ("", "tick") or not _idle(stack)]
+    tasks.sort(key=lambda stack: _own(stack).startswith(("headway/", "<")))  # the user's own code first
+    # A thread of an event loop that turns is busy for moments: what its tasks await says more.
+    ordered = [*working, *threads, *tasks, *(stack for stack in main if stack not in working)]
+    return (_own(ordered[0]) if ordered else ""), tuple(ordered[:4])
+
+
+def _own(stack: Stack) -> str:
+    """The innermost frame that isn't a library's."""
+    own = [frame for frame in stack.frames if not frame.startswith("<library>")]
+    return own[-1] if own else stack.frames[-1] if stack.frames else ""
+
+
+def _idle(stack: Stack) -> bool:
+    return not stack.frames or stack.frames[-1].startswith(_IDLE)
+
+
+def _of_look(
+    look: WorkerLook,
+    oldest: Mapping[str, Wait],
+    silent_since_s: Mapping[str, float],
+    expectations: Expectations,
+    now_s: float,
+    limits: StallLimits,
+) -> Stall | None:
+    """A stall that a look at one worker proves."""
+    wait = oldest.get(look.worker)
+    since_s = silent_since_s.get(look.worker, now_s)
+    if look.condition == "answers" or now_s - since_s < limits.fact_s / 2:
+        return None
+    place, stacks = place_of(look)
+    if look.condition == "stopped":
+        cause, kind = "is stopped by a signal or a debugger", "stopped"
+    elif place:
+        cause, kind = f"holds the interpreter's lock in {place}", "lock held"
+    else:
+        cause, kind = "gives no sign of life", "silent"
+    what = f"{_waiting(wait)} for {look.worker}, which {cause}" if wait is not None else f"{look.worker} {cause}"
+    return Stall(
+        owner=look.worker,
+        kind=kind,
+        since_s=since_s,
+        what=what,
+        expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
+        hard=True,
+        stacks=tuple((look.worker, stack) for stack in stacks),
+    )
+
+
+def _missing_ranks(
+    looks: Mapping[str, WorkerLook],
+    oldest: Mapping[str, Wait],
+    expectations: Expectations,
+    now_s: float,
+    limits: StallLimits,
+) -> list[Stall]:
+    """The rank that others wait for in a collective: a fact where it has ended its call or is in another collective;
+    where it is still computing, a stall once that takes longer than expected."""
+    ranks = [look for look in looks.values() if role_of(look.worker) == "trainer" and look.condition == "answers"]
+    waiting = [look for look in ranks if look.in_collective_s is not None and look.in_collective_s >= limits.fact_s]
+    if not waiting:
+        return []
+    ahead = max(waiting, key=lambda look: (look.collectives, look.in_collective_s or 0.0))
+    for look in ranks:
+        same = (look.collectives, look.collective) == (ahead.collectives, ahead.collective)
+        if look is ahead or (same and look.in_collective_s is not None):
+            continue
+        wait = oldest.get(ahead.worker)
+        overdue = wait is not None and now_s - wait.since_s > expectations.expected_s(wait.kind)
+        hard = not look.call or (look.in_collective_s or 0.0) >= limits.fact_s
+        if not hard and not overdue:
+            continue
+        place, stacks = place_of(look)
+        if look.in_collective_s is not None:
+            where = f"is in {look.collective} {look.collectives}, at {place}"
+        elif not look.call:
+            where = f"has ended its call after {look.collectives} collectives"
+        else:
+            where = f"is in {place}"
+        waits_in = f"{ahead.worker} waits in {ahead.collective} {ahead.collectives}"
+        return [
+            Stall(
+                owner=look.worker,
+                kind="missing rank",
+                since_s=now_s - (ahead.in_collective_s or 0.0),
+                what=f"{waits_in} for {look.worker}, which {where}",
+                expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
+                hard=hard,
+                stacks=(
+                    *((look.worker, stack) for stack in stacks),
+                    *((ahead.worker, stack) for stack in place_of(ahead)[1]),
+                ),
+            )
+        ]
+    return []
+
+
+def _first_overdue(waits: Sequence[Wait], expectations: Expectations, now_s: float) -> Wait | None:
+    return next((wait for wait in waits if now_s - wait.since_s > expectations.expected_s(wait.kind)), None)
+
+
+def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) -> Stall:
+    place, stacks = ("", ()) if look is None else place_of(look)
+    if look is not None and look.blocked_events:
+        cause = "which waits until its events are read here"
+    else:
+        cause = (
+            f"which is in {place}" if place else f"longer than the {expectations.expected_s(wait.kind):.0f} s expected"
+        )
+    for_whom = "" if wait.owner == LOOPS else f" for {wait.owner}"
+    return Stall(
+        owner=wait.owner,
+        kind=wait.kind,
+        since_s=wait.since_s,
+        what=f"{_waiting(wait)}{for_whom}, {cause}",
+        expected_s=expectations.expected_s(wait.kind),
+        hard=False,
+        stacks=tuple((wait.owner, stack) for stack in stacks),
+    )
+
+
+def _waiting(wait: Wait | None) -> str:
+    if wait is None:
+        return ""
+    return f"{wait.waiter} waits {'for' if wait.owner == LOOPS else 'in'} {wait.kind}"
+
+
+class StallTracker:
+    """Decides when a stall is reported and when it is over: found or missed in ``confirmed_looks`` looks in a row."""
+
+    def __init__(self, limits: StallLimits) -> None:
+        self._limits = limits
+        self._seen: dict[tuple[str, str], int] = {}
+        self._missed: dict[tuple[str, str], int] = {}
+        self.open: dict[tuple[str, str], Stall] = {}  # reported, not over
+        self.quiet_until_s = -math.inf  # waits of the loops are not judged before
+
+    def update(self, found: Iterable[Stall], now_s: float) -> tuple[list[Stall], list[Stall]]:
+        """Take in the stalls of a look. Returns those to report now, and those that are over."""
+        present = {
+            (stall.owner, stall.kind): stall
+            for stall in found
+            if stall.owner != LOOPS or now_s >= self.quiet_until_s or (stall.owner, stall.kind) in self.open
+        }
+        begun: list[Stall] = []
+        self._seen = {key: self._seen.get(key, 0) + 1 for key in present}
+        for key, stall in present.items():
+            self._missed.pop(key, None)
+            if key not in self.open and self._seen[key] >= self._limits.confirmed_looks:
+                begun.append(stall)
+                self.open[key] = stall
+        over: list[Stall] = []
+        for key in [key for key in self.open if key not in present]:
+            self._missed[key] = self._missed.get(key, 0) + 1
+            if self._missed[key] >= self._limits.confirmed_looks:
+                over.append(self.open.pop(key))
+                del self._missed[key]
+        if self.open or over:
+            self.quiet_until_s = now_s + self._limits.quiet_s
+        return begun, over

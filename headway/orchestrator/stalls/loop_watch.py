@@ -1,0 +1,134 @@
+"""The process beside an orchestrator that sees its event loop stop: it needs neither that loop nor that interpreter.
+
+Started as ``python -m headway.orchestrator.stalls.loop_watch PID STACKS LEDGER LIMIT_S POLICY``. The loop writes a beat
+to its standard input every second; when none comes, this process asks the other for its stacks, which a signal
+handler writes without the interpreter's lock, and writes the line into the ledger itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from headway.control.stalls import place_of
+from headway.records.ledger import EventRecord
+from headway.records.stalls import Stack, WorkerLook
+from headway.runtime.stalls.stacks import ask_for_stacks, parse_dump
+from headway.telemetry.ledger import EVENT_STALLED
+
+SUBJECT = "orchestrator"
+_DUMP_S = 2.0  # that the stacks may take
+_AGAIN_S = 1.0  # a beat may be under way when a machine wakes up
+_POLL_S = 0.05
+_MOST_TEXT = 6000  # characters of stacks in an event
+_DISK = {"headway/buffer/": "a commit to buffer.db", "headway/runtime/line_file": "a write to a file of the run"}
+
+
+class LoopWatch:
+    """Watches the beats of one event loop.
+
+    Lifecycle: *beating* -> *silent* for ``limit_s``, reported once -> *beating* again, or the end of the input.
+    """
+
+    def __init__(self, pid: int, stacks: Path, ledger: Path, limit_s: float, policy: str) -> None:
+        self._pid = pid
+        self._stacks = stacks
+        self._ledger = ledger
+        self._limit_s = limit_s
+        self._policy = policy
+        self._last = b"0 0"  # the last beat: seconds since the run's start, and its version
+
+    def run(self, beats: int) -> None:
+        """Read beats from a descriptor until it is closed."""
+        heard_s, reported = time.monotonic(), False
+        while True:
+            if self._wait(beats, self._limit_s) or self._wait(beats, _AGAIN_S):
+                received = os.read(beats, 1 << 16)
+                if not received:
+                    return
+                self._last = received.split(b"\n")[-2] if received.count(b"\n") else self._last
+                heard_s, reported = time.monotonic(), False
+            elif not reported:
+                reported = True
+                self._report(time.monotonic() - heard_s)
+
+    def _wait(self, beats: int, seconds: float) -> bool:
+        return bool(select.select([beats], [], [], seconds)[0])
+
+    def _report(self, silent_s: float) -> None:
+        """Name where the loop is: on standard error first, since the ledger's disk may be the cause."""
+        stopped, stacks = self._ask()
+        line = f"stalled {silent_s:.0f} s: the orchestrator{_cause(stopped, stacks)}"
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"headway: {line}\n")
+        time_s, step = self._last.split()
+        event = EventRecord(
+            event=EVENT_STALLED,
+            detail=line,
+            step=int(step),
+            time_s=float(time_s) + silent_s,
+            worker=SUBJECT,
+            cause=line.partition(": ")[2],
+            found_by="watch",
+            lost_s=round(silent_s, 1),
+            data={"stacks": stacks_text([(SUBJECT, stack) for stack in stacks])},
+        )
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._ledger, os.O_WRONLY | os.O_APPEND)
+            os.write(descriptor, msgspec.json.encode(event) + b"\n")
+            os.close(descriptor)
+        if self._policy == "end":  # it can't end itself; a run that is killed can be resumed
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _ask(self) -> tuple[bool, list[Stack]]:
+        start = self._stacks.stat().st_size if self._stacks.exists() else 0
+        if ask_for_stacks(self._pid):
+            return True, []
+        deadline_s = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            with contextlib.suppress(OSError), self._stacks.open("rb") as file:
+                file.seek(start)
+                text = file.read().decode(errors="replace")
+                if text.endswith("\n") and "most recent call first" in text:
+                    return False, parse_dump(text)
+        return False, []
+
+
+def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:
+    """Stacks as text for an event's data: innermost frame first, bounded."""
+    blocks = ["\n  ".join([f"{worker}, {stack.of}:", *stack.frames[::-1]]) for worker, stack in stacks]
+    return "\n".join(blocks)[:_MOST_TEXT]
+
+
+def _cause(stopped: bool, stacks: list[Stack]) -> str:
+    if stopped:
+        return " is stopped by a signal or a debugger"
+    place, _ = place_of(WorkerLook(call="loop", stacks=tuple(stacks)))
+    if not place:
+        return "'s event loop doesn't turn, and its stacks can't be had"
+    waits_for = next((f"{what}, at " for path, what in _DISK.items() if place.startswith(path)), "")
+    others = [place_of(WorkerLook(call="loop", stacks=(Stack(of="main", frames=s.frames),)))[0] for s in stacks[1:]]
+    users = [other for other in others if other and not other.startswith(("headway/", "<"))]
+    beside = f"; another thread is in {users[0]}" if users else ""
+    return f"'s event loop is blocked in {waits_for}{place}{beside}"
+
+
+def main(arguments: list[str]) -> None:
+    """Run the process until its standard input is closed."""
+    pid, stacks, ledger, limit_s, policy = arguments
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the one that it watches
+    LoopWatch(int(pid), Path(stacks), Path(ledger), float(limit_s), policy).run(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,186 @@
+"""The watch over a run's waits: names each stall in the ledger, and then acts as ``run.on_stall`` says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from headway.control.stalls import (
+    Expectations,
+    StallLimits,
+    StallTracker,
+    find_stalls,
+    workers_to_look_at,
+)
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.stalls.loop_watch import SUBJECT, stacks_text
+from headway.records.errors import HeadwayError
+from headway.records.stalls import LivePicture, Stall, WorkerLook
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.stacks import DUMP_SIGNAL
+from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
+
+_PICTURE_EVERY_S = 2.0
+_PROBE_EVERY_S = 5.0
+_MOST_WAITS = 300  # in the picture
+
+
+class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the watch."""
+
+    tick_s: float = 1.0  # between two judgements, and between two beats of the loop
+    lag_s: float = 10.0  # without a beat, the event loop is blocked
+    limits: StallLimits = StallLimits()
+
+
+class StallWatch:
+    """Judges the open waits of a run every second.
+
+    Consumes: durations of ended waits. Waits for: looks at workers that something has waited for too long (2 s at
+    most). Unblocked by: the clock. A blocked event loop blocks it as well: that is what the other process is for.
+    """
+
+    def __init__(self, run: RunContext, settings: WatchSettings, end: Callable[[str], None], picture: Path) -> None:
+        """``end(reason)`` ends the run, resumable. ``picture``: the file of the `LivePicture`."""
+        self._run = run
+        self._settings = settings
+        self._end = end
+        self._picture = picture
+        self._expectations = Expectations(settings.limits)
+        self._tracker = StallTracker(settings.limits)
+        self._looks: dict[str, WorkerLook] = {}
+        self._pictured_s = 0.0
+
+    async def loop(self, beat: Callable[[], None]) -> None:
+        """Runs until it is cancelled; ``beat`` tells the other process that the loop turns."""
+        clock, tick_s = self._run.clock, self._settings.tick_s
+        while True:
+            beat()
+            before_s = clock.now()
+            await clock.sleep(tick_s)
+            lag_s = clock.now() - before_s - tick_s
+            if lag_s >= self._settings.lag_s:
+                self._ended(SUBJECT, f"the event loop turns again, after {lag_s:.0f} s", lag_s)
+            await self.judge()
+
+    async def probe(self) -> None:
+        """Ask the replicas for their statistics now and then, until cancelled: one that answers health checks and never
+        ends a step leaves that call open, whatever else is asked of it."""
+        while True:
+            with contextlib.suppress(HeadwayError):
+                await self._run.generator.statistics()
+            await self._run.clock.sleep(_PROBE_EVERY_S)
+
+    async def judge(self) -> None:
+        """Judge what is awaited now."""
+        waits, clock, limits = self._run.waits, self._run.clock, self._settings.limits
+        self._expectations.learn(waits.take_durations())
+        workers = {name: worker for name, worker in waits.workers.items() if worker.alive}
+        silent_s = {name: worker.silent_s for name, worker in workers.items()}
+        chosen = workers_to_look_at(waits.open(), silent_s, self._expectations, clock.now(), limits)
+        looks = await asyncio.gather(*(workers[name].look() for name in sorted(chosen)))
+        self._looks = {look.worker: look for look in looks if look is not None}
+        now_s = clock.now()
+        since_s = {name: now_s - worker.silent_s for name, worker in workers.items() if worker.silent_s > 0}
+        found = find_stalls(waits.open(), self._looks, since_s, self._expectations, now_s, limits)
+        begun, over = self._tracker.update(found, now_s)
+        for stall in begun:
+            self._report(stall, now_s)
+        for stall in over:
+            lost_s = now_s - stall.since_s
+            self._ended(stall.owner, f"{stall.owner}: {stall.kind} after {lost_s:.0f} s", lost_s)
+        if now_s - self._pictured_s >= _PICTURE_EVERY_S or begun:
+            self._pictured_s = now_s
+            self._write_picture(now_s)
+
+    def _report(self, stall: Stall, now_s: float) -> None:
+        """Write the line, then act."""
+        self._run.event(
+            EVENT_STALLED,
+            stall.sentence(now_s),
+            worker=stall.owner,
+            cause=stall.what,
+            found_by="watch",
+            lost_s=round(now_s - stall.since_s, 1),
+            wait=stall.kind,
+            expected_s=round(stall.expected_s, 1),
+            stacks=stacks_text(stall.stacks),
+        )
+        policy, worker = self._run.experiment.run.on_stall, self._run.waits.workers.get(stall.owner)
+        if policy == "restart" and worker is not None:
+            worker.kill(stall.sentence(now_s))
+        elif policy == "end":
+            self._end(stall.sentence(now_s))
+
+    def _ended(self, owner: str, detail: str, lost_s: float) -> None:
+        self._run.event(EVENT_STALL_ENDED, detail, worker=owner, found_by="watch", lost_s=round(lost_s, 1))
+
+    def _write_picture(self, now_s: float) -> None:
+        waits = tuple(self._run.waits.open()[:_MOST_WAITS])
+        picture = LivePicture(
+            written_s=time.time(),
+            pid=os.getpid(),
+            now_s=now_s,
+            waits=waits,
+            expected_s={wait.kind: self._expectations.expected_s(wait.kind) for wait in waits},
+            looks=tuple(self._looks.values()),
+            stalls=tuple(self._tracker.open.values()),
+        )
+        partial = self._picture.with_suffix(".json.tmp")
+        with contextlib.suppress(OSError):  # a full disk is others' to report
+            partial.write_bytes(msgspec.json.encode(picture))
+            partial.replace(self._picture)
+
+
+@contextmanager
+def loop_watched(run: RunContext, directory: RunDirectory, lag_s: float) -> Iterator[Callable[[], None]]:
+    """Have a process of its own watch this process's event loop within the block. Yields what the loop calls every
+    second while it turns."""
+    directory.logs.mkdir(parents=True, exist_ok=True)
+    stacks = directory.logs / "orchestrator.stacks"
+    arguments = [os.getpid(), stacks, directory.ledger, lag_s, run.experiment.run.on_stall]
+    command = [sys.executable, "-m", "headway.orchestrator.stalls.loop_watch", *map(str, arguments)]
+    with stacks.open("ab") as file:
+        faulthandler.register(DUMP_SIGNAL, file=file)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # Ctrl-C doesn't reach it
+        assert process.stdin is not None
+        pipe = process.stdin.fileno()
+        os.set_blocking(pipe, False)
+
+        def beat() -> None:
+            with contextlib.suppress(OSError):  # it has ended, or is itself stopped: the run goes on
+                os.write(pipe, f"{run.time_s():.3f} {run.state.version}\n".encode())
+
+        try:
+            yield beat
+        finally:
+            process.stdin.close()
+            process.wait()
+            faulthandler.unregister(DUMP_SIGNAL)
+
+
+@asynccontextmanager
+async def watching_stalls(
+    run: RunContext, directory: RunDirectory, end: Callable[[str], None], settings: WatchSettings
+) -> AsyncIterator[None]:
+    """Watch the waits of the run and this process's event loop within the block. ``end(reason)`` ends the run."""
+    watch = StallWatch(run, settings, end, directory.waits)
+    with loop_watched(run, directory, settings.lag_s) as beat:
+        tasks = [asyncio.create_task(watch.loop(beat), name="stall watch"), asyncio.create_task(watch.probe())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            directory.waits.unlink(missing_ok=True)

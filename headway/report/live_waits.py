@@ -1,0 +1,79 @@
+"""`headway doctor --live`: who waits for whom now, from the file that a living run keeps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from headway.control.stalls import place_of
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import EventRecord
+from headway.records.stalls import LivePicture, Wait
+from headway.report.formats import duration
+from headway.telemetry.ledger import EVENT_STALLED, read_ledger
+
+_FILE = "waits.json"
+_STALE_S = 8.0  # it is written every two seconds: then the event loop doesn't turn
+_MOST_LINES = 20
+
+
+class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
+    """The present state of a living run."""
+
+    picture: LivePicture
+    age_s: float  # of the picture
+    alive: bool  # whether the orchestrator's process is there
+    last_stall: str  # the ledger's last line about one; "": none
+
+
+def picture_of(run: str, now_s: float | None = None) -> RunPicture:
+    """The picture of the run in a folder. Raises ConfigurationError when it isn't going on."""
+    try:
+        picture = msgspec.json.decode((Path(run) / _FILE).read_bytes(), type=LivePicture)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigurationError(f"{run} has no run that goes on: there is no {Path(run) / _FILE}") from None
+    stalls = [e for e in read_ledger(run) if isinstance(e, EventRecord) and e.event == EVENT_STALLED]
+    return RunPicture(
+        picture=picture,
+        age_s=(time.time() if now_s is None else now_s) - picture.written_s,
+        alive=Path(f"/proc/{picture.pid}").exists() if os.path.isdir("/proc") else True,
+        last_stall=stalls[-1].detail if stalls else "",
+    )
+
+
+def picture_text(found: RunPicture) -> str:
+    """Say in words who waits for whom."""
+    picture = found.picture
+    if not found.alive:
+        last = f"; its last stall: {found.last_stall}" if found.last_stall else ""
+        return f"the orchestrator (process {picture.pid}) has gone without an end, {duration(found.age_s)} ago{last}"
+    lines: list[str] = []
+    if found.age_s > _STALE_S:
+        silent = f"the orchestrator (process {picture.pid}) gives no sign of life since {duration(found.age_s)}"
+        lines.append(f"{silent}: {found.last_stall or 'its event loop is blocked'}")
+    lines += [stall.sentence(picture.now_s) for stall in picture.stalls]
+    if not lines:
+        lines.append("nothing is stalled")
+    grouped = Counter((_like(wait), wait.kind, wait.owner) for wait in picture.waits)
+    shown: set[tuple[str, str, str]] = set()
+    for wait in picture.waits:
+        key = _like(wait), wait.kind, wait.owner
+        if key in shown or len(shown) >= _MOST_LINES:
+            continue
+        shown.add(key)
+        others = f" (and {grouped[key] - 1} like it)" if grouped[key] > 1 else ""
+        waited, expected = duration(picture.now_s - wait.since_s), duration(picture.expected_s.get(wait.kind, 0.0))
+        lines.append(f"  {wait.waiter}{others} -> {wait.owner}: {wait.kind}, {waited} (expected at most {expected})")
+    for look in picture.looks:
+        place, _ = place_of(look)
+        lines.append(f"  {look.worker} {look.condition}, runs {look.call or 'nothing'}, is at {place or 'unknown'}")
+    return "\n".join(lines)
+
+
+def _like(wait: Wait) -> str:
+    """The sort of thing that waits: "group" of "group 7"."""
+    return wait.waiter.rstrip("-/0123456789")

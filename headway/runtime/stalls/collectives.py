@@ -1,0 +1,37 @@
+"""The collective operations of this process: how many it has entered, and whether it waits in one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Collectives:
+    """Counts the collectives that a rank enters, so that a look at all ranks shows which one is missing.
+
+    Example: rank 1 is in its 42nd, rank 0 has entered 41 and is in none: rank 1 waits for rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""  # of the last one entered
+        self.entered = 0
+        self._since_s: float | None = None
+
+    @property
+    def waiting_s(self) -> float | None:
+        """How long the process has been in the last one; None: it isn't in one."""
+        since_s = self._since_s
+        return None if since_s is None else time.monotonic() - since_s
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """The block waits for the other ranks."""
+        self.name, self.entered, self._since_s = name, self.entered + 1, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+
+COLLECTIVES = Collectives()  # a process has one default process group

@@ -1,0 +1,114 @@
+"""Python stacks as text: of this process's threads and tasks, and out of what faulthandler wrote for another."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from headway.records.stalls import Stack
+
+if TYPE_CHECKING:
+    import asyncio
+
+DUMP_SIGNAL = signal.SIGUSR2  # a process of ours writes its threads' stacks then, without the interpreter's lock
+MOST_STACKS = 24
+MOST_FRAMES = 24  # the innermost
+_LIBRARY = re.compile(r".*/(site-packages|dist-packages|lib/python3\.\d+|<frozen)/?")
+_HEADWAY = re.compile(r".*/(?=headway/)")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def shortened(path: str) -> str:
+    """A source file's path as people name it: "headway/…", "<library>/…", or from the user's folder on."""
+    library = _LIBRARY.match(path)
+    if library is not None:
+        return f"<library>/{path[library.end() :]}"
+    own = _HEADWAY.match(path)
+    return path[own.end() :] if own is not None else "/".join(path.split("/")[-2:])
+
+
+def thread_stacks(skip: tuple[str, ...] = ()) -> list[Stack]:
+    """Stacks of this process's threads, "main" first; threads named in ``skip`` are left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    names[threading.main_thread().ident] = "main"
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    stacks = [
+        Stack(of=names.get(ident) or f"thread {ident}", frames=_walk(frame))
+        for ident, frame in frames.items()
+        if names.get(ident) not in skip
+    ]
+    return sorted(stacks, key=lambda stack: stack.of != "main")[:MOST_STACKS]
+
+
+def task_stacks(loop: asyncio.AbstractEventLoop) -> list[Stack]:
+    """Stacks of the tasks of a loop, which may run in another thread: what each awaits stands last."""
+    import asyncio  # a worker without a loop doesn't load it
+
+    stacks = [Stack(of=f"task {task.get_name()}", frames=_awaited(task.get_coro())) for task in asyncio.all_tasks(loop)]
+    return stacks[:MOST_STACKS]
+
+
+def parse_dump(text: str) -> list[Stack]:
+    """Stacks out of the text that faulthandler writes, which lists the innermost frame first and the main thread
+    last; "main" first here."""
+    stacks: list[Stack] = []
+    name, frames = "", list[str]()
+
+    def finish() -> None:
+        if name:
+            stacks.append(Stack(of=name, frames=tuple(frames[::-1][-MOST_FRAMES:])))
+
+    for line in text.splitlines():
+        if (thread := _THREAD.match(line)) is not None:
+            finish()
+            name, frames = f"thread {thread[1].lstrip('0')}", []
+        elif name and (frame := _FRAME.match(line)) is not None:
+            frames.append(f"{shortened(frame[1])}:{frame[2]} {frame[3]}")
+    finish()
+    if stacks:
+        stacks.insert(0, Stack(of="main", frames=stacks.pop().frames))
+    return stacks[:MOST_STACKS]
+
+
+def ask_for_stacks(pid: int) -> bool:
+    """Have a process of this machine write the stacks of its threads; returns whether it is stopped instead, by a
+    signal or a debugger. A process that isn't prepared for that is left alone."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except (OSError, ValueError):
+        return False
+    if status["State"][:1] in "Tt":
+        return True
+    if int(status["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
+        os.kill(pid, DUMP_SIGNAL)
+    return False
+
+
+def _walk(frame: FrameType | None) -> tuple[str, ...]:
+    frames: list[str] = []
+    while frame is not None and len(frames) < MOST_FRAMES:
+        frames.append(_line(frame))
+        frame = frame.f_back
+    return tuple(frames[::-1])
+
+
+def _awaited(coroutine: Any) -> tuple[str, ...]:
+    frames: list[str] = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append(_line(frame))
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return tuple(frames[-MOST_FRAMES:])
+
+
+def _line(frame: FrameType) -> str:
+    return f"{shortened(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
