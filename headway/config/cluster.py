@@ -36,7 +36,7 @@ class ClusterConfig(Section):
     @classmethod
     def _named(cls, raw: Any) -> Any:
         """A list of names is short for a table of them."""
-        given = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+        given: dict[str, Any] = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
         nodes = given.get("nodes")
         if not isinstance(nodes, list):
             return cast("Any", raw)

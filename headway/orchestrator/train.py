@@ -29,7 +29,7 @@ from headway.orchestrator.run import Run
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
-from headway.records.errors import Interrupted
+from headway.records.errors import Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
 from headway.rollout.makers.environment import Environments
@@ -63,14 +63,14 @@ def train(
     twice: stop at once); the run can be resumed in both cases. Other HeadwayErrors say what ended it.
     """
     directory = RunDirectory(experiment.run.directory)
-    directory.begin(experiment, resume=resume)
-    identity = run_identity(directory.path)
+    before = directory.begin(experiment, resume=resume)
     try:
-        remove_leftovers(directory.path)
-        reap(identity)
         return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
+    except RunLocked:  # by an orchestrator elsewhere: its folder stays as it was
+        if before is not None:
+            directory.write_json(directory.config, json.loads(before.model_dump_json()))
+        raise
     finally:
-        reap(identity)  # of a trainer that was killed
         directory.release()
 
 
@@ -88,6 +88,10 @@ async def _train(
             directory.path, experiment.cluster.orphan_s, clock, take_over=take_over, say=partial(print, file=sys.stderr)
         )
         await stack.enter_async_context(keeping(epoch))
+        identity = run_identity(directory.path)
+        remove_leftovers(directory.path)  # from here on nobody else uses the folder
+        reap(identity)
+        stack.callback(reap, identity)  # of a trainer that was killed
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)

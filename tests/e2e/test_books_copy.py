@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,43 @@ def test_lost_copy_is_reported_and_made_anew_while_the_run_goes_on(inputs: Any, 
         before.groups,
         before.rollouts,
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
+def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inputs: Any, tmp_path: Path) -> None:
+    """The other machine is a mount namespace with a boot id and a lock file of its own, as on a shared file system."""
+    config = tiny_run.write_experiment(
+        tmp_path,
+        run={"steps": ENDLESS},
+        cluster={"orphan_s": 5.0, "books_directory": str(tmp_path / "books")},
+        **inputs,
+    )
+    run = tmp_path / "run"
+    for name in ("boot", "lock", "books-lock"):
+        (tmp_path / name).touch()
+    with tiny_run.headway("train", config, "--quiet", run=run) as command:
+        command.until(lambda: tiny_run.steps_of(run), "a step")
+        stored = (run / "config.json").read_bytes()
+        binds = {
+            "boot": "/proc/sys/kernel/random/boot_id",
+            "lock": f"{run}/lock",
+            "books-lock": f"{tmp_path}/books/lock",
+        }
+        mounts = " && ".join(f"mount --bind {tmp_path / name} {place}" for name, place in binds.items())
+        there = f"{mounts} && exec {sys.executable} -m headway.cli.main train {config} --quiet --resume"
+        second = subprocess.run(
+            ["unshare", "-m", "sh", "-c", there],
+            capture_output=True,
+            text=True,
+            timeout=60.0,
+            cwd=tiny_run.HERE,
+            check=False,
+        )
+        assert second.returncode == 2, second.stderr
+        assert f"in use: process {command.process.pid} on " in second.stderr
+        assert (run / "config.json").read_bytes() == stored
+        steps = len(tiny_run.steps_of(run))
+        command.until(lambda: len(tiny_run.steps_of(run)) >= steps + 2, "two more steps")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 130, command.output
+    tiny_run.audited(run)
