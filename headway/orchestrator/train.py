@@ -217,6 +217,26 @@ async def _interruptible() -> AsyncIterator[_Interrupts]:
             loop.remove_signal_handler(number)
 
 
+class _WorkerEvents:
+    """The `EventCallback` of a run's workers: records events in its ledger; those from before there is a run, when it
+    begins."""
+
+    def __init__(self) -> None:
+        self._early: list[Callable[[RunContext], None]] = []
+        self._context: RunContext | None = None
+
+    def __call__(self, name: str, detail: str, /, **fields: Any) -> None:
+        if self._context is None:
+            self._early.append(lambda context: context.event(name, detail, **fields))
+        else:
+            self._context.event(name, detail, **fields)
+
+    def begin(self, context: RunContext) -> None:
+        self._context = context
+        for record in self._early:
+            record(context)
+
+
 async def wire(
     experiment: Experiment,
     directory: RunDirectory,
@@ -231,19 +251,11 @@ async def wire(
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
     await stack.enter_async_context(short_collections(clock))  # rollouts come and go: little of what is old dies
-    run: Run | None = None
-    early: list[Callable[[RunContext], None]] = []  # events from before there is a run
-
-    def worker_event(name: str, detail: str, /, **fields: Any) -> None:
-        if run is None:
-            early.append(lambda context: context.event(name, detail, **fields))
-        else:
-            run.context.event(name, detail, **fields)
-
+    worker_event = _WorkerEvents()
     identity, waits = run_identity(directory.path), Waits(clock.now)
-    settings = {"epoch": 1 if epoch is None else epoch.number, "run_id": identity, "key_folder": directory.path}
+    number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, worker_event, waits=waits, **settings)
+        open_machines(experiment, clock, worker_event, epoch=number, run_id=identity, key_folder=folder, waits=waits)
     )
     launcher, experiment = machines.launcher, machines.experiment
     samples = stack.enter_context(LineFile(directory.samples))
@@ -288,8 +300,7 @@ async def wire(
     places, books = [experiment.cluster.replicate_to], directory.buffer
     copies = [BooksCopy(launcher, clock, place, books, worker_event) for place in places if place]
     run = assemble(experiment, actors, clock, books, stack, fence, *copies)
-    for record in early:
-        record(run.context)
+    worker_event.begin(run.context)
     for actor in (trainer, generator, verifier, looking, *copies):
         stack.push_async_callback(actor.stop)
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))

@@ -132,6 +132,14 @@ class Device:
         return f"cuda:{self.first}" if self.kind == "cuda" else "cpu"
 
 
+def split_node(device: str) -> tuple[str, str]:
+    """Split a device's name into its node's ("" for this machine, and for a server) and its own there."""
+    if device.startswith(SERVER):
+        return "", device
+    node, _, name = device.rpartition("/")
+    return node, name
+
+
 def parse_device(text: str) -> Device:
     """Parse a device's name: ``cuda:N``, ``cpu:N``, ``cpu:N-M``, each also as ``NODE/...``; ``cpu:all``, every core of
     this machine; or a server's ``http://HOST:PORT``. Raises ConfigurationError for anything else."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headway.records.errors import ConfigurationError, RemoteError
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import split_node
 from headway.runtime.nodes.files import file_digests, file_names, folder_digest
 from headway.runtime.nodes.nodes import Node, Nodes
 from headway.runtime.workers import EventCallback, Worker, WorkerSpec
@@ -45,7 +45,7 @@ class FilesLauncher:
 
     async def start(self, spec: WorkerSpec) -> Worker:
         """See :meth:`Launcher.start`. Raises ConfigurationError for files of a node that aren't this machine's."""
-        node = None if "://" in spec.device else self._nodes.joined.get(parse_device(spec.device).node)
+        node = self._nodes.joined.get(split_node(spec.device)[0])
         if node is None:
             return await self._nodes.start(spec)
         if node not in self._looked or _failed(self._looked[node]):

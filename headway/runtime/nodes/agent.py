@@ -24,7 +24,7 @@ from headway.runtime.framing import Kind, encode
 from headway.runtime.link import Link
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, SHARED_MEMORY, ConditionsReader, free_bytes
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
-from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, software
+from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, TryLater, software
 from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_process import ChildProcess, ProcessExit
 from headway.runtime.workers import start_child
@@ -179,7 +179,8 @@ async def run_agent(
                 encrypted = True
                 continue
             except ConnectionRefused as error:
-                if "refused:" in str(error) or clock.now() - since_s > give_up_s:
+                final = "refused:" in str(error) and not isinstance(error, TryLater)
+                if final or clock.now() - since_s > give_up_s:
                     raise
                 failures += 1
                 encrypted = False

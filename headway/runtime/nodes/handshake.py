@@ -48,6 +48,10 @@ class EncryptionRequired(ConnectionRefused):
     """The other end speaks over TLS alone."""
 
 
+class TryLater(ConnectionRefused):
+    """The other end may let us in later: another node still has our name."""
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The guest's first message."""
 
@@ -76,6 +80,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the guest is let in."""
 
     refused: str = ""  # why; empty: it is let in
+    later: bool = False  # it may be let in later: what is in the way can go
     epoch: int = 0  # the host's
     encryption: Literal["none", "tls"] = "none"  # that the host wants, where it lacks
     orphan_s: float = 60.0  # silence of the host after which its guests end themselves
@@ -168,7 +173,7 @@ async def introduce(sock: socket.socket, key: str, hello: Hello, binding: bytes 
     await _send(sock, Proof(proof=_proof(key, b"guest", seen)))
     verdict = _decode(await _receive(sock), Admission)
     if verdict.refused:
-        raise ConnectionRefused(f"refused: {verdict.refused}")
+        raise (TryLater if verdict.later else ConnectionRefused)(f"refused: {verdict.refused}")
     return verdict
 
 

@@ -13,10 +13,11 @@ from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.node import NodeConditions, ProcessOrder
 from headway.runtime.addresses import split_address
 from headway.runtime.clock import Clock
+from headway.runtime.devices import split_node
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader
 from headway.runtime.nodes.dial import outlast
 from headway.runtime.nodes.door import Door
-from headway.runtime.nodes.handshake import Admission, Hello, software, welcome
+from headway.runtime.nodes.handshake import Admission, Hello, TryLater, software, welcome
 from headway.runtime.nodes.node import Node, NodeLost
 from headway.runtime.worker_process import WorkerProcess
 from headway.runtime.workers import EventCallback, LocalLauncher, Worker, WorkerSpec
@@ -123,7 +124,7 @@ class Nodes:
 
     async def start(self, spec: WorkerSpec) -> Worker:
         """Start a worker on the node that its device names, or here: see :meth:`Launcher.start`."""
-        name, _, device = spec.device.rpartition("/") if "://" not in spec.device else ("", "", spec.device)
+        name, device = split_node(spec.device)
         if not name:
             return await self._local.start(spec)
         process, sock = await self._start_on(name, device, spec)
@@ -166,7 +167,7 @@ class Nodes:
         if hello.purpose != "node":
             return f"{hello.purpose} isn't served here"
         if hello.subject in self.joined:
-            return f"there is a node {hello.subject} already, at {self.joined[hello.subject].peer}"
+            raise TryLater(f"there is a node {hello.subject} already, at {self.joined[hello.subject].peer}")
         if self._closing:
             return "the run is over"
         if others := _differences(hello.software):

@@ -14,9 +14,9 @@ from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.orchestrator.nodes import machines
 from headway.orchestrator.jobs import sft
 from headway.orchestrator.jobs.sft_data import SftTokens
+from headway.orchestrator.nodes import machines
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.trainer.checkpoints import CheckpointState, write_folder
 
