@@ -16,7 +16,7 @@ from tiny_run import events_of, steps_of, write_experiment, write_inputs
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 from test_stalls import VERIFIER, named, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.real, pytest.mark.timeout(1800)]
 
 FACT_S = 30.0
 HEALTHY_S = float(os.environ.get("HEADWAY_HEALTHY_S", "600"))  # an hour before a release
