@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-from node_processes import KEY, namespaces, set_link, start_agent
+from node_processes import KEY, namespaces, no_namespaces, set_link, start_agent
 
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 from headway.trainer.checkpoints import find_checkpoints
@@ -20,7 +19,7 @@ from headway.trainer.checkpoints import find_checkpoints
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(200),
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip"),
+    pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces()),
 ]
 ADDRESS = "10.77.0.1:7400"
 ENDLESS = 1_000_000

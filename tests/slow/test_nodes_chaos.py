@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-from node_processes import KEY, namespaces, set_link, start_agent
+from node_processes import KEY, namespaces, no_namespaces, set_link, start_agent
 
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces()),
 ]
 ADDRESS = "10.77.0.1:7400"
 ORPHAN_S = 8.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +75,18 @@ async def joined_nodes(
                 agent.wait(10.0)
             agent.kill()
             agent.wait()
+
+
+@functools.cache
+def no_namespaces() -> str:
+    """Why this machine makes no network namespaces; empty when it does."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "network namespaces need root and ip"
+    try:
+        with namespaces(1):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {error.stderr!r}"
 
 
 @contextmanager
