@@ -42,6 +42,8 @@ def cluster_of(launcher: str, place: str, **more: Any) -> dict[str, Any]:
 async def machines(folder: Path, cluster: dict[str, Any], events: Events) -> AsyncIterator[Machines]:
     """The machines of a run whose generator is on node b."""
     (folder / "run").mkdir()
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")  # the same file on every node, as no worker here reads it
     config = write_experiment(folder, generator={"devices": ["b/cpu:0"]}, cluster=cluster)
     async with open_machines(experiment_of(config), RealClock(), events, key_folder=folder / "run") as opened:
         yield opened

@@ -138,7 +138,7 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
                 os.kill(source.pid, signal.SIGKILL)
                 await source.died
                 throttle.open()
-                with pytest.raises(WeightsCorrupt, match="version 0 from"):
+                with pytest.raises(WeightsCorrupt, match="version 0 "):
                     await fetching
             (half,) = slots(tmp_path)
             with pytest.raises(WeightsCorrupt):

@@ -48,7 +48,7 @@ def test_a_worker_and_a_mirror_work_over_tls(tmp_path: Path, certificate: str):
                     assert torch.equal(Subscriber().fetch(copy)["a"], weights)
             await mirrors.stop()
             os.kill(worker.pid, signal.SIGKILL)
-            assert (await worker.died).cause.startswith("killed by SIGKILL (-9)")
+            assert (await worker.died).cause.startswith("killed by SIGKILL (9)")
 
     run(main)
 
