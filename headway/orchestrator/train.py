@@ -304,7 +304,7 @@ async def wire(
     for actor in (trainer, generator, verifier, looking, *copies):
         stack.push_async_callback(actor.stop)
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
-    machines.take_offers(generator.join)
+    machines.take_offers(lambda device: generator.join(device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
         pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]

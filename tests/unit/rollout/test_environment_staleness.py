@@ -18,6 +18,7 @@ from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout
 from headway.runtime.channel import Channel
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.runtime.stalls.waits import Waits
 
 SAVED = SavedEpisode(exchanges=(), asked=NextTurn(said=()), environment=EnvironmentState())
 RESPONSE = PartialResponse(ids=(1,), logprobs=(-1.0,))
@@ -55,6 +56,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
             experiment=SimpleNamespace(queue=queue),
             clock=VirtualClock(),
             state=state,
+            waits=Waits(lambda: 0.0),
         )
         generated: Channel[Any] = Channel(1)
         parked = PartialRollout(

@@ -17,6 +17,7 @@ from headway.rollout.environment import Environment
 from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool
 from headway.runtime.channel import Channel
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.runtime.stalls.waits import Waits
 
 
 class Stuck:
@@ -24,6 +25,7 @@ class Stuck:
 
     def __init__(self) -> None:
         self.events: Channel[Any] = Channel(8)
+        self.waits = Waits(lambda: 0.0)
         self.died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     @property
