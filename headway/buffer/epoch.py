@@ -168,7 +168,7 @@ async def take_epoch(
         record = register.look()
         former = register.holder(record.holder)
         ended = take_over or (former is not None and former.boot == _boot())
-        claim = EpochClaim(former.orphan_s if former is not None else orphan_s)
+        waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
         if not (ended or record.released) and former is not None and former.place != os.stat(register.folder).st_ino:
             raise ConfigurationError(
                 f"{run} is a copy of a run that {former} held, and nothing here shows whether it still does: make sure "
@@ -177,8 +177,10 @@ async def take_epoch(
         while not ended and (decision := claim.decide(record, clock.now())) != "take":
             if decision == "refused":
                 raise RunLocked(f"{run} is in use: {former or 'another process'} renews epoch {record.epoch}")
-            say(f"epoch {record.epoch} was held by {former or record.holder}: waiting {claim.wait_s:.0f} s for its end")
-            say = lambda text: None  # noqa: E731
+            if not waited:
+                holder = former or record.holder
+                say(f"epoch {record.epoch} was held by {holder}: waiting {claim.wait_s:.0f} s for its end")
+            waited = True
             await clock.sleep(min(1.0, claim.wait_s / 10))
             record = register.look()
         register.introduce(name, orphan_s)

@@ -63,7 +63,7 @@ def require_engine(experiment: Experiment) -> None:
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"generator.engine_arguments.tensor_parallel_size = {ranks!r}: valid: 1 or more")
-    if ranks > 1 and any(name.startswith("cpu") for name in generator.devices):
+    if ranks > 1 and any("cpu:" in name for name in generator.devices):
         raise ValueError(
             f"generator.engine_arguments.tensor_parallel_size = {ranks}: on a CPU a replica is one process; valid: 1"
         )
@@ -101,7 +101,7 @@ def engine_missing(engine: str) -> str:
 
 def head_size_refused(engine: str, devices: tuple[str, ...], head_dim: int) -> str:
     """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``; "" when it can."""
-    on_cpu = any(name.startswith("cpu") for name in devices)
+    on_cpu = any("cpu:" in name for name in devices)
     if engine != "vllm" or not on_cpu or head_dim in VLLM_CPU_HEAD_SIZES:
         return ""
     sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))

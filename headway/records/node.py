@@ -26,7 +26,7 @@ class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
     token: str  # by which its connection is recognised
     device: str  # on the node, without the node's name
     environment: dict[str, str] = {}
-    log: str = ""  # file on the node; empty: in the agent's scratch folder
+    log: str = ""  # appended to where its folder is seen on the node; else a log in the agent's scratch folder is
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from headway.records.errors import RemoteError, WorkerDied
@@ -29,12 +30,24 @@ from headway.runtime.stalls.waits import Waits
 READS_PER_WAKEUP = 16  # then the loop's other tasks get their turn
 
 
+@dataclass(frozen=True, kw_only=True)
+class HealthChecks:
+    """The health checks of a link: a ping every ``interval_s``, and what follows when no sign of life comes."""
+
+    clock: Clock
+    interval_s: float
+    timeout_s: float  # of silence; half of it is reported
+    on_silence: Callable[[float], None]  # called after all of it, with its seconds
+    on_event: Callable[..., object] = lambda name, detail, /, **fields: None  # an `EventCallback`
+    reachable: Callable[[], bool] = lambda: True  # silence counts only while the other's machine is
+
+
 class Link:
-    """The caller's end of a connection to a worker.
+    """This process's end of a connection to another: a caller's to its worker, an agent's to its run, or the reverse.
 
     Lifecycle: *open* -> *at its end* (the other side closed it, or it broke) -> *closed* by its owner, who says why:
-    calls that wait fail with that, ``events`` is closed. Back-pressure: while an event waits for
-    a place in ``events`` the socket is not read, so the worker blocks in ``emit``; results behind it wait too.
+    calls that wait fail with that, ``events`` is closed. Back-pressure: while an event waits for a place in ``events``
+    the socket is not read, so the worker blocks in ``emit``; results behind it wait too.
     """
 
     def __init__(
@@ -274,55 +287,37 @@ class Link:
             if not self._outgoing:
                 self.send(ping)
 
-    def watch(
-        self,
-        clock: Clock,
-        interval_s: float,
-        timeout_s: float,
-        on_event: Callable[..., object],
-        *,
-        on_silence: Callable[[float], None],
-        reachable: Callable[[], bool],
-    ) -> None:
-        """Start health checks. ``on_event`` is an `EventCallback`; ``on_silence(seconds)`` is called after
-        ``timeout_s`` without a sign of life. Silence counts only while the worker's machine is ``reachable()``."""
-        self._spawn(self._check_health(clock, interval_s, timeout_s, on_event, on_silence, reachable))
+    def watch(self, checks: HealthChecks) -> None:
+        """Start health checks."""
+        self._spawn(self._check_health(checks))
 
-    async def _check_health(
-        self,
-        clock: Clock,
-        interval_s: float,
-        timeout_s: float,
-        on_event: Callable[..., object],
-        on_silence: Callable[[float], None],
-        reachable: Callable[[], bool],
-    ) -> None:
-        """Ping; report the worker stalled after half of ``timeout_s`` of silence, and give it up after all of it. Our
+    async def _check_health(self, checks: HealthChecks) -> None:
+        """Ping; report the worker stalled after half of the time-out of silence, and give it up after all of it. Our
         own stalls and back-pressure don't count as its silence."""
-        ping = encode(Kind.PING, 0, None)
+        ping, clock = encode(Kind.PING, 0, None), checks.clock
         self.silent_s = 0.0
         stalled = False
 
         def report(event: str, what: str) -> None:
             fields = {"worker": self.name, "cause": "no heartbeat", "found_by": "health", "lost_s": self.silent_s}
-            on_event(event, f"{self.name}: {what} {self.silent_s:.1f} s", **fields)
+            checks.on_event(event, f"{self.name}: {what} {self.silent_s:.1f} s", **fields)
 
         while True:
             if not self._outgoing:  # unsent bytes ask for a sign of life as well as a ping does
                 self.send(ping)
             before_s = clock.now()
-            await clock.sleep(interval_s)
-            if reachable():
-                self.silent_s += min(clock.now() - before_s, 2 * interval_s)
+            await clock.sleep(checks.interval_s)
+            if checks.reachable():
+                self.silent_s += min(clock.now() - before_s, 2 * checks.interval_s)
             if self._heard or self._held:
                 if stalled:
                     report("worker_answers", "after a silence of")
                 self.silent_s, stalled = 0.0, False
                 self._heard = False
-            elif self.silent_s >= timeout_s:
-                on_silence(self.silent_s)
+            elif self.silent_s >= checks.timeout_s:
+                checks.on_silence(self.silent_s)
                 return
-            elif self.silent_s >= timeout_s / 2 and not stalled:
+            elif self.silent_s >= checks.timeout_s / 2 and not stalled:
                 stalled = True
                 report("worker_stalled", "no heartbeat for")
 

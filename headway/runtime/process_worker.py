@@ -15,7 +15,7 @@ from headway.records.stalls import WorkerLook
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.framing import Kind, encode
-from headway.runtime.link import Link
+from headway.runtime.link import HealthChecks, Link
 from headway.runtime.stalls.stacks import parse_dump
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.worker_process import ProcessExit, WorkerProcess
@@ -167,12 +167,14 @@ class ProcessWorker:
         """Start health checks; ``on_event`` is an `EventCallback`."""
         if self.alive:
             self._link.watch(
-                clock,
-                interval_s,
-                timeout_s,
-                on_event,
-                on_silence=self._give_up,
-                reachable=lambda: self._process.reachable,
+                HealthChecks(
+                    clock=clock,
+                    interval_s=interval_s,
+                    timeout_s=timeout_s,
+                    on_silence=self._give_up,
+                    on_event=on_event,
+                    reachable=lambda: self._process.reachable,
+                )
             )
 
     def _give_up(self, silent_s: float) -> None:

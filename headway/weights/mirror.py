@@ -27,7 +27,7 @@ from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorr
 from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.door import Door
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, welcome
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, welcome
 from headway.weights.leftovers import stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_file, version_in
 
@@ -211,14 +211,13 @@ class MirrorService:
                 return door
         raise ConfigurationError(f"cluster.port_range {ports[0]}-{ports[-1]}: none is free for a mirror ({reason})")
 
-    async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> str:
+    async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take another mirror: see `OnGuest`."""
         if hello.purpose != "mirror":
-            return f"{hello.purpose} isn't served here"
+            raise NotAdmitted(f"{hello.purpose} isn't served here")
         outlast(sock, self._orphan_s)
         await welcome(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
         threading.Thread(target=self._serve, args=(sock,), name=f"to {peer}", daemon=True).start()
-        return ""
 
     def _serve(self, sock: socket.socket) -> None:
         with sock, suppress(OSError):  # the other mirror has what it wanted, or is gone
@@ -227,29 +226,25 @@ class MirrorService:
                 self._answer(sock, *_REQUEST.unpack(request))
 
     def _answer(self, sock: socket.socket, version: int, offset: int, count: int) -> None:
-        path = self._file(version, offset, count)
         try:
-            file = open(path or "", "rb")  # noqa: SIM115
-        except OSError:  # gone
+            with self._file(version, offset, count).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if offset + count > size:
+                    raise FileNotFoundError
+                sock.sendall(_ANSWER.pack(True, count or size), socket.MSG_MORE if count else 0)
+                last = offset + count
+                while offset < last:
+                    # From the file's pages to the socket: nothing is copied here.
+                    sent = os.sendfile(sock.fileno(), file.fileno(), offset, last - offset)
+                    if not sent:
+                        raise OSError("the file was cut short")
+                    offset += sent
+                    self.served_bytes += sent
+        except FileNotFoundError:
             sock.sendall(_ANSWER.pack(False, 0))
-            return
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if offset + count > size:
-                sock.sendall(_ANSWER.pack(False, 0))
-                return
-            sock.sendall(_ANSWER.pack(True, count or size), socket.MSG_MORE if count else 0)
-            last = offset + count
-            while offset < last:
-                # From the file's pages to the socket: nothing is copied here.
-                sent = os.sendfile(sock.fileno(), file.fileno(), offset, last - offset)
-                if not sent:
-                    raise OSError("the file was cut short")
-                offset += sent
-                self.served_bytes += sent
 
-    def _file(self, version: int, offset: int, count: int) -> Path | None:
-        """The file of a version, once the bytes asked for are there; None when they aren't, or won't be."""
+    def _file(self, version: int, offset: int, count: int) -> Path:
+        """The file of a version, once the bytes asked for are there. Raises FileNotFoundError when they won't be."""
 
         def ready() -> bool:
             arriving = self._arriving.get(version)
@@ -259,11 +254,13 @@ class MirrorService:
 
         with self._changed:
             if not self._changed.wait_for(ready, _PATIENCE_S):
-                return None
+                raise FileNotFoundError
             arriving = self._arriving.get(version)
             if arriving is None:
                 return Path(self._published[version].path)
-            return None if arriving.failed else arriving.path
+            if arriving.failed:
+                raise FileNotFoundError
+            return arriving.path
 
 
 class _Transfer:
@@ -294,7 +291,7 @@ class _Transfer:
         for sock in self._sockets:
             sock.close()
 
-    def into(self, content: memoryview, on_chunk: object) -> None:
+    def into(self, content: memoryview, on_chunk: Callable[[int], None]) -> None:
         """Fetch everything but the header into ``content``; ``on_chunk(number)`` is called after each chunk."""
         chunks = iter(range(-(-self.size // CHUNK_BYTES)))
         taking = threading.Lock()
@@ -312,7 +309,7 @@ class _Transfer:
                 if skipped:
                     _fill(sock, memoryview(bytearray(skipped)))
                 _fill(sock, content[first + skipped : last])
-                on_chunk(chunk)  # type: ignore[operator]
+                on_chunk(chunk)
 
         try:
             with ThreadPoolExecutor(CONNECTIONS) as pool:

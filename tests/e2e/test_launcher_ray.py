@@ -38,6 +38,7 @@ def add_machine(cluster: Any) -> Any:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_ray_places_agents_and_replaces_a_dead_machine(tmp_path: Path, ray_cluster: Any):
     async def main() -> None:
         events, machine = Events(), add_machine(ray_cluster)

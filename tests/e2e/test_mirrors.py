@@ -152,6 +152,7 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
     run(main)
 
 
+@pytest.mark.slow
 def test_a_dead_link_of_the_chain_is_gone_round(tmp_path: Path):
     async def main() -> None:
         async with joined_nodes(tmp_path, "b", "c") as (nodes, events, _):

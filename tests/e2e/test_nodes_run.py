@@ -86,6 +86,7 @@ def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: 
     assert tiny_run.audited(tmp_path / "two/run").completed_steps == 5
     assert newest_weights(tmp_path / "one/run") == newest_weights(tmp_path / "two/run")
     assert [event.detail for event in tiny_run.events_of(tmp_path / "two/run", "node_joined")]
+    assert (tmp_path / "two/run/logs/generator-0.log").is_file(), "its folder is seen on the node"
 
 
 def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_after_a_partition_one_trainer_is_left(inputs: Any, tmp_path: Path) -> N
     tiny_run.audited(run_folder)
 
 
+@pytest.mark.slow
 def test_a_node_that_offers_a_device_in_mid_run_is_used(inputs: Any, tmp_path: Path) -> None:
     verifier = {"name": "tiny_verifiers:parity", "workers": 2, "nodes": ["b"]}
     config = write_cluster_experiment(
@@ -175,6 +177,7 @@ def test_a_node_that_offers_a_device_in_mid_run_is_used(inputs: Any, tmp_path: P
     tiny_run.audited(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_lost_node_comes_back_and_the_run_goes_on(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
         tmp_path, inputs, run={"steps": 40, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 5.0}

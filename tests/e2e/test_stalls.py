@@ -110,6 +110,7 @@ def test_fsync_that_hangs_is_named_as_a_commit_to_the_buffer(tmp_path: Path, mon
         assert re.search(r"blocked in a commit to buffer\.db, at headway/buffer/\w+\.py:\d+", stall.detail)
 
 
+@pytest.mark.slow
 def test_environment_that_never_replies_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(
         tmp_path,
@@ -123,6 +124,7 @@ def test_environment_that_never_replies_is_named_with_its_line(tmp_path: Path, m
         assert re.search(r"support/stall_functions\.py:\d+ reply", stall.detail)
 
 
+@pytest.mark.slow
 def test_rank_that_skips_a_collective_is_named_by_the_one_that_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,7 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
 def even_requests(devices: Sequence[str]) -> float:
     """Requests at which half of a replica's decode step is assumed to grow with them, where a ledger can't determine
     it."""
-    return _EVEN_ON_GPU if devices[0].startswith("cuda") else EVEN_REQUESTS
+    return _EVEN_ON_GPU if "cuda:" in devices[0] else EVEN_REQUESTS
 
 
 def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:

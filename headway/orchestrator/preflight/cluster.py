@@ -1,4 +1,4 @@
-"""Whether the run's books survive its machines, before the start."""
+"""Findings on a run's machines before the start: whether its books survive them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def books_key(experiment: Experiment) -> str:
 
 
 def cluster_findings(experiment: Experiment) -> Findings:
-    """Findings on where the books and their copy lie."""
+    """Findings on where the books and their copy lie, and what can't be seen of the nodes from here."""
     findings, cluster = Findings(), experiment.cluster
     with findings.refused(books_key(experiment)):
         require_local(Path(cluster.books_directory or experiment.run.directory))
@@ -23,5 +23,11 @@ def cluster_findings(experiment: Experiment) -> Findings:
         findings.warning(
             "cluster.replicate_to",
             "isn't set: the books are on this machine alone; should it be lost, no other can resume the run",
+        )
+    if cluster.nodes:
+        findings.info(
+            "cluster.nodes",
+            f"{', '.join(cluster.nodes)}: not looked at here; the start compares their versions, devices and model "
+            "files with this machine's, and --calibrate starts the run's workers on them",
         )
     return findings

@@ -20,6 +20,7 @@ intermediate width, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
-from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
+from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device, split_node
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
@@ -56,6 +57,9 @@ _LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient;
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
 _TOKEN_BYTES_ON_DISK = 14
+
+
+_MEMORY_OF_NODE = "memory of node "
 
 
 def bytes_of(dtype: str) -> int:
@@ -188,9 +192,15 @@ def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) 
     if on_cpu:
         yield from _on_device(name, device, on_device, on_host)
         return
+    first = parse_device(device)
     for rank in range(ranks):
         whose = f"{name} rank {rank}" if rank else name
-        yield from _on_device(whose, f"cuda:{parse_device(device).first + rank}", on_device, on_host)
+        yield from _on_device(
+            whose,
+            str(dataclasses.replace(first, first=first.first + rank, last=first.first + rank)),
+            on_device,
+            on_host,
+        )
 
 
 def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int:
@@ -232,11 +242,13 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
 
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
-    if parse_device(device).kind == "cpu":
-        yield MemoryUse(name=name, place="memory", parts=on_host | on_device)
+    node, own = split_node(device)
+    memory = f"{_MEMORY_OF_NODE}{node}" if node else "memory"
+    if parse_device(own).kind == "cpu":
+        yield MemoryUse(name=name, place=memory, parts=on_host | on_device)
     else:
         yield MemoryUse(name=name, place=device, parts={"context": CUDA_CONTEXT_BYTES} | on_device)
-        yield MemoryUse(name=name, place="memory", parts=on_host)
+        yield MemoryUse(name=name, place=memory, parts=on_host)
 
 
 # --- what is there ---------------------------------------------------------------------------------------
@@ -255,6 +267,8 @@ def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
             found = machine_memory()
         elif name.startswith("cuda:"):
             found = gpu_memory(parse_device(name).first)
+        elif name.startswith(_MEMORY_OF_NODE) or "/cuda:" in name:  # only its agent could tell
+            found = None
         elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
             found = (0, 0)
         else:

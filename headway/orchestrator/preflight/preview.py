@@ -81,8 +81,9 @@ def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Run
 
 
 def _free_devices(experiment: Experiment) -> int:
-    """GPUs, or cores where neither side has a GPU, that no worker uses."""
-    devices = [parse_device(name) for name in (*experiment.generator.devices, *experiment.trainer.devices)]
+    """GPUs, or cores where neither side has a GPU, that no worker uses on this machine."""
+    named = map(parse_device, (*experiment.generator.devices, *experiment.trainer.devices))
+    devices = [device for device in named if not device.node]
     gpus = {device.first for device in devices if device.kind == "cuda"}
     if gpus:
         return max(0, (cuda_device_count() or 0) - len(gpus))

@@ -21,10 +21,10 @@ from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 from headway.runtime.framing import Kind, encode
-from headway.runtime.link import Link
+from headway.runtime.link import HealthChecks, Link
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, SHARED_MEMORY, ConditionsReader, free_bytes
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
-from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, TryLater, software
+from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, NotAdmitted, software
 from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_process import ChildProcess, ProcessExit
 from headway.runtime.workers import start_child
@@ -67,12 +67,12 @@ class Agent:
         events: Channel[Any] = Channel(1, "orchestrator.events", clock)
         self._link = link = Link("orchestrator", sock, events, self._lost, self._lost, serves=self)
         link.watch(
-            clock,
-            HEARTBEAT_S,
-            self._orphan_s,
-            lambda name, detail, /, **fields: None,
-            on_silence=lambda silent_s: self._lost(f"gave no sign of life for {silent_s:.0f} s"),
-            reachable=lambda: True,
+            HealthChecks(
+                clock=clock,
+                interval_s=HEARTBEAT_S,
+                timeout_s=self._orphan_s,
+                on_silence=lambda silent_s: self._lost(f"gave no sign of life for {silent_s:.0f} s"),
+            )
         )
         telling = asyncio.create_task(self._tell_conditions(clock))
         try:
@@ -110,7 +110,8 @@ class Agent:
             sock.setblocking(True)
             # The worker ends itself when it hears nothing for so long, whatever became of this agent.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(self._orphan_s), 0))
-            log = order.log or str(self._scratch / "logs" / f"{order.worker}.log")
+            shared = bool(order.log) and Path(order.log).parent.is_dir()
+            log = order.log if shared else self._scratch / "logs" / f"{order.worker}.log"
             process = start_child(sock, order.device, order.environment, log)
         self._processes[process.pid] = process
         process.watch(lambda end: self._on_exit(process.pid, end))
@@ -179,7 +180,7 @@ async def run_agent(
                 encrypted = True
                 continue
             except ConnectionRefused as error:
-                final = "refused:" in str(error) and not isinstance(error, TryLater)
+                final = isinstance(error, NotAdmitted) and not error.later
                 if final or clock.now() - since_s > give_up_s:
                     raise
                 failures += 1

@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.addresses import split_address
 from headway.runtime.nodes.encryption import HostEncryption
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, TryLater, let_in, want_encryption, welcome
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, let_in, want_encryption, welcome
 
 MOST_STRANGERS = 64  # connections that haven't proved themselves; one more ends the oldest
 _REPORTED_EVERY_S = 60.0
 _MOST_CAUSES = 16  # reported in that time; further ones are counted together
 
-OnGuest = Callable[[socket.socket, Hello, str], Awaitable[str]]
-"""Takes a guest: its connection, what it said, its address. Returns why it is refused; empty: it was taken, and got its
-welcome. Raises TryLater for one that may be let in later."""
+OnGuest = Callable[[socket.socket, Hello, str], Awaitable[None]]
+"""Takes a guest, given its connection, its greeting and its address, and welcomes it. Raises NotAdmitted."""
 OnRefusal = Callable[[str], object]
 
 
@@ -118,15 +117,12 @@ class Door:
                         return
                     sock, binding = secret, secret.binding
                 hello = await let_in(sock, self._key, self._epoch, binding)
-                later = False
                 try:
-                    refused = await self._on_guest(sock, hello, peer)
-                except TryLater as busy:
-                    refused, later = str(busy), True
-                if refused:
-                    await welcome(sock, Admission(refused=refused, later=later, epoch=self._epoch))
-                    self._refused(f"{peer}: {refused}")
-                taken = not refused
+                    await self._on_guest(sock, hello, peer)
+                except NotAdmitted as refusal:
+                    await welcome(sock, Admission(refused=str(refusal), later=refusal.later, epoch=self._epoch))
+                    raise
+                taken = True
         except TimeoutError:
             self._refused(f"{peer}: no handshake within {HANDSHAKE_S:g} s")
         except HeadwayError as error:  # refused, or lost while it was taken

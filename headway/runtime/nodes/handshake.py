@@ -48,8 +48,12 @@ class EncryptionRequired(ConnectionRefused):
     """The other end speaks over TLS alone."""
 
 
-class TryLater(ConnectionRefused):
-    """The other end may let us in later: another node still has our name."""
+class NotAdmitted(ConnectionRefused):
+    """A guest that has proved the key isn't let in. ``later``: it may be, once what is in the way has gone."""
+
+    def __init__(self, why: str, *, later: bool = False) -> None:
+        super().__init__(why)
+        self.later = later
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,13 +162,13 @@ async def want_encryption(sock: socket.socket) -> None:
 
 
 async def introduce(sock: socket.socket, key: str, hello: Hello, binding: bytes = b"") -> Admission:
-    """Run the guest's part on a non-blocking ``sock``. Raises ConnectionRefused."""
+    """Run the guest's part on a non-blocking ``sock``. Raises ConnectionRefused; NotAdmitted with the host's reason."""
     hello_bytes = msgspec.json.encode(hello)
     await _send_bytes(sock, hello_bytes)
     answer = await _receive(sock)
     if b'"refused"' in answer:
         verdict = _decode(answer, Admission)
-        kind = EncryptionRequired if verdict.encryption == "tls" else ConnectionRefused
+        kind = EncryptionRequired if verdict.encryption == "tls" else NotAdmitted
         raise kind(f"refused: {verdict.refused}")
     challenge = _decode(answer, Challenge)
     seen = hello_bytes + challenge.nonce.encode() + binding
@@ -173,7 +177,7 @@ async def introduce(sock: socket.socket, key: str, hello: Hello, binding: bytes 
     await _send(sock, Proof(proof=_proof(key, b"guest", seen)))
     verdict = _decode(await _receive(sock), Admission)
     if verdict.refused:
-        raise (TryLater if verdict.later else ConnectionRefused)(f"refused: {verdict.refused}")
+        raise NotAdmitted(f"refused: {verdict.refused}", later=verdict.later)
     return verdict
 
 

@@ -12,7 +12,7 @@ from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
-from headway.runtime.link import Link
+from headway.runtime.link import HealthChecks, Link
 from headway.runtime.worker_process import ProcessExit
 from headway.runtime.workers import EventCallback
 
@@ -95,6 +95,7 @@ class Node:
         self._link = Link(name, sock, self._events, self._give_up, self._give_up)
         self._processes: dict[int, NodeProcess] = {}
         self._ends: dict[int, ProcessExit] = {}  # of processes whose start isn't known here yet
+        self._kills: set[asyncio.Task[None]] = set()
         self._absorbing = asyncio.create_task(self._absorb(), name=f"node {name}")
 
     @property
@@ -105,12 +106,13 @@ class Node:
     def watch(self, orphan_s: float, on_event: EventCallback) -> None:
         """Start its health checks."""
         self._link.watch(
-            self._clock,
-            HEARTBEAT_S,
-            orphan_s + 2 * HEARTBEAT_S,  # its agent and workers have given us up by then
-            on_event,
-            on_silence=lambda silent_s: self._give_up(f"gave no sign of life for {silent_s:.0f} s"),
-            reachable=lambda: True,
+            HealthChecks(
+                clock=self._clock,
+                interval_s=HEARTBEAT_S,
+                timeout_s=orphan_s + 2 * HEARTBEAT_S,  # its agent and workers have given us up by then
+                on_silence=lambda silent_s: self._give_up(f"gave no sign of life for {silent_s:.0f} s"),
+                on_event=on_event,
+            )
         )
 
     async def inquire(self) -> NodeFacts:
@@ -145,13 +147,19 @@ class Node:
 
     def kill(self, pid: int) -> None:
         """Kill a process, if the node can be reached; else its own clock ends it."""
-        killing = asyncio.create_task(self.call("kill", pid), name=f"kill {pid} on {self.name}")
-        killing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        killing = asyncio.create_task(self._kill(pid), name=f"kill {pid} on {self.name}")
+        self._kills.add(killing)
+        killing.add_done_callback(self._kills.discard)
+
+    async def _kill(self, pid: int) -> None:
+        with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
+            await self.call("kill", pid)
 
     async def leave(self) -> None:
-        """Tell the agent that the run is over, and wait until it has closed the connection."""
-        with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
-            await self.call("end")
+        """Tell the agent that the run is over; one that can't be reached finds that out by itself."""
+        if self.reachable:
+            with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
+                await self.call("end")
         self._give_up("the run is over")
 
     async def _absorb(self) -> None:

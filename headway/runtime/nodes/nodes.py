@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import tempfile
@@ -17,7 +18,7 @@ from headway.runtime.devices import split_node
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader
 from headway.runtime.nodes.dial import outlast
 from headway.runtime.nodes.door import Door
-from headway.runtime.nodes.handshake import Admission, Hello, TryLater, software, welcome
+from headway.runtime.nodes.handshake import Admission, Hello, NotAdmitted, software, welcome
 from headway.runtime.nodes.node import Node, NodeLost
 from headway.runtime.worker_process import WorkerProcess
 from headway.runtime.workers import EventCallback, LocalLauncher, Worker, WorkerSpec
@@ -138,7 +139,11 @@ class Nodes:
         token = secrets.token_hex(16)
         awaited = self._awaited[token] = asyncio.get_running_loop().create_future()
         order = ProcessOrder(
-            worker=spec.name, token=token, device=device, environment=self._environment | spec.environment
+            worker=spec.name,
+            token=token,
+            device=device,
+            environment=self._environment | spec.environment,
+            log="" if spec.log_path is None else os.path.abspath(spec.log_path),  # noqa: ASYNC240  (asks no disk)
         )
         try:
             process = await node.start_process(order)
@@ -153,28 +158,27 @@ class Nodes:
         finally:
             del self._awaited[token]
 
-    async def _take_guest(self, sock: socket.socket, hello: Hello, peer: str) -> str:
+    async def _take_guest(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take a guest that has proved the key: see `OnGuest`."""
         outlast(sock, self._orphan_s)
         verdict = Admission(epoch=self._epoch, orphan_s=self._orphan_s)
         if hello.purpose == "worker":
             awaited = self._awaited.get(hello.subject)
             if awaited is None or awaited.done():
-                return "nobody waits for this worker"
+                raise NotAdmitted("nobody waits for this worker")
             await welcome(sock, verdict)
             awaited.set_result(sock)
-            return ""
+            return
         if hello.purpose != "node":
-            return f"{hello.purpose} isn't served here"
-        if hello.subject in self.joined:
-            raise TryLater(f"there is a node {hello.subject} already, at {self.joined[hello.subject].peer}")
+            raise NotAdmitted(f"{hello.purpose} isn't served here")
+        if (other := self.joined.get(hello.subject)) is not None:
+            raise NotAdmitted(f"there is a node {other.name} already, at {other.peer}", later=True)
         if self._closing:
-            return "the run is over"
-        if others := _differences(hello.software):
-            return others
+            raise NotAdmitted("the run is over")
+        if differences := _differences(hello.software):
+            raise NotAdmitted(differences)
         await welcome(sock, verdict)
         await self._join(sock, hello.subject, peer)
-        return ""
 
     async def _join(self, sock: socket.socket, name: str, peer: str) -> None:
         node = Node(sock, name, peer, self._clock, self._lose)

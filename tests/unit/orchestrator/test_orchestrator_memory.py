@@ -260,3 +260,16 @@ def test_a_gpu_is_asked_by_its_visible_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert "--id=5" in asked[0]
     monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
     assert memory.gpu_memory(0) is None
+
+
+def test_what_is_on_nodes_is_not_charged_to_this_machine(tmp_path: Path):
+    here = memory_uses(experiment(tmp_path, generator={"devices": ["cpu:0"]}), MODEL)
+    there = memory_uses(experiment(tmp_path, generator={"devices": ["b/cpu:0", "b/cuda:1"], "slots": 10**7}), MODEL)
+    places = {place.name: place for place in memory_places(there)}
+    assert places["memory of node b"].capacity_bytes is None
+    assert places["b/cuda:1"].capacity_bytes is None
+    generator = next(use for use in here if use.name == "generator-0")
+    assert {place.name: place for place in memory_places(here)}["memory"].needed_bytes - generator.total_bytes == (
+        places["memory"].needed_bytes
+    )
+    assert not [finding for finding in memory_findings(there, list(places.values())) if "generator" in finding.message]
