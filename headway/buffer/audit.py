@@ -75,8 +75,10 @@ def _audit_batches(
         where = f"batch {step}.{attempt}"
         report.expect((step, attempt) == (step_now, attempt_now), f"{where} where {step_now}.{attempt_now} is next")
         report.expect(report.pending_step is None, f"{where} follows a batch whose step is not completed")
-        indices: list[int] = json.loads(text)
-        report.expect(bool(indices) and indices == sorted(set(indices)), f"{where}: groups {indices} not ascending")
+        parts = _parts(text)
+        for part in parts:
+            report.expect(bool(part) and part == sorted(set(part)), f"{where}: groups {part} not ascending")
+        indices = [index for part in parts for index in part]
         wanted = {"trained": ("ended", "trained"), "skipped": ("ended", "discarded"), None: ("batched", None)}[outcome]
         for index in indices:
             report.expect(index not in seen, f"group {index} is in {where} and in batch {seen.get(index)}")
@@ -101,6 +103,12 @@ def _audit_batches(
         "a group is marked as batched, but is in no batch",
     )
     return trained_at
+
+
+def _parts(text: str) -> list[list[int]]:
+    """The groups of a batch by part; a batch that isn't committed in parts is a plain list."""
+    found: list[Any] = json.loads(text)
+    return found if found and isinstance(found[0], list) else [found]
 
 
 def _audit_groups(report: AuditReport, groups: dict[int, tuple[Any, ...]], trained_at: dict[int, int]) -> None:
@@ -173,7 +181,7 @@ def _audit_rollouts(
 def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: AuditReport) -> None:
     """Check that every complete checkpoint holds exactly the trained batches of the steps before its version."""
     log = {
-        step: json.loads(groups)
+        step: [index for part in _parts(groups) for index in part]
         for step, groups in connection.execute("SELECT step, groups FROM batches WHERE outcome IS NOT 'skipped'")
     }
     released = connection.execute("SELECT value FROM meta WHERE key = 'released_version'").fetchone()

@@ -13,9 +13,10 @@ import msgspec
 
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 Statement = tuple[str, list[tuple[Any, ...]]]  # SQL, and the parameters of each of its executions
-_LISTED_TOKENS = 2  # the version before: records list tokens as numbers; readers accept both
+# The versions before: 3 has no batches in parts, 2 lists a record's tokens as numbers. Readers accept all.
+_OLDER = (2, 3)
 
 # A rollout has a row once it has finished or ended; open ones are the members without a row (or with
 # finished = 1 and no ending). Small columns stay for the audit; payloads and tasks go when a checkpoint
@@ -71,7 +72,7 @@ TABLES = (
     """CREATE TABLE batches (
         step INTEGER NOT NULL,        -- trainer version before the step
         attempt INTEGER NOT NULL,     -- counts skipped attempts at the same step
-        groups TEXT NOT NULL,         -- JSON list of indices in the order of training
+        groups TEXT NOT NULL,         -- JSON list of indices in the order of training, or of several parts' lists
         outcome TEXT CHECK (outcome IN ('trained', 'skipped')),  -- NULL: not completed
         PRIMARY KEY (step, attempt)
     ) WITHOUT ROWID""",
@@ -120,9 +121,9 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 def require_readable(version: int, path: Path) -> None:
     """Raise BufferCorrupt for a schema version that this Headway doesn't read."""
-    if version not in (_LISTED_TOKENS, SCHEMA_VERSION):
+    if version not in (*_OLDER, SCHEMA_VERSION):
         raise BufferCorrupt(
-            f"the group buffer {path} has schema version {version}; this Headway reads versions {_LISTED_TOKENS} and "
+            f"the group buffer {path} has schema version {version}; this Headway reads versions {_OLDER[0]} to "
             f"{SCHEMA_VERSION}: resume the run with the Headway that wrote it"
         )
 
@@ -149,7 +150,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem != "ok":
         raise BufferCorrupt(f"the group buffer {path} is damaged: {problem}")
-    if version == _LISTED_TOKENS:  # arrays may be written from now on, which the older Headway can't read
+    if version in _OLDER:  # what is written from now on, the older Headway can't read
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 

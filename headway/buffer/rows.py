@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,7 +53,12 @@ class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # trainer version before the step
     attempt: int  # how many attempts at this step were skipped before
     outcome: Outcome | None  # None: committed, its step not completed
-    groups: tuple[FinishedGroup, ...]  # in the order of training
+    parts: tuple[tuple[FinishedGroup, ...], ...]  # in the order of training; one unless queue.groups_per_part is set
+
+    @property
+    def groups(self) -> tuple[FinishedGroup, ...]:
+        """All groups, in the order of training."""
+        return tuple(group for part in self.parts for group in part)
 
 
 class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +168,13 @@ def read_counts(connection: sqlite3.Connection) -> dict[str, int]:
 def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:
     """Groups of every trained step, in the order of training, by step."""
     rows = connection.execute("SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step").fetchall()
-    return {step: json.loads(groups) for step, groups in rows}
+    return {step: [index for part in parts_of(groups) for index in part] for step, groups in rows}
+
+
+def parts_of(text: str) -> list[list[int]]:
+    """The indices of a batch's groups by part, from its column ``groups``."""
+    found: list[Any] = json.loads(text)
+    return found if found and isinstance(found[0], list) else [found]
 
 
 def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:

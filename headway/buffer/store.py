@@ -23,6 +23,7 @@ from headway.buffer.rows import (
     LoggedBatch,
     OpenRecord,
     Outcome,
+    parts_of,
     payload_id,
     payload_ids,
     read_books,
@@ -58,7 +59,7 @@ class GroupBuffer:
     """A bounded store of groups from admission to their end, committed to disk at every transition.
 
     Lifecycle of a group: ``admit`` -> *open* -> ``finish_group``, all members at once -> *buffered* ->
-    ``commit_batch`` -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded when the step was
+    ``commit_batch`` (its batch, or a part) -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded when the step was
     skipped). From open or buffered it may also end by ``end_group`` or by ``finish_group(..., ending)``.
 
     Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is
@@ -119,7 +120,7 @@ class GroupBuffer:
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
-        buffered, batched = len(self._buffered_s), 0 if self._pending is None else len(self._pending[2])
+        buffered, batched = len(self._buffered_s), 0 if self._pending is None else sum(map(len, self._pending[2]))
         return BufferStatistics(
             used=len(self._entries),
             capacity=self._capacity,
@@ -227,29 +228,30 @@ class GroupBuffer:
         del self._entries[index]
         self._buffered_s.pop(index, None)
 
-    def commit_batch(self, batch: Batch) -> int:
-        """Commit membership and order of a batch before its step; returns the attempt (0 but after skips). Raises
-        BooksUnbalanced when another batch is pending, the step isn't the next one, or a group isn't buffered."""
-        if self._pending is not None:
-            raise BooksUnbalanced(f"step {batch.step}: the batch of step {self._pending[0]} is not completed")
+    def commit_batch(self, batch: Batch, *, further: bool = False) -> int:
+        """Commit membership and order of a batch before its step, or of its next part (``further``) before that is
+        trained on; returns the attempt (0 but after skips). Raises BooksUnbalanced when another batch is pending (of a
+        further part: its own is not), the step isn't the next one, or a group isn't buffered."""
+        if further != (self._pending is not None):
+            pending = "no batch" if self._pending is None else f"the batch of step {self._pending[0]}"
+            raise BooksUnbalanced(f"step {batch.step}, {further=}: {pending} is committed and not completed")
         if batch.step != self._completed_steps:
             raise BooksUnbalanced(f"a batch for step {batch.step} where step {self._completed_steps} is next")
         if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
             raise BooksUnbalanced(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
         entries = [self._entry(index, "buffered") for index in batch.groups]
+        parts = [*(self._pending[2] if self._pending else ()), list(batch.groups)]
         with self._transaction() as connection:
-            query = "SELECT count(*) FROM batches WHERE step = ?"
+            query = "SELECT count(*) FROM batches WHERE step = ? AND outcome IS NOT NULL"
             attempt: int = connection.execute(query, (batch.step,)).fetchone()[0]
-            connection.execute(
-                "INSERT INTO batches VALUES (?, ?, ?, NULL)", (batch.step, attempt, json.dumps(batch.groups))
-            )
-            connection.executemany(
-                "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?", [(batch.step, i) for i in batch.groups]
-            )
+            row = (batch.step, attempt, json.dumps(parts if further else batch.groups))
+            connection.execute("REPLACE INTO batches VALUES (?, ?, ?, NULL)", row)
+            query = "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?"
+            connection.executemany(query, [(batch.step, index) for index in batch.groups])
         for index, entry in zip(batch.groups, entries, strict=True):
             entry.state = "batched"
             del self._buffered_s[index]
-        self._pending = (batch.step, attempt, batch.groups)
+        self._pending = (batch.step, attempt, parts)
         return attempt
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
@@ -262,13 +264,13 @@ class GroupBuffer:
             if outcome == "trained" and 0 <= step < self._completed_steps:
                 return
             raise BooksUnbalanced(f"step {step} ends as {outcome}, but has no pending batch")
-        _, attempt, groups = self._pending
+        _, attempt, parts = self._pending
+        groups = [index for part in parts for index in part]
         ending: Ending = "trained" if outcome == "trained" else "discarded"
         text = f"step {step}" if outcome == "trained" else f"skipped: {reason}" if reason else "skipped"
         with self._transaction() as connection:
-            connection.execute(
-                "UPDATE batches SET outcome = ? WHERE step = ? AND attempt = ?", (outcome, step, attempt)
-            )
+            query = "UPDATE batches SET outcome = ? WHERE step = ? AND attempt = ?"
+            connection.execute(query, (outcome, step, attempt))
             for index in groups:
                 self._end(connection, index, ending, text, step)
         for index in groups:
@@ -292,7 +294,7 @@ class GroupBuffer:
                 "SELECT groups FROM batches WHERE step >= ? AND step < ? AND outcome = 'trained'",
                 (self._released_version, version),
             ).fetchall()
-            indices: list[int] = [index for (groups,) in rows for index in json.loads(groups)]
+            indices = [index for (groups,) in rows for part in parts_of(groups) for index in part]
             for index in indices:
                 self._delete_payloads(connection, index)
             connection.execute("REPLACE INTO meta VALUES ('released_version', ?)", (version,))
@@ -328,8 +330,8 @@ class GroupBuffer:
         """The batch that was committed and whose step was not completed: it is trained next, unchanged."""
         if self._pending is None:
             return None
-        step, attempt, groups = self._pending
-        return LoggedBatch(step=step, attempt=attempt, outcome=None, groups=self.load(groups))
+        step, attempt, parts = self._pending
+        return LoggedBatch(step=step, attempt=attempt, outcome=None, parts=tuple(map(self.load, parts)))
 
     def batches_since(self, version: int) -> Iterator[LoggedBatch]:
         """The batches to replay on a checkpoint of ``version``: steps version, version + 1, ... in order, the
@@ -342,19 +344,16 @@ class GroupBuffer:
                 f"{self._path}: can't replay from version {version}: the payloads of steps before "
                 f"{self._released_version} were released, so a checkpoint of at least that version is needed"
             )
-        last = self._completed_steps + (self._pending is not None)
-        if version > last:
+        if version > (last := self._completed_steps + (self._pending is not None)):
             raise BufferCorrupt(f"{self._path}: the log ends at step {last}, the checkpoint has version {version}")
         with self._reading():
-            rows = self._connection.execute(
-                "SELECT step, attempt, groups, outcome FROM batches WHERE step >= ? AND outcome IS NOT 'skipped'"
-                " ORDER BY step, attempt",
-                (version,),
-            ).fetchall()
+            query = "SELECT step, attempt, groups, outcome FROM batches WHERE step >= ? AND outcome IS NOT 'skipped'"
+            rows = self._connection.execute(f"{query} ORDER BY step, attempt", (version,)).fetchall()
         for expected, (step, attempt, groups, outcome) in enumerate(rows, start=version):
             if step != expected:
                 raise BufferCorrupt(f"{self._path}: step {expected} is missing in the batch log")
-            yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, groups=self.load(json.loads(groups)))
+            parts = tuple(map(self.load, parts_of(groups)))
+            yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts)
 
     def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
         """Groups with their payloads. Raises BufferCorrupt when one was released."""
@@ -445,9 +444,9 @@ class GroupBuffer:
         pending = execute("SELECT step, attempt, groups FROM batches WHERE outcome IS NULL").fetchall()
         if len(pending) > 1:
             raise BufferCorrupt(f"{self._path}: {len(pending)} batches are pending at once")
-        self._pending: tuple[int, int, tuple[int, ...]] | None = None
+        self._pending: tuple[int, int, list[list[int]]] | None = None  # step, attempt, the groups of each part
         for step, attempt, groups in pending:
-            self._pending = (step, attempt, tuple(json.loads(groups)))
+            self._pending = (step, attempt, parts_of(groups))
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, state in rows:

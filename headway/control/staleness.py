@@ -8,6 +8,8 @@ step 2, which has room for two. So a batch chosen at step s must leave, for ever
     open groups with deadline <= d  <=  groups_per_step x (d - s)
 
 (the feasibility test of earliest-deadline-first scheduling; d = s says that all that is due is in the batch).
+A batch may be committed in parts, each of the oldest groups that have finished by then: the places that step s has
+left are added to the right side, and groups in a committed part are no longer open.
 Taking the oldest finished groups makes the left side smallest for every d at once, so if that choice
 fails the test, every choice does, and only waiting for older unfinished groups helps. Admission (rule 1) makes
 the test hold for each group that opens, so under ``wait`` waiting always ends: no deadlock.
@@ -38,6 +40,13 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int | None = None  # of its newest token; known of finished groups
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """The next part of a batch that is committed in several."""
+
+    groups: int  # it takes so many
+    left: int = 0  # places that the batch has for further parts
+
+
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The decision of ``select_batch``: a batch, or the groups to wait for; and the groups that end as overdue."""
 
@@ -66,11 +75,17 @@ def check_budget(step: int, first_versions: Iterable[tuple[int, int]], budget: i
 
 
 def select_batch(
-    step: int, candidates: Sequence[OpenGroup], groups_per_step: int, budget: int, policy: OverduePolicy
+    step: int,
+    candidates: Sequence[OpenGroup],
+    groups_per_step: int,
+    budget: int,
+    policy: OverduePolicy,
+    part: Part | None = None,
 ) -> Selection:
     """Choose the batch of ``step`` (trainer version before it) among all open groups not yet in a batch.
 
-    A batch has exactly ``groups_per_step`` finished groups, the oldest first (by first version, then index).
+    A batch has exactly ``groups_per_step`` finished groups, the oldest first (by first version, then index); ``part``:
+    its next part is chosen, of so many.
     ``wait``: no group is ever overdue; the batch waits for unfinished groups as long as the feasibility test
     says so. ``drop``: the batch never waits for an old group; groups that can no longer be trained in time
     are listed as overdue (also when there is no batch yet). ``mask``: the budget binds tokens, so no group is due; one
@@ -82,7 +97,7 @@ def select_batch(
     groups = OpenGroups(groups_per_step, budget, policy)
     for group in candidates:
         groups.add(group)
-    return groups.select(step, named=True)
+    return groups.select(step, part, named=True)
 
 
 def resumption(
@@ -156,33 +171,33 @@ class OpenGroups:
             del self._unfinished[version], self._finished[version]
             self._versions.remove(version)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, part: Part | None = None) -> bool:
         """Whether ``select`` could do more than wait: a batch has finished, or a group is over the budget. O(1)."""
-        return self._finished_count >= self._per_step or (
+        return self._finished_count >= (part.groups if part else self._per_step) or (
             bool(self._versions) and self._versions[0] + self._budget < step
         )
 
-    def select(self, step: int, *, named: bool = False) -> Selection:
-        """Choose the batch of ``step``: see ``select_batch``. ``named``: fill ``waiting_for``, O(unfinished groups)."""
-        selection, versions = self._select(step)
+    def select(self, step: int, part: Part | None = None, *, named: bool = False) -> Selection:
+        """Choose the batch of ``step``: see ``select_batch``. ``part``: choose only this part of it; the groups of
+        those before it have been removed. ``named``: fill ``waiting_for``, O(unfinished groups)."""
+        selection, versions = self._select(step, part or Part(groups=self._per_step))
         return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
     def unfinished(self, versions: Iterable[int]) -> tuple[int, ...]:
         """Unfinished groups whose first tokens have these versions, ascending."""
         return tuple(sorted(index for version in versions for index in self._unfinished[version]))
 
-    def _select(self, step: int) -> tuple[Selection, list[int]]:
+    def _select(self, step: int, part: Part) -> tuple[Selection, list[int]]:
         """The selection, and the versions whose unfinished groups it waits for."""
         if self._policy == "drop":
-            return self._select_dropping(step)
+            return self._select_dropping(step, part)
         if self._policy == "mask":
-            return self._select_masking(step)
-        return self._select_waiting(step)
+            return self._select_masking(step, part)
+        return self._select_waiting(step, part)
 
-    def _oldest(self, versions: Iterable[int], without: Collection[int] = ()) -> dict[int, list[int]]:
-        """The oldest finished groups of these versions, at most a batch of them, by version."""
+    def _oldest(self, versions: Iterable[int], room: int, without: Collection[int] = ()) -> dict[int, list[int]]:
+        """The oldest finished groups of these versions, at most ``room`` of them, by version."""
         chosen: dict[int, list[int]] = {}
-        room = self._per_step
         for version in versions:
             if not room:
                 break
@@ -193,19 +208,19 @@ class OpenGroups:
                 room -= len(chosen[version])
         return chosen
 
-    def _select_waiting(self, step: int) -> tuple[Selection, list[int]]:
-        chosen = self._oldest(self._versions)
+    def _select_waiting(self, step: int, part: Part) -> tuple[Selection, list[int]]:
+        chosen = self._oldest(self._versions, part.groups)
         left = missing = 0
         due: list[int] = []
         for number, version in enumerate(self._versions, start=1):
             taken = len(chosen.get(version, ()))
             left += len(self._unfinished[version]) + len(self._finished[version]) - taken
-            excess = left - self._per_step * (version + self._budget - step)
+            excess = left - self._per_step * (version + self._budget - step) - part.left
             if excess > 0:
                 missing, due = max(missing, excess), self._versions[:number]
         if due:
             return self._wait_for(step, due, missing), due
-        return self._selection(step, chosen, self._versions)
+        return self._selection(step, part, chosen, self._versions)
 
     def _wait_for(self, step: int, due: list[int], missing: int) -> Selection:
         """Return a selection that waits; raise BudgetExceeded where waiting can't help. ``due``: the versions up to the
@@ -228,6 +243,7 @@ class OpenGroups:
     def _selection(
         self,
         step: int,
+        part: Part,
         chosen: Mapping[int, list[int]],
         usable: list[int],
         overdue: Iterable[int] = (),
@@ -237,10 +253,10 @@ class OpenGroups:
         """Make the selection of ``chosen``, or one that waits while it is short of a batch. ``usable``: versions whose
         groups may be waited for; ``checked``: check that the batch keeps to the budget."""
         ended, count = tuple(sorted(overdue)), sum(map(len, chosen.values()))
-        if count < self._per_step:
+        if count < part.groups:
             waiting = Selection(
-                missing=self._per_step - count,
-                reason=f"{count} of {self._per_step} groups are finished",
+                missing=part.groups - count,
+                reason=f"{count} of {part.groups} groups are finished",
                 overdue=ended,
             )
             return waiting, usable
@@ -249,25 +265,25 @@ class OpenGroups:
         batch = tuple(sorted(index for groups in chosen.values() for index in groups))
         return Selection(groups=batch, overdue=ended), []
 
-    def _select_dropping(self, step: int) -> tuple[Selection, list[int]]:
+    def _select_dropping(self, step: int, part: Part) -> tuple[Selection, list[int]]:
         late = [version for version in self._versions if version + self._budget < step]
         usable = self._versions[len(late) :]
         overdue = [i for version in late for i in (*self._unfinished[version], *self._finished[version])]
-        chosen = self._oldest(usable)
-        if sum(map(len, chosen.values())) == self._per_step:
+        chosen = self._oldest(usable, part.groups)
+        if sum(map(len, chosen.values())) == part.groups:
             kept = 0
             for version in usable:
                 # A group that is kept is trained behind the older finished ones, from the next step on.
-                room = self._per_step * (version + self._budget - step)
+                room = self._per_step * (version + self._budget - step) + part.left
                 if not room:  # due at this very step, but not in its batch: there is no later step for them
                     overdue += self._unfinished[version]
                 rest = self._finished[version][len(chosen.get(version, ())) :]
                 fitting = max(0, min(len(rest), room - kept))
                 overdue += rest[fitting:]
                 kept += fitting
-        return self._selection(step, chosen, usable, overdue)
+        return self._selection(step, part, chosen, usable, overdue)
 
-    def _select_masking(self, step: int) -> tuple[Selection, list[int]]:
+    def _select_masking(self, step: int, part: Part) -> tuple[Selection, list[int]]:
         overdue: set[int] = set()
         seen: list[tuple[int, int]] = []
         while self._newest and self._newest[0][0] + self._budget < step:
@@ -277,5 +293,5 @@ class OpenGroups:
         for entry in seen:
             if entry[1] in overdue:  # until it is removed
                 heappush(self._newest, entry)
-        chosen = self._oldest(self._versions, overdue)
-        return self._selection(step, chosen, self._versions, overdue, checked=False)
+        chosen = self._oldest(self._versions, part.groups, overdue)
+        return self._selection(step, part, chosen, self._versions, overdue, checked=False)

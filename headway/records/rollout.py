@@ -214,7 +214,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # di
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of one training step, committed to the batch log before the step runs."""
+    """The groups of one training step, or of its next part, committed to the batch log before they are trained on."""
 
     step: int  # trainer version before the step
     groups: tuple[int, ...]  # admission indices, ascending (the order of training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headway.records.rollout import Sample
+from headway.records.tokens import TokenLogprobs
 
 MOST_SKIPPED_IN_A_ROW = 20  # steps; beyond it, weights that don't change won't recover by themselves
 
@@ -14,6 +15,19 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int  # trainer version before the step
     samples: tuple[Sample, ...]
+
+
+class PartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of one part's forward and backward pass."""
+
+    samples: int
+    tokens: int  # of the samples, prompts included
+    loss: float  # sum of its weighted token losses, divided only where the divisor was given
+    loss_tokens: int
+    compute_s: float
+    # [N] of every token in turn (samples in batch order, a sample's trunk, then its branches); 0 where none has loss
+    logprobs: TokenLogprobs = TokenLogprobs()
+    metrics: dict[str, float] = {}  # as those of a step, of this part alone
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headway.algorithms.samples import build_arrays
+from headway.buffer.database import SCHEMA_VERSION
 from headway.buffer.history import read_history
 from headway.buffer.store import GroupBuffer
 from headway.records.errors import BufferCorrupt
@@ -56,14 +57,14 @@ def test_it_goes_on_with_arrays_and_older_versions_refuse_it_then(path: Path) ->
     assert again.open_groups()[1].parked == (member,)
     assert again.audit() == []
     with sqlite3.connect(path) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
 def test_a_version_that_nobody_reads_says_what_to_do(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version=1")
     for reader in (read_history, lambda file: GroupBuffer(file, 8)):
-        with pytest.raises(BufferCorrupt, match=r"version 1; .* versions 2 and 3: resume the run"):
+        with pytest.raises(BufferCorrupt, match=r"version 1; .* versions 2 to 4: resume the run"):
             reader(path)
 
 

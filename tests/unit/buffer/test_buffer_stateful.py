@@ -43,6 +43,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.groups = {}  # index -> (group, {member: rollout}, state)
         self.step = 0
         self.log = {}
+        self.parts = {}
         self.pending = None
         self.released = 0
 
@@ -106,7 +107,17 @@ class BufferMachine(RuleBasedStateMachine):
         ready = sorted(i for i, (_, _, s) in self.groups.items() if s == "buffered")
         chosen = tuple(sorted(data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True))))
         self.buffer.commit_batch(Batch(step=self.step, groups=chosen))
-        self.pending = chosen
+        self.pending = [chosen]
+        for index in chosen:
+            self.groups[index] = (*self.groups[index][:2], "batched")
+
+    @precondition(lambda self: self.pending is not None and self.has("buffered"))
+    @rule(data=st.data())
+    def commit_further_part(self, data):
+        ready = sorted(i for i, (_, _, s) in self.groups.items() if s == "buffered")
+        chosen = tuple(sorted(data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True))))
+        self.buffer.commit_batch(Batch(step=self.step, groups=chosen), further=True)
+        self.pending.append(chosen)
         for index in chosen:
             self.groups[index] = (*self.groups[index][:2], "batched")
 
@@ -116,8 +127,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer.complete_step(self.step, "skipped" if skip else "trained")
         reason = "skipped" if skip else f"step {self.step}"
         if not skip:
-            self.log[self.step] = [(self.groups[i][0], self.groups[i][1]) for i in self.pending]
-        for index in self.pending:
+            self.log[self.step] = [(self.groups[i][0], self.groups[i][1]) for part in self.pending for i in part]
+            self.parts[self.step] = self.pending
+        for index in [i for part in self.pending for i in part]:
             self.end_members(index, "discarded" if skip else "trained", reason)
         self.pending = None
         self.step += not skip
@@ -175,6 +187,8 @@ class BufferMachine(RuleBasedStateMachine):
         for batch in replayed:
             if batch.outcome == "trained":
                 assert [(g.group, {r.member: r for r in g.rollouts}) for g in batch.groups] == self.log[batch.step]
+            parts = self.parts[batch.step] if batch.outcome == "trained" else self.pending
+            assert [tuple(g.group.index for g in part) for part in batch.parts] == parts
 
 
 BufferMachine.TestCase.settings = settings(deadline=None, max_examples=25, stateful_step_count=40)

@@ -132,13 +132,38 @@ def test_a_committed_batch_is_pending_after_a_kill_and_is_trained_unchanged(buff
     assert [g.group.index for g in pending.groups] == [0, 2]
     with pytest.raises(BooksUnbalanced, match="should be open or buffered, but is batched"):
         again.end_group(0, "overdue", "budget")
-    with pytest.raises(BooksUnbalanced, match="is not completed"):
+    with pytest.raises(BooksUnbalanced, match="is committed and not completed"):
         again.commit_batch(Batch(step=0, groups=(1,)))
     again.complete_step(0, "trained")
     assert again.pending_batch() is None
     assert again.completed_steps == 1
     assert again.consumed() == {0: [0, 2]}
     assert again.audit() == []
+
+
+def test_a_batch_committed_in_parts_is_pending_and_replayed_in_the_same_parts(buffer, path, tmp_path):
+    for owner in admitted(buffer, 4):
+        buffer.finish_group(finished(owner))
+    buffer.commit_batch(Batch(step=0, groups=(1, 3)))
+    buffer.commit_batch(Batch(step=0, groups=(0,)), further=True)
+    again = reopened(path, tmp_path)
+    pending = again.pending_batch()
+    assert pending is not None
+    assert [[g.group.index for g in part] for part in pending.parts] == [[1, 3], [0]]
+    for refused in (
+        lambda: again.commit_batch(Batch(step=0, groups=(2,))),  # not said to be a further part
+        lambda: again.commit_batch(Batch(step=0, groups=(0,)), further=True),  # in it already
+        lambda: again.commit_batch(Batch(step=1, groups=(2,)), further=True),
+    ):
+        with pytest.raises(BooksUnbalanced):
+            refused()
+    again.commit_batch(Batch(step=0, groups=(2,)), further=True)
+    assert again.audit() == []
+    again.complete_step(0, "trained")
+    assert again.consumed() == {0: [1, 3, 0, 2]}
+    assert again.audit() == []
+    with pytest.raises(BooksUnbalanced, match="no batch is committed"):
+        again.commit_batch(Batch(step=1, groups=(4,)), further=True)
 
 
 def test_replay_gives_the_same_batches_with_payloads_and_changes_nothing(buffer):
@@ -316,7 +341,7 @@ def test_damaged_foreign_and_newer_files_are_refused_by_name(tmp_path):
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version=99")
     connection.close()
-    with pytest.raises(BufferCorrupt, match="schema version 99; this Headway reads versions 2 and 3"):
+    with pytest.raises(BufferCorrupt, match="schema version 99; this Headway reads versions 2 to 4"):
         GroupBuffer(newer, 4)
 
     with pytest.raises(StorageFailed, match="unable to open"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headway.control.admission import credit
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
-from headway.control.staleness import OpenGroup, check_budget, select_batch
+from headway.control.staleness import OpenGroup, Part, check_budget, select_batch
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Shape:
     skip: float = 0.0  # probability that a step is skipped
     parking: bool = False  # updates park running groups
     stop_admitting: bool = False  # admit only what the remaining steps can train
+    per_part: int = 99  # groups: a batch is committed in parts of so many
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Simulation:
         self.applied = [0] * shape.replicas
         self.groups = {}
         self.in_batch = ()
+        self.computing = False
         self.admitted = 0
         self.books = Books()
         self.bias = LengthBias(shape.per_step)
@@ -152,23 +154,31 @@ class Simulation:
             yield OpenGroup(index=index, first_version=bound, state=state)
 
     def train(self):
-        if self.in_batch or self.version >= self.shape.steps:
+        if self.computing or self.version >= self.shape.steps:
             return
         shape = self.shape
-        chosen = select_batch(self.version, list(self.candidates()), shape.per_step, shape.budget, shape.policy)
+        left = shape.per_step - len(self.in_batch)
+        taken = min(shape.per_part, left)
+        part = Part(groups=taken, left=left - taken)
+        candidates = list(self.candidates())
+        chosen = select_batch(self.version, candidates, shape.per_step, shape.budget, shape.policy, part)
         assert shape.policy == "drop" or not chosen.overdue
         for index in chosen.overdue:
             self.leave(index, "overdue", "budget")
         self.waits += not chosen.groups
         if not chosen.groups:
             return
-        assert len(chosen.groups) == shape.per_step
+        assert len(chosen.groups) == taken
         firsts = [(i, min(self.groups[i].first.values())) for i in chosen.groups]
         self.worst = max(self.worst, check_budget(self.version, firsts, shape.budget))
-        self.in_batch = chosen.groups
+        self.in_batch += chosen.groups
+        self.computing = True
         self.at(self.random.uniform(0.2, 3.0), self.complete)
 
     def complete(self):
+        self.computing = False
+        if len(self.in_batch) < self.shape.per_step:
+            return
         skipped = self.random.random() < self.shape.skip
         for index in self.in_batch:
             if not skipped:
@@ -209,6 +219,7 @@ def shapes(policy):
             skip=st.sampled_from([0.0, 0.0, 0.2]),
             parking=st.booleans(),
             stop_admitting=st.booleans(),
+            per_part=st.sampled_from([1, 2, 3, 99]),
         )
     )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.staleness import OpenGroup, check_budget, resumption, select_batch
+from headway.control.staleness import OpenGroup, Part, check_budget, resumption, select_batch
 from headway.records.errors import BudgetExceeded
 
 
@@ -14,9 +14,9 @@ def group(index, first_version, state="finished"):
     return OpenGroup(index=index, first_version=first_version, state=state)
 
 
-def schedulable(groups, step, per_step, budget):
-    """Whether all groups can be trained in time from ``step`` on, by actually placing them."""
-    room = {}
+def schedulable(groups, step, per_step, budget, taken=0):
+    """Whether all groups can be trained in time from ``step`` on, ``taken`` of whose places are, by placing them."""
+    room = {step: taken}
     for g in sorted(groups, key=lambda g: g.first_version):
         places = (s for s in range(step, g.first_version + budget + 1) if room.get(s, 0) < per_step)
         place = next(places, None)
@@ -32,24 +32,28 @@ groups_strategy = st.lists(
 
 
 @settings(deadline=None, max_examples=400)
-@given(groups_strategy, st.integers(1, 3), st.integers(0, 4))
-def test_wait_finds_a_batch_exactly_when_one_leaves_everything_schedulable(raw, per_step, budget):
+@given(groups_strategy, st.integers(1, 3), st.integers(0, 4), st.integers(0, 2), st.integers(1, 3))
+def test_wait_finds_a_part_exactly_when_one_leaves_everything_schedulable(raw, per_step, budget, committed, taken):
+    """A whole batch too: the part of all its groups."""
     step = 5
+    committed = min(committed, per_step - 1)
+    left = per_step - committed
+    part = Part(groups=min(taken, left), left=left - min(taken, left))
     candidates = [group(i, max(v, step - budget), s) for i, (v, s) in enumerate(raw)]
-    if not schedulable(candidates, step, per_step, budget):
+    if not schedulable(candidates, step, per_step, budget, committed):
         return  # not admitted under rule 1
     finished = [g for g in candidates if g.state == "finished"]
     possible = [
         chosen
-        for chosen in combinations(finished, per_step)
-        if schedulable([g for g in candidates if g not in chosen], step + 1, per_step, budget)
+        for chosen in combinations(finished, part.groups)
+        if schedulable([g for g in candidates if g not in chosen], step, per_step, budget, per_step - part.left)
     ]
-    selection = select_batch(step, candidates, per_step, budget, "wait")
+    selection = select_batch(step, candidates, per_step, budget, "wait", part)
     assert selection.overdue == ()
     assert bool(selection.groups) == bool(possible)
     if possible:
         assert selection.groups in [tuple(sorted(g.index for g in chosen)) for chosen in possible]
-        oldest = sorted(finished, key=lambda g: (g.first_version, g.index))[:per_step]
+        oldest = sorted(finished, key=lambda g: (g.first_version, g.index))[: part.groups]
         assert selection.groups == tuple(sorted(g.index for g in oldest))
         return
     unfinished = {g.index for g in candidates if g.state != "finished"}
@@ -58,8 +62,8 @@ def test_wait_finds_a_batch_exactly_when_one_leaves_everything_schedulable(raw, 
     assert selection.missing >= 1
     # finishing the named ones is enough, unless the step simply lacks groups
     helped = [group(g.index, g.first_version) if g.index in selection.waiting_for else g for g in candidates]
-    enough = sum(g.state == "finished" for g in helped) >= per_step
-    assert bool(select_batch(step, helped, per_step, budget, "wait").groups) == enough
+    enough = sum(g.state == "finished" for g in helped) >= part.groups
+    assert bool(select_batch(step, helped, per_step, budget, "wait", part).groups) == enough
 
 
 def test_groups_that_fill_several_steps_are_waited_for_before_they_are_due():
@@ -117,17 +121,19 @@ def test_drop_ends_finished_groups_that_older_ones_keep_out_for_good():
 
 
 @settings(deadline=None, max_examples=200)
-@given(groups_strategy, st.integers(1, 3), st.integers(0, 4))
-def test_drop_keeps_every_finished_group_trainable(raw, per_step, budget):
+@given(groups_strategy, st.integers(1, 3), st.integers(0, 4), st.integers(1, 3))
+def test_drop_keeps_every_finished_group_trainable(raw, per_step, budget, taken):
     step = 4
+    part = Part(groups=min(taken, per_step), left=per_step - min(taken, per_step))
     candidates = [group(i, v, s) for i, (v, s) in enumerate(raw) if v <= step]
-    selection = select_batch(step, candidates, per_step, budget, "drop")
+    selection = select_batch(step, candidates, per_step, budget, "drop", part)
     gone = {*selection.groups, *selection.overdue}
     assert len(gone) == len(selection.groups) + len(selection.overdue)
     left = [g for g in candidates if g.index not in gone and g.state == "finished"]
     if selection.groups:
-        assert schedulable(left, step + 1, per_step, budget)
-        assert all(g.first_version + budget > step for g in candidates if g.index not in gone)
+        assert schedulable(left, step, per_step, budget, per_step - part.left)
+        if not part.left:
+            assert all(g.first_version + budget > step for g in candidates if g.index not in gone)
     for g in candidates:
         if g.first_version + budget < step:
             assert g.index in selection.overdue
