@@ -19,7 +19,12 @@ class Weighting:
     """Weights and divisor of an update, whose loss is sum(weights_s[sequence of token] x token loss) / divisor."""
 
     weights_s: NDArray[np.float64]  # [S] weight of every token of a sequence
-    divisor: float  # at least 1
+    total: float  # what the divisor counts (tokens, responses); those of parts add up to a step's
+
+    @property
+    def divisor(self) -> float:
+        """The divisor: at least 1."""
+        return max(1.0, self.total)
 
 
 def weighting(
@@ -53,11 +58,11 @@ def weighting(
     if aggregation == "seq_mean_token_mean":
         weights_s = shares_s / np.maximum(tokens_s, 1.0)
     if aggregation == "token_mean":
-        divisor = float((tokens_s * counts_s)[minibatch].sum())
+        total = float((tokens_s * counts_s)[minibatch].sum())
     elif aggregation != "fixed":
-        divisor = float(counts_s[minibatch][tokens_s[minibatch] > 0].sum())
+        total = float(counts_s[minibatch][tokens_s[minibatch] > 0].sum())
     elif fixed_tokens is not None:
-        divisor = fixed_tokens * float(counts_s[minibatch].sum()) / max(1.0, float(counts_s.sum()))
+        total = fixed_tokens * float(counts_s[minibatch].sum()) / max(1.0, float(counts_s.sum()))
     else:
-        divisor = float(counts_s[minibatch].sum() * max_response_tokens)
-    return Weighting(weights_s=weights_s, divisor=max(1.0, divisor))
+        total = float(counts_s[minibatch].sum() * max_response_tokens)
+    return Weighting(weights_s=weights_s, total=total)

@@ -59,8 +59,8 @@ class GroupBuffer:
     """A bounded store of groups from admission to their end, committed to disk at every transition.
 
     Lifecycle of a group: ``admit`` -> *open* -> ``finish_group``, all members at once -> *buffered* ->
-    ``commit_batch`` (its batch, or a part) -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded when the step was
-    skipped). From open or buffered it may also end by ``end_group`` or by ``finish_group(..., ending)``.
+    ``commit_batch`` (its batch, or a part) -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded
+    when the step was skipped). From open or buffered it may end by ``end_group`` or by ``finish_group(..., ending)``.
 
     Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is
     one transaction, all of it or nothing; a method that returned survives kill -9 of the process (an admission

@@ -11,6 +11,7 @@ BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once
 def require_consistent(experiment: Experiment) -> None:
     """Raise ValueError for keys that contradict each other, with their values and what would be valid."""
     _require_objective(experiment)
+    _require_parts(experiment)
     _require_publishing(experiment)
     _require_known_advantages(experiment)
     _require_determinism(experiment)
@@ -40,6 +41,27 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.kl_in = 'reward' takes kl_estimator = 'k1', the log-ratio of each token, not "
             f"{algorithm.kl_estimator!r}"
         )
+
+
+def _require_parts(experiment: Experiment) -> None:
+    """Check that nothing needs the whole batch that is trained on in parts."""
+    algorithm, parts, steps = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
+    if parts is None:
+        return
+    where = f"queue.groups_per_part = {parts} trains on a batch before all of it is there"
+    if algorithm.advantage in BATCH_ADVANTAGES:
+        raise ValueError(
+            f"{where}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
+        )
+    if algorithm.second_moment_limit is not None:
+        raise ValueError(f"{where}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
+    if steps.optimizer_steps_per_batch > 1:
+        raise ValueError(
+            f"{where}; trainer.optimizer_steps_per_batch = {steps.optimizer_steps_per_batch} divides all of it: leave "
+            "one of them out"
+        )
+    if experiment.run.deterministic:
+        raise ValueError(f"{where}, in the order of finishing, which run.deterministic = true excludes: leave it out")
 
 
 def _require_publishing(experiment: Experiment) -> None:

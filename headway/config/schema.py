@@ -114,6 +114,7 @@ class QueueConfig(Section):
     """Admission, staleness and what enters a batch."""
 
     groups_per_step: Positive = 8  # groups of one batch
+    groups_per_part: Positive | None = None  # the trainer computes on so many while the rest finish; default: on all
     budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
     overdue: Literal["wait", "drop", "mask"] = "wait"  # of groups at the budget's edge: docs/async.md
     max_concurrent_rollouts: Positive | None = None  # default: all slots, plus queue_ahead_groups x group_size

@@ -139,6 +139,11 @@ class OpenGroups:
         self._finished_count = 0
         self._newest: list[tuple[int, int]] = []  # a heap, policy mask: newest token's version and group, of finished
 
+    @property
+    def finished(self) -> int:
+        """Number of groups that have finished."""
+        return self._finished_count
+
     def add(self, group: OpenGroup) -> None:
         """Enter a group; replaces its earlier entry, as when it has finished."""
         index, version = group.index, group.first_version

@@ -63,13 +63,18 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
     for logged in run.buffer.batches_since(version):
         if version >= until:
             break
-        batch = build_batch(logged.step, logged.groups, run.experiment)
-        report = await run.trainer.train_step(batch)
+        batches = [build_batch(logged.step, part, run.experiment) for part in logged.parts]
+        if len(batches) == 1:
+            report = await run.trainer.train_step(batches[0])
+        else:
+            for part in batches:
+                await run.trainer.forward_backward(part)
+            report = await run.trainer.optim_step()
         if report.skipped:
             raise CheckpointCorrupt(f"step {logged.step} trained before but is skipped in the replay: {report.reason}")
         version = report.version
         replayed += 1
-        samples += len(batch.samples)
+        samples += sum(len(batch.samples) for batch in batches)
     if version != until:
         raise CheckpointCorrupt(f"checkpoints and batch log lead to version {version}, the run was at {until}")
     return replayed, samples

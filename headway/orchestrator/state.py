@@ -148,9 +148,14 @@ class RunState:
             OpenGroup(index=index, first_version=finished.first_version, state="finished", last_version=newest)
         )
 
+    def batch_group(self, index: int) -> None:
+        """Note that a finished group is in a committed part of a batch: nothing but its step ends it any more."""
+        self.selectable.remove(index)
+        self.opened_s.pop(index, None)
+
     def close_group(self, index: int) -> RunningGroup | FinishedGroup:
         """Remove a group that has ended, and return its entry."""
-        del self.opened_s[index]
+        self.opened_s.pop(index, None)
         self.selectable.remove(index)
         if index in self.finished:
             del self.finished_at_s[index]

@@ -8,7 +8,7 @@ import contextlib
 import msgspec
 
 from headway.algorithms.groups.batches import build_batch, useful_samples
-from headway.control.staleness import Selection
+from headway.control.staleness import Part, Selection
 from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.endings import end_finished, end_running
@@ -45,14 +45,11 @@ class TrainLoop:
         """Returns after the last step, the time limit, the target solve rate or an interrupt."""
         async with self._updates:
             pending = self._run.buffer.pending_batch()
-            if pending is not None:  # committed before a kill: it is this step, unchanged
-                await self._step(list(pending.groups), committed=True)
-            while not self._over():
-                with self._run.waits.on("a batch", LOOPS, "the train loop"):
-                    batch = await self._next_batch()
-                if batch is None:
-                    break
-                await self._step(batch)
+            # What was committed before a kill is this step's, unchanged.
+            parts = [] if pending is None else [list(part) for part in pending.parts]
+            while await self._form_batch(parts):
+                await self._step(parts)
+                parts = []
 
     def _over(self) -> bool:
         run = self._run
@@ -64,17 +61,41 @@ class TrainLoop:
             or self._evaluations.target_reached
         )
 
-    async def _next_batch(self) -> list[FinishedGroup] | None:
-        """Wait for a batch that rule 2 allows; None when the run drains first."""
+    async def _form_batch(self, parts: list[list[FinishedGroup]]) -> bool:
+        """Fill up and commit the batch of the next step. With ``queue.groups_per_part`` it comes in several ``parts``:
+        the trainer computes on one while the next are generated. Returns False when the run drains first; what is
+        committed by then stays pending."""
+        run, queue = self._run, self._run.experiment.queue
+        for group in (group for part in parts for group in part):
+            run.state.batch_group(group.group.index)
+        while (left := queue.groups_per_step - sum(map(len, parts))) > 0:
+            if parts:
+                await self._compute(parts, finish=False)
+            taken = min(queue.groups_per_part or left, left)
+            with run.waits.on("a batch", LOOPS, "the train loop"):
+                groups = await self._next_part(Part(groups=taken, left=left - taken))
+            if groups is None:
+                return False
+            # Membership and order are durable before they are trained on (rule 8).
+            indices = tuple(group.group.index for group in groups)
+            run.buffer.commit_batch(Batch(step=run.state.version, groups=indices), further=bool(parts))
+            for index in indices:
+                run.state.batch_group(index)
+            parts.append(groups)
+            await run.replicated()
+        return True
+
+    async def _next_part(self, part: Part) -> list[FinishedGroup] | None:
+        """Wait for a part of a batch, or a whole one, that rule 2 allows; None when the run drains first."""
         run = self._run
         queue = run.experiment.queue
-        discarding = queue.surplus == "discard"
+        discarding = queue.surplus == "discard" and not part.left
         started = run.clock.now()
         while not self._over():
             mark = run.state.changed.count
             self._end_old()
-            due = run.state.selectable.due(run.state.version)
-            selection = run.state.selectable.select(run.state.version) if due else Selection()
+            due = run.state.selectable.due(run.state.version, part)
+            selection = run.state.selectable.select(run.state.version, part) if due else Selection()
             for index in selection.overdue:
                 if discarding and selection.groups:
                     self._end(index, "discarded", _SURPLUS)
@@ -84,8 +105,8 @@ class TrainLoop:
                 run.meter.waited(run.clock.now() - started)
                 return [run.state.finished[index] for index in sorted(selection.groups)]
             if not selection.overdue:
-                looked_s, stalled = run.clock.now(), len(run.state.finished) >= queue.groups_per_step
-                await self._wait(mark)
+                looked_s, stalled = run.clock.now(), run.state.selectable.finished >= part.groups
+                await self._wait(mark, part)
                 if stalled:
                     run.meter.straggled(run.clock.now() - looked_s)
         return None
@@ -108,20 +129,20 @@ class TrainLoop:
             ends.append(next(iter(run.state.opened_s.values())) + budget_s - run.clock.now())
         return max(0.0, min(ends)) if ends else None
 
-    async def _wait(self, mark: int) -> None:
+    async def _wait(self, mark: int, part: Part) -> None:
         """Wait until the state changes or a deadline passes."""
         limit_s, changed = self._wake_in_s(), self._run.state.changed
         if limit_s is None:
             aging = self._run.experiment.queue.budget_s is not None  # the first group to open sets a limit
-            await (changed.wait(mark) if aging else changed.wait(mark, self._due))
+            await (changed.wait(mark) if aging else changed.wait(mark, lambda: self._due(part)))
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await changed.wait(mark)
 
-    def _due(self) -> bool:
+    def _due(self, part: Part) -> bool:
         """Whether there is more to do than to wait."""
-        return self._over() or self._run.state.selectable.due(self._run.state.version)
+        return self._over() or self._run.state.selectable.due(self._run.state.version, part)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""
@@ -144,18 +165,14 @@ class TrainLoop:
         elif run.experiment.queue.surplus == "park":
             run.parking.park_all(run.rollouts)
 
-    async def _step(self, groups: list[FinishedGroup], committed: bool = False) -> None:
+    async def _step(self, parts: list[list[FinishedGroup]]) -> None:
         run = self._run
         state = run.state
         state.training = True
-        step = state.version
-        indices = tuple(group.group.index for group in groups)
-        if not committed:  # membership and order are durable before the step runs (rule 8)
-            run.buffer.commit_batch(Batch(step=step, groups=indices))
-        await run.replicated()
+        step, groups = state.version, [group for part in parts for group in part]
         self._settle_surplus()
+        report = await self._compute(parts)
         batch = build_batch(step, groups, run.experiment)
-        report = await self._compute(batch)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"
         for group in groups:
@@ -183,14 +200,24 @@ class TrainLoop:
         run.parking.open_gate()
         state.changed.notify()
 
-    async def _compute(self, batch: TrainBatch) -> StepReport:
-        """The trainer's step; where it shares devices with the generator, they are its own meanwhile."""
+    async def _compute(self, parts: list[list[FinishedGroup]], finish: bool = True) -> StepReport:
+        """The trainer's step, of a batch in one part or several; where it shares devices with the generator, they are
+        its own meanwhile. Without ``finish`` it only computes the gradients of the ``parts`` so far."""
         run = self._run
+        step, trainer = run.state.version, run.trainer
+
+        async def call() -> StepReport:
+            if finish and len(parts) == 1 and not trainer.accumulated_parts:
+                return await trainer.train_step(build_batch(step, parts[0], run.experiment))
+            for part in parts[trainer.accumulated_parts :]:  # all of them after a restart
+                await trainer.forward_backward(build_batch(step, part, run.experiment))
+            return await trainer.optim_step() if finish else StepReport(step=step, version=step)
+
         asked_s = run.clock.now()
         await run.generator.lend_devices()
         run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
         try:
-            return await call_with_restart(run, lambda: run.trainer.train_step(batch), batch.step)
+            return await call_with_restart(run, call, step)
         finally:
             await run.generator.reclaim_devices()
 

@@ -21,7 +21,7 @@ from headway.records.generation import (
 )
 from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
-from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 
 Stop = Pruned | Failure | Literal["park", "leave"]  # why a member is stopped
 
@@ -91,7 +91,28 @@ class Trainer(Protocol):
 
     async def start(self) -> None: ...
 
-    async def train_step(self, batch: TrainBatch) -> StepReport: ...
+    @property
+    def accumulated_parts(self) -> int:
+        """Parts since the last step whose gradients the trainer holds; 0 after a restart."""
+        ...
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        """Train on a whole batch: one version, or a skipped step."""
+        ...
+
+    async def forward_backward(
+        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
+    ) -> PartReport:
+        """Accumulate loss, gradients and statistics of a part of the next step. ``loss``: name of the loss function
+        (default: the run's). ``divisor``: of its summed weighted token losses; without it `optim_step` divides by what
+        all parts together have. Raises ValueError, with nothing changed, for what needs the whole batch, and for parts
+        that don't go together."""
+        ...
+
+    async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
+        """Clip, step and make a version of the gradients accumulated since the last step. A part that isn't finite
+        skips the step, and is named in its reason. Raises ValueError without parts."""
+        ...
 
     async def publish(self, version: int) -> PublishedWeights:
         """Publish the present weights under ``version``."""

@@ -30,6 +30,17 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}  # as those of a step, of this part alone
 
 
+class OptimiserSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one AdamW step."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # gradients are scaled down to it
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one training step."""
 

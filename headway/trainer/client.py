@@ -18,7 +18,7 @@ from headway.config.schema import Experiment
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
-from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import own_cause
 from headway.runtime.workers import Launcher, Worker, WorkerGroup, WorkerSpec
@@ -56,6 +56,7 @@ class TrainerClient:
         self._rendezvous = ""
         self._starts = 0
         self._restarts = 0
+        self.accumulated_parts = 0  # since the last step, in the present processes
 
     @property
     def worker_states(self) -> list[WorkerState]:
@@ -74,6 +75,7 @@ class TrainerClient:
 
         Raises the error of the first rank that fails; no process is left then.
         """
+        self.accumulated_parts = 0
         # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
         self._rendezvous = await self._make_rendezvous()
         specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
@@ -95,6 +97,20 @@ class TrainerClient:
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """Train on ``batch``. Raises ValueError for a rollout whose parts differ in length."""
         reports: list[StepReport] = await self._all("train_step", lay_out(batch))
+        return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
+
+    async def forward_backward(
+        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
+    ) -> PartReport:
+        """See `records.clients.Trainer.forward_backward`."""
+        report: PartReport = (await self._all("forward_backward", lay_out(part), loss, divisor))[0]
+        self.accumulated_parts += 1
+        return report
+
+    async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
+        """See `records.clients.Trainer.optim_step`."""
+        reports: list[StepReport] = await self._all("optim_step", settings)
+        self.accumulated_parts = 0
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
     async def publish(self, version: int) -> PublishedWeights:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headway.records.counted import sampled_tokens
 from headway.records.generation import PublishedWeights
-from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.clock import Clock
 from headway.trainer.checkpoints import CheckpointState, keep_last, verify, write_folder
 
@@ -52,6 +52,8 @@ class FakeTrainer:
         self._keep_checkpoints = keep_checkpoints
         self.version = 0
         self.batches: list[TrainBatch] = []
+        self._parts: list[TrainBatch] = []
+        self._parts_s = 0.0
         self.published: list[int] = []
         self.loaded_weights: list[str] = []
         self.started = False
@@ -62,23 +64,36 @@ class FakeTrainer:
     async def restart(self) -> None:
         """Start again as a new process would: at version 0, until a checkpoint is loaded."""
         self.version = 0
+        self._forget_parts()
         self.started = True
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
-        if batch.step != self.version:
-            raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
-        began = self._clock.now()
-        latency = self._latency
-        await self._work(latency(batch) if callable(latency) else latency * len(batch.samples))
-        skipped = self._calls in self._skip_steps
+        await self.forward_backward(batch)
+        return await self.optim_step()
+
+    async def forward_backward(
+        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
+    ) -> PartReport:
+        if part.step != self.version:
+            raise ValueError(f"batch of step {part.step} given to a trainer at version {self.version}")
+        began, latency = self._clock.now(), self._latency
+        await self._work(latency(part) if callable(latency) else latency * len(part.samples))
+        self._parts.append(part)
+        self._parts_s += (spent_s := self._clock.now() - began)
+        return PartReport(samples=len(part.samples), tokens=0, loss=0.0, loss_tokens=0, compute_s=spent_s)
+
+    async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
+        step, skipped = self.version, self._calls in self._skip_steps
         self._calls += 1
+        samples = tuple(sample for part in self._parts for sample in part.samples)
         if self._keep_batches:
-            self.batches.append(batch)
+            self.batches.append(TrainBatch(step=step, samples=samples))
+        compute_s = self._forget_parts()
         self.version += 0 if skipped else 1
-        rollouts = [sample.rollout for sample in batch.samples]
+        rollouts = [sample.rollout for sample in samples]
         tokens = sum(r.all_tokens for r in rollouts)
         return StepReport(
-            step=batch.step,
+            step=step,
             version=self.version,
             skipped=skipped,
             reason="told to skip" if skipped else "",
@@ -88,9 +103,19 @@ class FakeTrainer:
             flops=tokens * self._flops_per_token,
             loss_tokens=sum(sampled_tokens(s.response_mask) for r in rollouts for s in r.sequences),
             micro_batches=1,
-            compute_s=self._clock.now() - began,
+            compute_s=compute_s,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
         )
+
+    @property
+    def accumulated_parts(self) -> int:
+        return len(self._parts)
+
+    def _forget_parts(self) -> float:
+        """Forget the parts since the last step; returns the seconds they took."""
+        spent_s, self._parts_s = self._parts_s, 0.0
+        self._parts.clear()
+        return spent_s
 
     async def _work(self, seconds: float) -> None:
         """Sleep for ``seconds`` of training at full speed, extended by the time lost meanwhile."""

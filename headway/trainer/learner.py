@@ -22,6 +22,7 @@ from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, copy_weights, load_model, weights_of
 from headway.records.errors import ConfigurationError
+from headway.records.training import OptimiserSettings
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.
@@ -56,10 +57,7 @@ class Learner:
         self.parameters = list(self.model.parameters())
         self.optimiser = torch.optim.AdamW(
             self.parameters,
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
+            lr=0.0,  # as all settings, given at each step
             fused=True,
         )
 
@@ -99,27 +97,46 @@ class Learner:
         config = (model or self.model).config
         return config.flops(batch.input_lengths, len(batch.targets_m), batch.continues)
 
-    def update(self, learning_rate: float, loss: float) -> Update:
-        """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this rank's part of the step's loss.
+    def optimiser_settings(self, learning_rate: float) -> OptimiserSettings:
+        """The run's settings, at this learning rate."""
+        settings = self.settings
+        return OptimiserSettings(
+            learning_rate=learning_rate,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+        )
+
+    def update(self, settings: OptimiserSettings, loss: float, divisor: float = 1.0) -> Update:
+        """Sum the gradients over the ranks, divide, clip, step, clear them. ``loss``: this rank's part of the step's.
 
         A loss or gradient norm that isn't finite on any rank skips the step on all of them.
         """
         gradients = self.gradients()
         self.ranks.sum_all_(gradients)
+        if divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
         total = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
         norm = float(norm_tensor)
         finite = math.isfinite(total) and math.isfinite(norm)
         if finite:
-            if norm > self.settings.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm_tensor)
+            if norm > settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm_tensor)
             for group in self.optimiser.param_groups:
-                group["lr"] = learning_rate
+                group |= {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}
+                group |= {"eps": settings.epsilon, "weight_decay": settings.weight_decay}
             self.optimiser.step()
-        # The next backward then stores its gradients instead of adding them to zeros: two passes over memory less.
-        self.optimiser.zero_grad(set_to_none=True)
+        self.clear_gradients()
         reason = "" if finite else f"loss {total}, gradient norm {norm}: not finite"
         return Update(applied=finite, reason=reason, grad_norm=norm)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients. The next backward then stores its own instead of adding them to zeros: two passes over
+        memory less."""
+        self.optimiser.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
         """Gradients of all parameters; zeros for those that no micro-batch of this rank reached."""

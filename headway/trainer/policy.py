@@ -6,13 +6,13 @@ Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from headway.algorithms.aggregation import weighting
+from headway.algorithms.aggregation import Weighting, weighting
 from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
 from headway.algorithms.samples import (
@@ -28,6 +28,8 @@ from headway.algorithms.samples import (
 from headway.algorithms.shared_packing import pack_families
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
+from headway.records.training import OptimiserSettings
+from headway.runtime.hooks import Hook
 from headway.trainer.kl import kl_estimate
 from headway.trainer.learner import Learner, Update
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
@@ -43,11 +45,19 @@ class Prepared:
     reference_n: np.ndarray | None = None  # log-probabilities under the reference model, where there is a KL penalty
     old_n: np.ndarray | None = None  # bool: trained as if the proximal weights had sampled it
 
+    @classmethod
+    def joined(cls, parts: Sequence[Prepared]) -> Prepared:
+        """The parts of a step as one."""
+        names = ("advantages_n", "keep_n", "start_n", "reference_n", "old_n")
+        arrays = {name: [getattr(part, name) for part in parts] for name in names}
+        return cls(**{name: None if found[0] is None else np.concatenate(found) for name, found in arrays.items()})
+
 
 @dataclass(kw_only=True)
 class Progress:
     """Per-token values and totals of the passes over one batch on this rank; `metrics` sums them over the ranks."""
 
+    behaviour_n: np.ndarray  # at sampling
     logprobs_n: np.ndarray  # under the weights each token was trained with
     proximal_n: np.ndarray  # under the weights at the start of the step (or the same as logprobs_n)
     entropies_n: np.ndarray
@@ -62,9 +72,34 @@ class Progress:
     prepared: Prepared | None = None
 
     @classmethod
-    def over(cls, tokens: int) -> Progress:
-        zeros = np.zeros((5, tokens))
-        return cls(logprobs_n=zeros[0], proximal_n=zeros[1], entropies_n=zeros[2], clipped_n=zeros[3], seen_n=zeros[4])
+    def over(cls, arrays: SampleArrays) -> Progress:
+        return cls(
+            **dict(zip(_COMPUTED, np.zeros((5, arrays.tokens)), strict=True)), behaviour_n=arrays.behaviour_logprobs_n
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Progress]) -> Progress:
+        """The parts of a step as one."""
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
+        counts = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
+        return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
+
+
+_COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
+_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part whose gradients are accumulated."""
+
+    step: int
+    samples: int
+    loss_tokens: int
+    loss: str  # name of the loss function
+    divisor: float | None  # applied to its gradients; None: they are sums
+    total: float  # the divisor it would have as a batch
+    progress: Progress
 
 
 class PolicyGradient:
@@ -80,6 +115,7 @@ class PolicyGradient:
         queue = experiment.queue
         self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
+        self.parts: list[Part] = []  # whose gradients the next `optim_step` applies
         self.settings = LossSettings(
             clip_low=self.algorithm.clip_low,
             clip_high=self.algorithm.clip_high,
@@ -103,22 +139,109 @@ class PolicyGradient:
         limits = (algorithm.token_mask, algorithm.sequence_mask, algorithm.second_moment_limit)
         return any(limit is not None for limit in limits)
 
-    def run(self, arrays: SampleArrays, learning_rate: float, step: int = 0) -> Progress:
+    def run(self, arrays: SampleArrays, settings: OptimiserSettings, step: int = 0) -> Progress:
         """Train on the batch of ``step``: one update per minibatch, minibatches in admission order."""
-        progress = Progress.over(arrays.tokens)
+        self.clear()
+        progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         for minibatch in split_by_group(arrays, self.trainer.optimizer_steps_per_batch):
-            loss = self._accumulate(arrays, minibatch, prepared, progress)
-            progress.updates.append(self.learner.update(learning_rate, loss))
+            weights = self._weighting(arrays, minibatch)
+            loss = self._accumulate(arrays, minibatch, weights, weights.divisor, prepared, progress, self.loss)
+            progress.updates.append(self.learner.update(settings, loss))
             progress.loss += loss
+        self._sum_over_ranks(progress)
         return progress
+
+    def forward_backward(
+        self, arrays: SampleArrays, step: int, loss: str | None = None, divisor: float | None = None
+    ) -> Part:
+        """Accumulate the gradients of a part of ``step``, for `optim_step`. ``loss``: name of the loss function
+        (default: the run's). ``divisor``: of its weighted token losses; by default `optim_step` divides by that of all
+        parts together. Raises ValueError, with nothing changed, for a part that doesn't go with those before it, and
+        where the algorithm needs the whole batch."""
+        name = loss or self.algorithm.loss
+        self._require_part(step, name, divisor)
+        function = self.loss if name == self.algorithm.loss else resolve(name)
+        weights = self._weighting(arrays, np.arange(arrays.samples))
+        progress = self._accumulate_whole(arrays, step, weights, divisor or 1.0, function)
+        self._sum_over_ranks(progress)
+        part = Part(
+            step=step,
+            samples=arrays.samples,
+            loss_tokens=arrays.loss_tokens,
+            loss=name,
+            divisor=divisor,
+            total=weights.total,
+            progress=progress,
+        )
+        self.parts.append(part)
+        return part
 
     def accumulate_gradients(self, arrays: SampleArrays, step: int = 0) -> Progress:
         """Accumulate the gradients of the whole batch as one minibatch, without an update."""
-        progress = Progress.over(arrays.tokens)
-        progress.prepared = prepared = self.prepare(arrays, step, progress)
-        progress.loss = self._accumulate(arrays, np.arange(arrays.samples), prepared, progress)
+        weights = self._weighting(arrays, np.arange(arrays.samples))
+        return self._accumulate_whole(arrays, step, weights, weights.divisor, self.loss)
+
+    def optim_step(self, settings: OptimiserSettings) -> Progress:
+        """Apply the gradients of the parts since the last step. A part whose loss isn't finite skips the step and is
+        named. Raises ValueError without parts."""
+        if not self.parts:
+            raise ValueError("optim_step without gradients: forward_backward comes first")
+        parts, self.parts = self.parts, []
+        progress = Progress.joined([part.progress for part in parts])
+        divisor = 1.0
+        if parts[0].divisor is None:
+            fixed = self.algorithm.aggregation == "fixed" and self.algorithm.fixed_denominator_tokens is not None
+            divisor = max(1.0, parts[0].total if fixed else sum(part.total for part in parts))
+            progress.loss /= divisor
+        update = self.learner.update(settings, progress.loss / self.learner.ranks.size, divisor)
+        bad = [str(number) for number, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
+        if bad:
+            update = replace(update, reason=f"part {', '.join(bad)} of {len(parts)}: {update.reason}")
+        progress.updates.append(update)
         return progress
+
+    def clear(self) -> None:
+        """Forget the parts since the last step, and their gradients."""
+        if self.parts:
+            self.parts.clear()
+            self.learner.clear_gradients()
+
+    def _accumulate_whole(
+        self, arrays: SampleArrays, step: int, weights: Weighting, divisor: float, function: Hook
+    ) -> Progress:
+        progress = Progress.over(arrays)
+        progress.prepared = prepared = self.prepare(arrays, step, progress)
+        everything = np.arange(arrays.samples)
+        progress.loss = self._accumulate(arrays, everything, weights, divisor, prepared, progress, function)
+        return progress
+
+    def _require_part(self, step: int, loss: str, divisor: float | None) -> None:
+        if self.algorithm.second_moment_limit is not None:
+            raise ValueError("algorithm.second_moment_limit bounds a mean over the whole batch: no parts")
+        if self.trainer.optimizer_steps_per_batch > 1:
+            raise ValueError("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
+        if not self.parts:
+            return
+        first = self.parts[0]
+        if first.step != step:
+            raise ValueError(f"a part of step {step} after one of step {first.step}: optim_step comes between them")
+        if (first.divisor is None) != (divisor is None):
+            raise ValueError("either all parts of a step are given a divisor, or none is")
+        if divisor is None and first.loss != loss:
+            raise ValueError(
+                f"a part with the loss {loss!r} after one with {first.loss!r}: with different losses each part needs "
+                "its divisor"
+            )
+
+    def _weighting(self, arrays: SampleArrays, minibatch: IntArray) -> Weighting:
+        return weighting(
+            self.algorithm.aggregation,
+            arrays,
+            minibatch,
+            max_response_tokens=self.max_response_tokens,
+            fixed_tokens=self.algorithm.fixed_denominator_tokens,
+        )
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
         """Compute the constants of the batch: forward passes without gradient where they are needed, then the KL
@@ -165,22 +288,24 @@ class PolicyGradient:
             advantages_m = advantages_n[at].astype(np.float64)
             keep_n[at] = second_moment_mask(log_weight_n[at], advantages_m, algorithm.second_moment_limit)
 
-    def _accumulate(self, arrays: SampleArrays, minibatch: IntArray, prepared: Prepared, progress: Progress) -> float:
+    def _accumulate(
+        self,
+        arrays: SampleArrays,
+        minibatch: IntArray,
+        weights: Weighting,
+        divisor: float,
+        prepared: Prepared,
+        progress: Progress,
+        function: Hook,
+    ) -> float:
         """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum)."""
-        weights = weighting(
-            self.algorithm.aggregation,
-            arrays,
-            minibatch,
-            max_response_tokens=self.max_response_tokens,
-            fixed_tokens=self.algorithm.fixed_denominator_tokens,
-        )
         samples_n = sequence_of_token(arrays)
         total = 0.0
         for batch in self._micro_batches(arrays, minibatch):
             logprobs_m, entropies_m = self.learner.logprobs(batch, arrays, self.temperature)
             at = batch.targets_m
             terms = self._terms(arrays, prepared, at, samples_n[at], logprobs_m)
-            result = token_loss(self.loss, terms, self.settings)
+            result = token_loss(function, terms, self.settings)
             loss_m = result.loss_m
             if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
                 reference_m = self._tensor(prepared.reference_n[at])
@@ -188,7 +313,7 @@ class PolicyGradient:
                 loss_m = loss_m + self.algorithm.kl_coefficient * penalty_m
             loss_m = torch.where(self._tensor(prepared.keep_n[at]), loss_m, 0.0)
             weights_m = self._tensor(weights.weights_s[samples_n[at]].astype(np.float32))
-            loss = (loss_m * weights_m).sum() / weights.divisor
+            loss = (loss_m * weights_m).sum() / divisor
             self.learner.backward(loss)
             total += float(loss.detach())
             progress.logprobs_n[at] = logprobs_m.detach().cpu().numpy()
@@ -251,11 +376,12 @@ class PolicyGradient:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
 
-    def metrics(self, arrays: SampleArrays, progress: Progress) -> dict[str, float]:
-        """Metrics of the whole batch, equal on every rank; also sums ``progress``'s counts over the ranks."""
-        ranks = self.learner.ranks
-        if ranks.size > 1:
-            _sum_progress(progress, ranks.sum_, self.learner.device)
+    def _sum_over_ranks(self, progress: Progress) -> None:
+        if self.learner.ranks.size > 1:
+            _sum_progress(progress, self.learner.ranks.sum_, self.learner.device)
+
+    def metrics(self, progress: Progress) -> dict[str, float]:
+        """Metrics of the whole batch, or part, equal on every rank."""
         at = np.flatnonzero(progress.seen_n)
         norms = [update.grad_norm for update in progress.updates]
         return {
@@ -264,7 +390,7 @@ class PolicyGradient:
             **token_metrics(
                 logprobs_m=progress.logprobs_n[at],
                 proximal_m=progress.proximal_n[at],
-                behaviour_m=arrays.behaviour_logprobs_n[at].astype(np.float64),
+                behaviour_m=progress.behaviour_n[at].astype(np.float64),
                 entropies_m=progress.entropies_n[at],
                 clipped_m=progress.clipped_n[at],
                 cap=self.settings.behaviour_weight_cap,
@@ -326,11 +452,10 @@ def token_metrics(
 def _sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so the sums
     assemble the whole batch."""
-    names = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
-    stacked = sum_(torch.from_numpy(np.stack([getattr(progress, name) for name in names])).to(device)).cpu().numpy()
-    for name, row in zip(names, stacked, strict=True):
+    arrays = [getattr(progress, name) for name in _COMPUTED]
+    stacked = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
+    for name, row in zip(_COMPUTED, stacked, strict=True):
         setattr(progress, name, row)
-    names = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
-    counts = torch.tensor([getattr(progress, name) for name in names], dtype=torch.float64, device=device)
-    for name, total in zip(names, sum_(counts).tolist(), strict=True):
+    counts = torch.tensor([getattr(progress, name) for name in _COUNTED], dtype=torch.float64, device=device)
+    for name, total in zip(_COUNTED, sum_(counts).tolist(), strict=True):
         setattr(progress, name, type(getattr(progress, name))(total))

@@ -21,10 +21,11 @@ from headway.models.loading import DTYPES, save_model, weights_of
 from headway.models.peak import measure_peak_flops
 from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
-from headway.records.training import CheckpointInfo, StepReport
+from headway.records.tokens import TokenLogprobs
+from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
-from headway.trainer.policy import PolicyGradient
+from headway.trainer.policy import PolicyGradient, Progress
 from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
 from headway.weights.shared_memory import Publisher
@@ -106,31 +107,67 @@ class TrainerService(ModelService):
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
+        self._parts_s, self._part_samples = 0.0, 0  # of the parts since the last step
 
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises ValueError when its step isn't the present version."""
         if batch.step != self.version:
             raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
-        rate = self._learning_rate()
-        arrays = batch.arrays()
-        progress = self.policy.run(arrays, rate, batch.step)
-        applied = sum(update.applied for update in progress.updates)
-        metrics = self.policy.metrics(arrays, progress)
+        arrays, settings = batch.arrays(), self._settings()
+        progress = self.policy.run(arrays, settings, batch.step)
+        return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
+
+    def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
+        """Accumulate the gradients of a part of the next step; see `PolicyGradient.forward_backward`. Raises ValueError
+        when its step isn't the present version."""
+        if part.step != self.version:
+            raise ValueError(f"a part of step {part.step} given to a trainer at version {self.version}")
+        started = time.perf_counter()
+        done = self.policy.forward_backward(part.arrays(), part.step, loss, divisor)
+        self._parts_s += (spent_s := time.perf_counter() - started)
+        self._part_samples += part.samples
+        return PartReport(
+            samples=part.samples,
+            tokens=done.progress.tokens,
+            loss=done.progress.loss,
+            loss_tokens=done.loss_tokens,
+            compute_s=spent_s,
+            logprobs=TokenLogprobs(done.progress.logprobs_n.astype(np.float32)),
+            metrics=self.policy.metrics(done.progress),
+        )
+
+    def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
+        """Apply the gradients of all parts since the last step, which makes a version; see
+        `PolicyGradient.optim_step`. ``settings``: by default the run's."""
+        started = time.perf_counter() - self._parts_s
+        settings, samples = settings or self._settings(), self._part_samples
+        loss_tokens = sum(part.loss_tokens for part in self.policy.parts)
+        progress = self.policy.optim_step(settings)
+        self._parts_s, self._part_samples = 0.0, 0
+        return self._report(progress, settings, started, samples=samples, loss_tokens=loss_tokens)
+
+    def _report(
+        self, progress: Progress, settings: OptimiserSettings, started: float, *, samples: int, loss_tokens: int
+    ) -> StepReport:
+        """Make the version of the step that was just taken, unless it was skipped, and report it."""
+        step, applied = self.version, sum(update.applied for update in progress.updates)
+        metrics = self.policy.metrics(progress)
         self.version += 1 if applied else 0
+        rest = {"learning_rate": settings.learning_rate, "skipped_updates": float(len(progress.updates) - applied)}
         return StepReport(
-            step=batch.step,
+            step=step,
             version=self.version,
             skipped=not applied,
             reason="; ".join(update.reason for update in progress.updates if update.reason),
-            samples=batch.samples,
+            samples=samples,
             tokens=progress.tokens,
             computed_tokens=progress.computed_tokens,
-            loss_tokens=arrays.loss_tokens,
+            loss_tokens=loss_tokens,
             micro_batches=progress.micro_batches,
             compute_s=time.perf_counter() - started,
             flops=progress.flops,
-            metrics=metrics | {"learning_rate": rate, "skipped_updates": float(len(progress.updates) - applied)},
+            metrics=metrics | rest,
         )
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
@@ -158,12 +195,17 @@ class TrainerService(ModelService):
             optimiser = load_file(Path(path) / OPTIMISER_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointCorrupt(f"{Path(path) / OPTIMISER_FILE}: {error}") from None
+        self.policy.clear()
+        self._parts_s, self._part_samples = 0.0, 0
         self.learner.load_weights(Path(path) / MODEL_FOLDER)
         self.learner.load_optimiser_tensors(optimiser)
         generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(generator.copy()))
         self.version = state.version
         return self.version
+
+    def _settings(self) -> OptimiserSettings:
+        return self.learner.optimiser_settings(self._learning_rate())
 
     def _learning_rate(self) -> float:
         settings = self.experiment.trainer

@@ -89,7 +89,7 @@ class SupervisedService(ModelService):
             rate = learning_rate(self.version, self.settings, self.settings.total_steps(self._trained))
             arrays = self._arrays([next(self._order) for _ in range(self.settings.batch_sequences)])
             loss, step_flops = self._accumulate(arrays)
-            update = self.learner.update(rate, loss)
+            update = self.learner.update(self.learner.optimiser_settings(rate), loss)
             self._count(update)
             norm = update.grad_norm
             losses.append(loss)

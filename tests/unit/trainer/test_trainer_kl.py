@@ -132,7 +132,7 @@ def test_in_the_reward_each_token_pays_for_itself_and_those_after_it(folder: Pat
         expected.append([sample.advantage - beta * sum(paid[i:]) * lossy for i, lossy in enumerate(r.response_mask)])
     arrays = build_arrays(batch)
     untouched_n = arrays.advantages_n.copy()
-    prepared = trainer.policy.prepare(arrays, 0, Progress.over(arrays.tokens))
+    prepared = trainer.policy.prepare(arrays, 0, Progress.over(arrays))
     for found, wanted in zip(by_response(batch, prepared.advantages_n), expected, strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
     assert np.array_equal(prepared.advantages_n[~arrays.loss_mask_n], untouched_n[~arrays.loss_mask_n])
@@ -145,7 +145,7 @@ def test_in_the_reward_each_token_pays_for_itself_and_those_after_it(folder: Pat
 def test_in_the_reward_a_model_pays_nothing_for_being_itself(folder: Path) -> None:
     trainer = service(folder, "", kl_coefficient=3.0, **IN_REWARD)
     arrays = build_arrays(make_batch(26))
-    prepared = trainer.policy.prepare(arrays, 0, Progress.over(arrays.tokens))
+    prepared = trainer.policy.prepare(arrays, 0, Progress.over(arrays))
     assert np.array_equal(prepared.advantages_n, arrays.advantages_n)
 
 
@@ -203,7 +203,7 @@ def test_only_its_own_forward_passes_cost_anything(folder: Path) -> None:
     arrays = build_arrays(make_batch(29))
 
     def flops(reference: str, **algorithm) -> float:
-        progress = Progress.over(arrays.tokens)
+        progress = Progress.over(arrays)
         service(folder, reference, **algorithm).policy.prepare(arrays, 0, progress)
         return progress.flops
 

@@ -151,7 +151,7 @@ def test_importance_masks_see_the_weights_at_the_start_of_the_step(model: str, l
     batch = make_batch(12)
     keep = expected_keep(trainer, batch, algorithm)
     arrays = build_arrays(batch)
-    keep_n = trainer.policy.prepare(arrays, 0, Progress.over(arrays.tokens)).keep_n
+    keep_n = trainer.policy.prepare(arrays, 0, Progress.over(arrays)).keep_n
     assert [
         [kept or not lossy for kept, lossy in zip(*pair, strict=True)]
         for pair in zip(by_response(batch, keep_n), by_response(batch, arrays.loss_mask_n), strict=True)
@@ -197,7 +197,7 @@ def test_second_moment_mask_sees_the_advantages_that_the_loss_sees(model: str) -
 
     def prepared(algorithm: dict):
         trainer = service(model, "ppo_clip", "token_mean", algorithm=algorithm)
-        return trainer.policy.prepare(arrays, 0, Progress.over(arrays.tokens))
+        return trainer.policy.prepare(arrays, 0, Progress.over(arrays))
 
     found = prepared(limit | penalised)
     log_weight_n = found.start_n - arrays.behaviour_logprobs_n

@@ -115,7 +115,7 @@ def test_proximal_is_recomputed_only_where_it_differs(model: str) -> None:
 def test_minibatches_clip_against_the_weights_before_the_first(model: str) -> None:
     trainer = service(model, trainer={"optimizer_steps_per_batch": 3, "learning_rate": 0.05, "max_grad_norm": 100.0})
     arrays = build_arrays(make_batch(4, groups=6))
-    progress = trainer.policy.run(arrays, 0.05)
+    progress = trainer.policy.run(arrays, trainer.learner.optimiser_settings(0.05))
     assert len(progress.updates) == 3
     moved_n = np.abs(progress.logprobs_n - progress.proximal_n)
     assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) < 2].max() < 1e-5
@@ -162,7 +162,7 @@ def test_gradient_clipping_bounds_the_update(model: str) -> None:
     step = trainer.learner.optimiser.step
     norm = lambda: float(torch.nn.utils.get_total_norm(trainer.learner.gradients()))  # noqa: E731
     trainer.learner.optimiser.step = lambda: (seen.append(norm()), step())[1]  # type: ignore[method-assign]
-    update = trainer.learner.update(1e-3, 0.0)
+    update = trainer.learner.update(trainer.learner.optimiser_settings(1e-3), 0.0)
     assert update.grad_norm > 1e-2
     assert seen == [pytest.approx(1e-3, rel=1e-2)]
 

@@ -1,0 +1,244 @@
+"""A step in parts: `forward_backward` any number of times, then `optim_step`."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_definition import ThreadRanks, gradient, staled
+from tiny_trainer import Context, make_batch, make_experiment, make_model
+
+from headway.algorithms.aggregation import weighting
+from headway.algorithms.samples import build_arrays, lay_out
+from headway.records.training import OptimiserSettings, StepReport, TrainBatch
+from headway.trainer.service import TrainerService
+
+torch.set_num_threads(1)
+
+AGGREGATIONS = ["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainerService]:
+    folder = tmp_path_factory.mktemp("model")
+    model, reference = make_model(folder / "m"), make_model(folder / "reference", seed=1)
+
+    def build(**sections: Any) -> TrainerService:
+        sections["algorithm"] = {"loss": "ppo_clip"} | sections.get("algorithm", {})
+        raw = make_experiment(model, Path("/nowhere"), model={"reference": reference}, **sections)
+        return TrainerService(Context, experiment=raw, run_id="test")
+
+    return build
+
+
+def part_of(batch: TrainBatch, chosen: list[int]) -> TrainBatch:
+    return TrainBatch(step=batch.step, samples=tuple(batch.samples[i] for i in chosen))
+
+
+def weights_of(trainer: TrainerService) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.learner.parameters]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def gradient_in_parts(trainer: TrainerService, batch: TrainBatch, cuts: list[list[int]]) -> torch.Tensor:
+    """The gradient that `optim_step` clips and applies."""
+    applied: list[torch.Tensor] = []
+    trainer.version = batch.step
+    step = trainer.learner.optimiser.step
+
+    def spy() -> None:
+        applied.extend(gradient.flatten().clone() for gradient in trainer.learner.gradients())
+        step()
+
+    trainer.learner.optimiser.step = spy  # type: ignore[method-assign]
+    for chosen in cuts:
+        trainer.forward_backward(lay_out(part_of(batch, chosen)))
+    report = trainer.optim_step(OptimiserSettings(learning_rate=1e-3, max_grad_norm=1e9))
+    assert report.version == batch.step + 1
+    return torch.cat(applied)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(deadline=None, max_examples=6)
+@given(
+    seed=st.integers(0, 10**6),
+    parts=st.integers(1, 8),
+    budget=st.integers(1, 200),
+    extras=st.sampled_from(
+        [
+            {},
+            {"loss": "gspo"},
+            {"kl_coefficient": 0.1},
+            {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+            {"token_mask": (0.5, 5.0), "sequence_mask": (0.9, 1.2)},
+            {"fixed_denominator_tokens": 500},
+        ]
+    ),
+    order=st.randoms(use_true_random=False),
+)
+def test_parts_in_any_number_order_and_packing_give_the_gradient_of_the_batch(
+    service: Any, aggregation: str, seed: int, parts: int, budget: int, extras: dict[str, Any], order: Any
+) -> None:
+    batch = staled(make_batch(seed), seed, 0, 4)
+    algorithm = {"aggregation": aggregation} | extras
+    whole = service(algorithm=algorithm, trainer={"micro_batch_tokens": 10**6})
+    expected = gradient(whole, build_arrays(batch), batch.step)
+    places = list(range(len(batch.samples)))
+    order.shuffle(places)
+    cuts = [piece.tolist() for piece in np.array_split(places, parts)]
+    apart = service(algorithm=algorithm, trainer={"micro_batch_tokens": budget})
+    found = gradient_in_parts(apart, batch, cuts)
+    assert float((found - expected).abs().max()) <= 2e-6 * max(float(expected.abs().max()), 1e-3)
+
+
+def test_a_whole_batch_with_its_divisor_is_the_train_step_bit_for_bit(service: Any) -> None:
+    one, other = service(), service()
+    for step in range(3):
+        batch = make_batch(step, step=step)
+        arrays = build_arrays(batch)
+        divisor = weighting("token_mean", arrays, np.arange(arrays.samples), max_response_tokens=1).divisor
+        whole = one.train_step(lay_out(batch))
+        part = other.forward_backward(lay_out(batch), divisor=divisor)
+        stepped = other.optim_step()
+        assert same(weights_of(one), weights_of(other))
+        assert msgspec.structs.replace(whole, compute_s=0.0) == msgspec.structs.replace(stepped, compute_s=0.0)
+        assert part.loss == whole.metrics["loss"]
+        assert (part.samples, part.loss_tokens, part.tokens) == (whole.samples, whole.loss_tokens, whole.tokens)
+
+
+def test_a_part_reports_the_log_probability_of_every_token_with_loss(service: Any) -> None:
+    trainer, batch = service(), make_batch(1)
+    arrays = build_arrays(batch)
+    logprobs = trainer.forward_backward(lay_out(batch)).logprobs
+    assert len(logprobs) == arrays.tokens
+    expected = service().policy.accumulate_gradients(arrays).logprobs_n
+    assert np.allclose(np.asarray(logprobs), expected, atol=1e-6)
+    assert (np.asarray(logprobs) < 0)[arrays.loss_mask_n].all()
+    assert (np.asarray(logprobs) == 0)[~arrays.loss_mask_n].all()
+
+
+def test_settings_of_a_step_are_its_own_and_the_next_has_the_runs(service: Any) -> None:
+    still, trainer = service(), service()
+    before = weights_of(trainer)
+    trainer.forward_backward(lay_out(make_batch(1)))
+    report = trainer.optim_step(OptimiserSettings(learning_rate=0.0))
+    assert same(before, weights_of(trainer))
+    assert (report.version, report.metrics["learning_rate"]) == (1, 0.0)
+    still.version = 1
+    still.learner.load_optimiser_tensors(trainer.learner.optimiser_tensors())
+    for one in (still, trainer):
+        one.train_step(lay_out(make_batch(2, step=1)))
+    assert same(weights_of(still), weights_of(trainer))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_part_that_is_not_finite_skips_the_step_and_is_named(service: Any, poison: float) -> None:
+    trainer, fresh = service(), service()
+    batch = make_batch(1)
+    bad = msgspec.structs.replace(batch.samples[0], advantage=poison)
+    trainer.forward_backward(lay_out(part_of(batch, [1, 2])))
+    trainer.forward_backward(lay_out(TrainBatch(step=0, samples=(bad,))))
+    trainer.forward_backward(lay_out(part_of(batch, [3])))
+    report: StepReport = trainer.optim_step()
+    assert (report.skipped, report.version, report.samples) == (True, 0, 4)
+    assert report.reason.startswith("part 1 of 3: loss")
+    for one in (trainer, fresh):  # nothing of it is left
+        one.train_step(lay_out(batch))
+    assert same(weights_of(trainer), weights_of(fresh))
+
+
+def test_what_does_not_go_together_is_refused_and_changes_nothing(service: Any) -> None:
+    trainer, fresh = service(), service()
+    batch = make_batch(1)
+    with pytest.raises(ValueError, match="optim_step without gradients"):
+        trainer.optim_step()
+    trainer.forward_backward(lay_out(part_of(batch, [0, 1, 2])))
+    rest = lay_out(part_of(batch, list(range(3, len(batch.samples)))))
+    with pytest.raises(ValueError, match="all parts of a step are given a divisor, or none"):
+        trainer.forward_backward(rest, divisor=10.0)
+    with pytest.raises(ValueError, match="'gspo' after one with 'ppo_clip'"):
+        trainer.forward_backward(rest, "gspo")
+    with pytest.raises(ValueError, match="part of step 3"):
+        trainer.forward_backward(lay_out(msgspec.structs.replace(batch, step=3)))
+    trainer.forward_backward(rest)
+    trainer.optim_step()
+    fresh.forward_backward(lay_out(part_of(batch, [0, 1, 2])))
+    fresh.forward_backward(rest)
+    fresh.optim_step()
+    assert same(weights_of(trainer), weights_of(fresh))
+    with pytest.raises(ValueError, match="optim_step without gradients"):
+        trainer.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("algorithm", {"second_moment_limit": 0.04}), ("trainer", {"optimizer_steps_per_batch": 2})],
+)
+def test_what_needs_the_whole_batch_is_refused_by_name(service: Any, section: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{section}.{next(iter(values))}"):
+        service(**{section: values}).forward_backward(lay_out(make_batch(1)))
+
+
+def test_different_losses_go_together_where_each_has_its_divisor(service: Any) -> None:
+    trainer = service()
+    trainer.forward_backward(lay_out(make_batch(1)), "gspo", 10.0)
+    trainer.forward_backward(lay_out(make_batch(2)), "reinforce", 20.0)
+    assert trainer.optim_step().version == 1
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_train_step_and_a_loaded_checkpoint_forget_parts_before_them(
+    service: Any, tmp_path: Path, loads: bool
+) -> None:
+    trainer, fresh = service(), service()
+    path = str(tmp_path / "checkpoints" / "step_000000")
+    fresh.save_checkpoint(path, {})
+    trainer.forward_backward(lay_out(make_batch(5)))
+    if loads:
+        trainer.load_checkpoint(path)
+        with pytest.raises(ValueError, match="optim_step without gradients"):
+            trainer.optim_step()
+    for one in (trainer, fresh):
+        one.train_step(lay_out(make_batch(1)))
+    assert same(weights_of(fresh), weights_of(trainer))
+
+
+def test_ranks_agree_on_a_step_in_parts(service: Any) -> None:
+    slots, barrier = [torch.zeros(())] * 2, threading.Barrier(2)
+    alone, trainers = service(), [service(), service()]
+    batch = make_batch(3)
+    cuts = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+
+    def one(rank: int) -> tuple[StepReport, list[float]]:
+        try:
+            trainers[rank].learner.ranks = ThreadRanks(rank, slots, barrier)
+            losses = [trainers[rank].forward_backward(lay_out(part_of(batch, chosen))).loss for chosen in cuts]
+            return trainers[rank].optim_step(), losses
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        (first, losses), (second, others) = pool.map(one, range(2))
+    expected = [alone.forward_backward(lay_out(part_of(batch, chosen))).loss for chosen in cuts]
+    report = alone.optim_step()
+    assert losses == others == pytest.approx(expected, abs=1e-5)
+    assert first.metrics == second.metrics
+    assert first.metrics["loss"] == pytest.approx(report.metrics["loss"], abs=1e-6)
+    assert (first.tokens, first.samples, first.loss_tokens) == (report.tokens, report.samples, report.loss_tokens)
+    for a, b, c in zip(weights_of(trainers[0]), weights_of(trainers[1]), weights_of(alone), strict=True):
+        assert torch.equal(a, b)
+        assert torch.allclose(a, c, atol=1e-6)
