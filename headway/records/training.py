@@ -31,7 +31,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimiserSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one AdamW step."""
+    """Settings of one AdamW step."""
 
     learning_rate: float
     beta1: float = 0.9

@@ -117,7 +117,8 @@ class Learner:
         gradients = self.gradients()
         self.ranks.sum_all_(gradients)
         if divisor != 1.0:
-            torch._foreach_div_(gradients, divisor)
+            for gradient in gradients:
+                gradient /= divisor
         total = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
         norm = float(norm_tensor)

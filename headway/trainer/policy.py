@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +49,11 @@ class Prepared:
     @classmethod
     def joined(cls, parts: Sequence[Prepared]) -> Prepared:
         """The parts of a step as one."""
-        names = ("advantages_n", "keep_n", "start_n", "reference_n", "old_n")
-        arrays = {name: [getattr(part, name) for part in parts] for name in names}
-        return cls(**{name: None if found[0] is None else np.concatenate(found) for name, found in arrays.items()})
+        fields = {name: [getattr(part, name) for part in parts] for name in cls.__dataclass_fields__}
+        arrays: dict[str, Any] = {
+            name: None if found[0] is None else np.concatenate(found) for name, found in fields.items()
+        }
+        return cls(**arrays)
 
 
 @dataclass(kw_only=True)
@@ -81,7 +84,7 @@ class Progress:
     def joined(cls, parts: Sequence[Progress]) -> Progress:
         """The parts of a step as one."""
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
-        counts = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
+        counts: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
         return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
 
 
@@ -90,7 +93,7 @@ _COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class AccumulatedPart:
     """A part whose gradients are accumulated."""
 
     step: int
@@ -115,7 +118,7 @@ class PolicyGradient:
         queue = experiment.queue
         self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
-        self.parts: list[Part] = []  # whose gradients the next `optim_step` applies
+        self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.settings = LossSettings(
             clip_low=self.algorithm.clip_low,
             clip_high=self.algorithm.clip_high,
@@ -154,7 +157,7 @@ class PolicyGradient:
 
     def forward_backward(
         self, arrays: SampleArrays, step: int, loss: str | None = None, divisor: float | None = None
-    ) -> Part:
+    ) -> AccumulatedPart:
         """Accumulate the gradients of a part of ``step``, for `optim_step`. ``loss``: name of the loss function
         (default: the run's). ``divisor``: of its weighted token losses; by default `optim_step` divides by that of all
         parts together. Raises ValueError, with nothing changed, for a part that doesn't go with those before it, and
@@ -165,7 +168,7 @@ class PolicyGradient:
         weights = self._weighting(arrays, np.arange(arrays.samples))
         progress = self._accumulate_whole(arrays, step, weights, divisor or 1.0, function)
         self._sum_over_ranks(progress)
-        part = Part(
+        part = AccumulatedPart(
             step=step,
             samples=arrays.samples,
             loss_tokens=arrays.loss_tokens,
