@@ -40,7 +40,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int | None = None  # of its newest token; known of finished groups
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class NextPart(msgspec.Struct, frozen=True, kw_only=True):
     """The next part of a batch that is committed in several."""
 
     groups: int  # it takes so many
@@ -80,7 +80,7 @@ def select_batch(
     groups_per_step: int,
     budget: int,
     policy: OverduePolicy,
-    part: Part | None = None,
+    part: NextPart | None = None,
 ) -> Selection:
     """Choose the batch of ``step`` (trainer version before it) among all open groups not yet in a batch.
 
@@ -176,23 +176,23 @@ class OpenGroups:
             del self._unfinished[version], self._finished[version]
             self._versions.remove(version)
 
-    def due(self, step: int, part: Part | None = None) -> bool:
+    def due(self, step: int, part: NextPart | None = None) -> bool:
         """Whether ``select`` could do more than wait: a batch has finished, or a group is over the budget. O(1)."""
         return self._finished_count >= (part.groups if part else self._per_step) or (
             bool(self._versions) and self._versions[0] + self._budget < step
         )
 
-    def select(self, step: int, part: Part | None = None, *, named: bool = False) -> Selection:
+    def select(self, step: int, part: NextPart | None = None, *, named: bool = False) -> Selection:
         """Choose the batch of ``step``: see ``select_batch``. ``part``: choose only this part of it; the groups of
         those before it have been removed. ``named``: fill ``waiting_for``, O(unfinished groups)."""
-        selection, versions = self._select(step, part or Part(groups=self._per_step))
+        selection, versions = self._select(step, part or NextPart(groups=self._per_step))
         return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
     def unfinished(self, versions: Iterable[int]) -> tuple[int, ...]:
         """Unfinished groups whose first tokens have these versions, ascending."""
         return tuple(sorted(index for version in versions for index in self._unfinished[version]))
 
-    def _select(self, step: int, part: Part) -> tuple[Selection, list[int]]:
+    def _select(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
         """The selection, and the versions whose unfinished groups it waits for."""
         if self._policy == "drop":
             return self._select_dropping(step, part)
@@ -213,7 +213,7 @@ class OpenGroups:
                 room -= len(chosen[version])
         return chosen
 
-    def _select_waiting(self, step: int, part: Part) -> tuple[Selection, list[int]]:
+    def _select_waiting(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
         chosen = self._oldest(self._versions, part.groups)
         left = missing = 0
         due: list[int] = []
@@ -248,7 +248,7 @@ class OpenGroups:
     def _selection(
         self,
         step: int,
-        part: Part,
+        part: NextPart,
         chosen: Mapping[int, list[int]],
         usable: list[int],
         overdue: Iterable[int] = (),
@@ -270,7 +270,7 @@ class OpenGroups:
         batch = tuple(sorted(index for groups in chosen.values() for index in groups))
         return Selection(groups=batch, overdue=ended), []
 
-    def _select_dropping(self, step: int, part: Part) -> tuple[Selection, list[int]]:
+    def _select_dropping(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
         late = [version for version in self._versions if version + self._budget < step]
         usable = self._versions[len(late) :]
         overdue = [i for version in late for i in (*self._unfinished[version], *self._finished[version])]
@@ -288,7 +288,7 @@ class OpenGroups:
                 kept += fitting
         return self._selection(step, part, chosen, usable, overdue)
 
-    def _select_masking(self, step: int, part: Part) -> tuple[Selection, list[int]]:
+    def _select_masking(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
         overdue: set[int] = set()
         seen: list[tuple[int, int]] = []
         while self._newest and self._newest[0][0] + self._budget < step:

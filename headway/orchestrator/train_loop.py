@@ -8,7 +8,7 @@ import contextlib
 import msgspec
 
 from headway.algorithms.groups.batches import build_batch, useful_samples
-from headway.control.staleness import Part, Selection
+from headway.control.staleness import NextPart, Selection
 from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.endings import end_finished, end_running
@@ -73,7 +73,7 @@ class TrainLoop:
                 await self._compute(parts, finish=False)
             taken = min(queue.groups_per_part or left, left)
             with run.waits.on("a batch", LOOPS, "the train loop"):
-                groups = await self._next_part(Part(groups=taken, left=left - taken))
+                groups = await self._next_part(NextPart(groups=taken, left=left - taken))
             if groups is None:
                 return False
             # Membership and order are durable before they are trained on (rule 8).
@@ -85,7 +85,7 @@ class TrainLoop:
             await run.replicated()
         return True
 
-    async def _next_part(self, part: Part) -> list[FinishedGroup] | None:
+    async def _next_part(self, part: NextPart) -> list[FinishedGroup] | None:
         """Wait for a part of a batch, or a whole one, that rule 2 allows; None when the run drains first."""
         run = self._run
         queue = run.experiment.queue
@@ -129,7 +129,7 @@ class TrainLoop:
             ends.append(next(iter(run.state.opened_s.values())) + budget_s - run.clock.now())
         return max(0.0, min(ends)) if ends else None
 
-    async def _wait(self, mark: int, part: Part) -> None:
+    async def _wait(self, mark: int, part: NextPart) -> None:
         """Wait until the state changes or a deadline passes."""
         limit_s, changed = self._wake_in_s(), self._run.state.changed
         if limit_s is None:
@@ -140,7 +140,7 @@ class TrainLoop:
             async with asyncio.timeout(limit_s):
                 await changed.wait(mark)
 
-    def _due(self, part: Part) -> bool:
+    def _due(self, part: NextPart) -> bool:
         """Whether there is more to do than to wait."""
         return self._over() or self._run.state.selectable.due(self._run.state.version, part)
 

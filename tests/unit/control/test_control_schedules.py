@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headway.control.admission import credit
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
-from headway.control.staleness import OpenGroup, Part, check_budget, select_batch
+from headway.control.staleness import OpenGroup, NextPart, check_budget, select_batch
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Simulation:
         shape = self.shape
         left = shape.per_step - len(self.in_batch)
         taken = min(shape.per_part, left)
-        part = Part(groups=taken, left=left - taken)
+        part = NextPart(groups=taken, left=left - taken)
         candidates = list(self.candidates())
         chosen = select_batch(self.version, candidates, shape.per_step, shape.budget, shape.policy, part)
         assert shape.policy == "drop" or not chosen.overdue

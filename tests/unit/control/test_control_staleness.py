@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.staleness import OpenGroup, Part, check_budget, resumption, select_batch
+from headway.control.staleness import OpenGroup, NextPart, check_budget, resumption, select_batch
 from headway.records.errors import BudgetExceeded
 
 
@@ -38,7 +38,7 @@ def test_wait_finds_a_part_exactly_when_one_leaves_everything_schedulable(raw, p
     step = 5
     committed = min(committed, per_step - 1)
     left = per_step - committed
-    part = Part(groups=min(taken, left), left=left - min(taken, left))
+    part = NextPart(groups=min(taken, left), left=left - min(taken, left))
     candidates = [group(i, max(v, step - budget), s) for i, (v, s) in enumerate(raw)]
     if not schedulable(candidates, step, per_step, budget, committed):
         return  # not admitted under rule 1
@@ -124,7 +124,7 @@ def test_drop_ends_finished_groups_that_older_ones_keep_out_for_good():
 @given(groups_strategy, st.integers(1, 3), st.integers(0, 4), st.integers(1, 3))
 def test_drop_keeps_every_finished_group_trainable(raw, per_step, budget, taken):
     step = 4
-    part = Part(groups=min(taken, per_step), left=per_step - min(taken, per_step))
+    part = NextPart(groups=min(taken, per_step), left=per_step - min(taken, per_step))
     candidates = [group(i, v, s) for i, (v, s) in enumerate(raw) if v <= step]
     selection = select_batch(step, candidates, per_step, budget, "drop", part)
     gone = {*selection.groups, *selection.overdue}
