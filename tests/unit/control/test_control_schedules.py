@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headway.control.admission import credit
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
-from headway.control.staleness import OpenGroup, NextPart, check_budget, select_batch
+from headway.control.staleness import NextPart, OpenGroup, check_budget, select_batch
 
 
 @dataclass

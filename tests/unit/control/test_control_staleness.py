@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.staleness import OpenGroup, NextPart, check_budget, resumption, select_batch
+from headway.control.staleness import NextPart, OpenGroup, check_budget, resumption, select_batch
 from headway.records.errors import BudgetExceeded
 
 
