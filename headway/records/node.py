@@ -16,6 +16,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     shared_memory_bytes: int  # free in /dev/shm
     scratch: str  # the agent's temporary folder on the node
+    time_s: float = 0.0  # Unix time by its clock, when it was asked
     offers: tuple[str, ...] = ()  # devices on which it offers to run a generator's replica, beside the file's
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+from pathlib import Path
 
 from headway.records.errors import ConfigurationError
 
@@ -21,6 +23,16 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def own_addresses() -> list[str]:
+    """IPv4 addresses of this machine by which others might reach it; empty where the kernel doesn't say."""
+    try:
+        routes = Path("/proc/net/fib_trie").read_text()
+    except OSError:
+        return []
+    own = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes))
+    return sorted(address for address in own if not is_loopback(f"{address}:0"))
 
 
 def require_free(address: str) -> None:

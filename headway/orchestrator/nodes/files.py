@@ -18,6 +18,7 @@ from headway.runtime.workers import EventCallback, Worker, WorkerSpec
 
 _CHUNK_BYTES = 16 << 20
 _DIGESTS_S = 600.0  # limit: a model's samples from a slow file system
+_EVERY_BYTE = 6  # times as long as samples
 _FACTORY = "headway.runtime.nodes.files:FilesService"
 
 
@@ -35,11 +36,13 @@ class FilesLauncher:
         on_event: EventCallback = lambda name, detail, /, **fields: None,
         *,
         cache: str = "",
+        deep: bool = False,
     ) -> None:
-        """``folders``: that workers read, by the key of the experiment that names them. ``cache``: on the nodes."""
+        """``folders``: that workers read, by the key of the experiment that names them. ``cache``: on the nodes.
+        ``deep``: compare every byte, not samples."""
         self._nodes, self._on_event = nodes, on_event
         self._folders = {key: (folder, Path(folder).absolute()) for key, folder in folders.items()}
-        self._cache = cache
+        self._cache, self._deep = cache, deep
         self._looked: dict[Node, asyncio.Task[dict[str, str]]] = {}
         self._sent: dict[str, str] = {}  # deep digest of a folder here, by its path
 
@@ -66,10 +69,11 @@ class FilesLauncher:
             await worker.stop()
 
     async def _place(self, worker: Worker, node: str, key: str, folder: Path) -> str:
-        there = await worker.call("digests", str(folder), timeout_s=_DIGESTS_S)
+        limit_s = _DIGESTS_S * (_EVERY_BYTE if self._deep else 1)
+        there = await worker.call("digests", str(folder), self._deep, timeout_s=limit_s)
         if there is None:
             return await self._send(worker, node, key, folder)
-        here = await asyncio.to_thread(file_digests, folder)
+        here = await asyncio.to_thread(file_digests, folder, deep=self._deep)
         if other := _difference(here, there):
             raise ConfigurationError(
                 f"{key} = {str(folder)!r} on node {node} isn't what it is here: {other}; copy the folder there, or "

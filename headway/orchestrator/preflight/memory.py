@@ -25,8 +25,9 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
@@ -59,7 +60,9 @@ _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-
 _TOKEN_BYTES_ON_DISK = 14
 
 
-_MEMORY_OF_NODE = "memory of node "
+def memory_of_node(node: str) -> str:
+    """The place that is a node's memory; "": this machine's."""
+    return f"memory of node {node}" if node else "memory"
 
 
 def bytes_of(dtype: str) -> int:
@@ -243,7 +246,7 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
     node, own = split_node(device)
-    memory = f"{_MEMORY_OF_NODE}{node}" if node else "memory"
+    memory = memory_of_node(node)
     if parse_device(own).kind == "cpu":
         yield MemoryUse(name=name, place=memory, parts=on_host | on_device)
     else:
@@ -254,8 +257,11 @@ def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[
 # --- what is there ---------------------------------------------------------------------------------------
 
 
-def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
-    """Each place's needed, total and available bytes; None where the latter two are unknown."""
+def memory_places(
+    uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]] = MappingProxyType({})
+) -> list[MemoryPlace]:
+    """Each place's needed, total and available bytes; None where the latter two are unknown. ``on_nodes``: what is
+    known of places on nodes."""
     needed: Counter[str] = Counter()
     for use in uses:
         needed[use.place] += use.total_bytes
@@ -267,8 +273,8 @@ def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
             found = machine_memory()
         elif name.startswith("cuda:"):
             found = gpu_memory(parse_device(name).first)
-        elif name.startswith(_MEMORY_OF_NODE) or "/cuda:" in name:  # only its agent could tell
-            found = None
+        elif _is_on_node(name):  # only its agent can tell
+            found = on_nodes.get(name)
         elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
             found = (0, 0)
         else:
@@ -276,6 +282,10 @@ def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
         capacity, available = found if found is not None else (None, None)
         places.append(MemoryPlace(name=name, needed_bytes=total, capacity_bytes=capacity, available_bytes=available))
     return places
+
+
+def _is_on_node(place: str) -> bool:
+    return place.startswith("memory of ") or "/cuda:" in place
 
 
 def machine_memory() -> tuple[int, int] | None:
@@ -346,7 +356,7 @@ def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Finding
             there = [use for use in uses if use.place == place.name]
             if place.name == str(SHARED_MEMORY):
                 _look_at_shared_memory(place, place.available_bytes, findings)
-            elif place.name == "memory" or place.name.startswith("cuda:"):
+            elif place.name == "memory" or place.name.startswith("cuda:") or _is_on_node(place.name):
                 _look_at_memory(there, place, place.capacity_bytes, place.available_bytes, findings)
             else:
                 _look_at_disk(there, place, place.available_bytes, findings)

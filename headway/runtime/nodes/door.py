@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
 from headway.records.errors import ConfigurationError, HeadwayError
-from headway.runtime.addresses import split_address
+from headway.runtime.addresses import own_addresses, split_address
 from headway.runtime.nodes.encryption import HostEncryption
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, let_in, want_encryption, welcome
 
@@ -72,7 +72,7 @@ class Door:
         except OSError as error:
             raise ConfigurationError(
                 f"cluster.address = '{self._host}:{self._port}': {error.strerror}; valid: an address of this machine "
-                "that the nodes can reach, and a free port"
+                f"that the nodes can reach ({', '.join(own_addresses())}), and a free port"
             ) from None
         listener.listen(256)
         listener.setblocking(False)
@@ -124,7 +124,7 @@ class Door:
                     raise
                 taken = True
         except TimeoutError:
-            self._refused(f"{peer}: no handshake within {HANDSHAKE_S:g} s")
+            self._refused(f"{peer} connects, then is silent for {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
         except HeadwayError as error:  # refused, or lost while it was taken
             self._refused(f"{peer}: {error}")
         finally:

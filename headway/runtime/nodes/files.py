@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
+from headway.runtime.imports import require_module
 from headway.runtime.scratch import ScratchFolder
 
 if TYPE_CHECKING:
@@ -81,6 +82,14 @@ class FilesService:
     def digests(self, folder: str, deep: bool = False) -> dict[str, str] | None:
         """`file_digests` of ``folder``; None where there is none."""
         return file_digests(Path(folder), deep=deep) if Path(folder).is_dir() else None
+
+    def sees(self, marker: str) -> bool:
+        """Whether this file of the orchestrator's is here, in a folder that can be written to."""
+        return Path(marker).is_file() and os.access(Path(marker).parent, os.W_OK)
+
+    def require_module(self, name: str, key: str) -> None:
+        """Raise ConfigurationError unless the user's module of ``module:name`` is found here; ``key`` names it."""
+        require_module(name, key, ())
 
     def copy_of(self, digest: str) -> str:
         """Path of the copy with this digest; empty: there is none."""
