@@ -27,11 +27,8 @@ def is_loopback(address: str) -> bool:
 
 def own_addresses() -> list[str]:
     """IPv4 addresses of this machine by which others might reach it; empty where the kernel doesn't say."""
-    try:
-        routes = Path("/proc/net/fib_trie").read_text()
-    except OSError:
-        return []
-    own = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes))
+    routes = Path("/proc/net/fib_trie")
+    own = set(re.findall(r"(\S+)\n\s+/32 host LOCAL", routes.read_text() if routes.is_file() else ""))
     return sorted(address for address in own if not is_loopback(f"{address}:0"))
 
 

@@ -18,7 +18,6 @@ from headway.runtime.workers import EventCallback, Worker, WorkerSpec
 
 _CHUNK_BYTES = 16 << 20
 _DIGESTS_S = 600.0  # limit: a model's samples from a slow file system
-_EVERY_BYTE = 6  # times as long as samples
 _FACTORY = "headway.runtime.nodes.files:FilesService"
 
 
@@ -69,8 +68,7 @@ class FilesLauncher:
             await worker.stop()
 
     async def _place(self, worker: Worker, node: str, key: str, folder: Path) -> str:
-        limit_s = _DIGESTS_S * (_EVERY_BYTE if self._deep else 1)
-        there = await worker.call("digests", str(folder), self._deep, timeout_s=limit_s)
+        there = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
         if there is None:
             return await self._send(worker, node, key, folder)
         here = await asyncio.to_thread(file_digests, folder, deep=self._deep)

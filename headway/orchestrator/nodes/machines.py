@@ -120,14 +120,8 @@ async def open_machines(
         rooms = {name: Room(cpu=facts[name].cores, cuda=facts[name].gpus) for name in cluster.nodes if name in facts}
         experiment = place_devices(experiment, rooms)
         publishing = parse_device(origin or experiment.trainer.devices[0]).node
-        settings = {
-            "run_id": run_id,
-            "ports": list(cluster.ports),
-            "key": key,
-            "epoch": epoch,
-            "orphan_s": cluster.orphan_s,
-            "certificate": certificate,
-        }
+        settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
+        settings |= {"orphan_s": cluster.orphan_s, "certificate": certificate}
         mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
             launcher = FilesLauncher(nodes, _folders(experiment), on_event, deep=check is not None and check.deep)

@@ -42,13 +42,13 @@ def preview(
         return CheckReport(findings=findings)
     on_nodes = node_findings(experiment, deep=deep, on_progress=on_progress)
     on_findings(on_nodes.by_level())
-    findings = Findings(Findings(findings + on_nodes).by_level())
+    findings = Findings(findings + on_nodes)
     if any(finding.level == "error" for finding in on_nodes):
-        return CheckReport(findings=findings)
+        return CheckReport(findings=findings.by_level())
     uses = memory_uses(experiment, DecoderConfig.from_pretrained(Path(experiment.model.path)))
     places = memory_places(uses)
     if seconds is None or experiment.environment.name != "single_turn":  # what agents do takes longer to be seen
-        return CheckReport(findings=findings, memory=uses, places=places)
+        return CheckReport(findings=findings.by_level(), memory=uses, places=places)
     sets = load_task_sets(experiment)
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
     on_progress("forecasts the run")

@@ -22,7 +22,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import HealthChecks, Link
-from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, SHARED_MEMORY, ConditionsReader, free_bytes
+from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader, machine_memory
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, NotAdmitted, software
 from headway.runtime.scratch import ScratchFolder
@@ -90,8 +90,7 @@ class Agent:
             pid=os.getpid(),
             cores=len(machine_cores()),
             gpus=cuda_device_count() or 0,
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            shared_memory_bytes=free_bytes(SHARED_MEMORY),
+            memory_bytes=(machine_memory() or (0, 0))[0],
             scratch=str(self._scratch),
             time_s=time.time(),
             offers=self._offers,

@@ -83,13 +83,21 @@ class FilesService:
         """`file_digests` of ``folder``; None where there is none."""
         return file_digests(Path(folder), deep=deep) if Path(folder).is_dir() else None
 
-    def sees(self, marker: str) -> bool:
-        """Whether this file of the orchestrator's is here, in a folder that can be written to."""
-        return Path(marker).is_file() and os.access(Path(marker).parent, os.W_OK)
-
-    def require_module(self, name: str, key: str) -> None:
-        """Raise ConfigurationError unless the user's module of ``module:name`` is found here; ``key`` names it."""
-        require_module(name, key, ())
+    def problems(self, modules: dict[str, str], marker: str) -> dict[str, str]:
+        """Why a user's module of ``modules`` (by its key) isn't found here, by key; and of ``run.directory``, why
+        ``marker``, a file of the orchestrator's in it, isn't; empty: it isn't looked for."""
+        found: dict[str, str] = {}
+        for key, name in modules.items():
+            try:
+                require_module(name, key, ())
+            except ConfigurationError as error:
+                found[key] = str(error)
+        folder = Path(marker).parent
+        if marker and not (Path(marker).is_file() and os.access(folder, os.W_OK)):
+            found["run.directory"] = (
+                f"{folder} isn't the orchestrator's or can't be written to, as a trainer there must"
+            )
+        return found
 
     def copy_of(self, digest: str) -> str:
         """Path of the copy with this digest; empty: there is none."""
