@@ -24,10 +24,26 @@ KEY = make_key()
 
 
 def start_agent(
-    address: str, name: str, *, log: Path, key: str = KEY, namespace: str = "", arguments: tuple[str, ...] = ()
+    address: str,
+    name: str,
+    *,
+    log: Path,
+    key: str = KEY,
+    namespace: str = "",
+    arguments: tuple[str, ...] = (),
+    python: str = "",
+    mounts: str = "",
 ) -> subprocess.Popen[bytes]:
-    """Start `headway node` for a run at ``address``; its output goes to ``log``."""
-    command = [sys.executable, "-m", "headway.cli.main", "node", "--join", address, "--name", name, *arguments]
+    """Start `headway node` for a run at ``address``; its output goes to ``log``. ``python``: statements that its
+    process runs first. ``mounts``: a shell's commands in a mount namespace of its own, before it starts there."""
+    program = (
+        ["-c", f"{python}\nimport sys\nfrom headway.cli.main import main\nsys.exit(main())"]
+        if python
+        else ["-m", "headway.cli.main"]
+    )
+    command = [sys.executable, *program, "node", "--join", address, "--name", name, *arguments]
+    if mounts:
+        command = ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
     if namespace:
         command = ["ip", "netns", "exec", namespace, *command]
     with open(log, "ab") as file:
