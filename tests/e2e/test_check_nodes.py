@@ -193,10 +193,12 @@ def test_another_model_is_found_by_samples_or_every_byte(inputs: Path, tmp_path:
     content[UNSAMPLED] ^= 1
     (other / "notes.bin").write_bytes(content)
     with agent_of(config, mounts=f"mount --bind {other} {model}"):
-        assert not errors(look(config))
-        assert "node b isn't what it is here: notes.bin has" in only(look(config, deep=True), "error", "model.path")
+        sampled = look(config)
+        assert not errors(sampled)
+        assert sampled[-1].message.startswith("node b: model files as here (names, sizes, headers and samples")
+        assert "node b isn't what it is here: notes.bin has" in only(look(config, deep=True), "error", "cluster.nodes")
         (other / "config.json").write_text("{}")
-        assert "config.json has 2 bytes" in only(look(config), "error", "model.path")
+        assert "config.json has 2 bytes" in only(look(config), "error", "cluster.nodes")
 
 
 @needs_namespaces

@@ -71,22 +71,24 @@ async def _look(experiment: Experiment, deep: bool, on_progress: Callable[[str],
     with findings.refused(_KEY):
         async with open_machines(experiment, RealClock(), on_event, check=NodeCheck(deep=deep, missing=missing)) as its:
             assert its.nodes is not None  # there is an address
-            for found in await asyncio.gather(*(_look_at(node, its) for node in its.nodes.joined.values())):
+            for found in await asyncio.gather(*(_look_at(node, its, deep) for node in its.nodes.joined.values())):
                 findings += found
-    reach = f"does it reach {cluster.address}, past firewalls (this machine has {', '.join(own_addresses())})?"
+    reach = f"it must reach {cluster.address} past firewalls (this machine is {', '.join(own_addresses())})"
     for name, why in missing.items():
         findings.error(_KEY, f"{why}; {reach}{start.replace('NAME', name)}")
     return findings
 
 
-async def _look_at(node: Node, machines: Machines) -> Findings:
+async def _look_at(node: Node, machines: Machines, deep: bool) -> Findings:
     """Findings on a node that has joined."""
     found, device = Findings(), f"{node.name}/cpu:all"
     spec = WorkerSpec(name=f"check-{node.name}", factory="headway.runtime.nodes.files:FilesService", device=device)
     try:
         _look_at_conditions(node, await node.call("conditions"), machines.experiment, found)
-        with found.refused("model.path"):
+        with found.refused(_KEY):
             worker = await machines.launcher.start(spec)  # compares model folders, and sends those that are missing
+            compared = "every byte" if deep else "names, sizes, headers and samples; every byte: --deep"
+            found.info(_KEY, f"node {node.name}: model files as here ({compared})")
             try:
                 await _look_at_paths(worker, node.name, machines.experiment, found)
             finally:

@@ -182,7 +182,7 @@ class Nodes:
         if (other := self.joined.get(hello.subject)) is not None:
             raise NotAdmitted(f"there is a node {other.name} already, at {other.peer}", later=True)
         if self._closing:
-            raise NotAdmitted("the run is over")
+            raise NotAdmitted("the run is over", later=self._keep_agents)
         if differences := _differences(hello.software):
             raise NotAdmitted(f"node {hello.subject} has {differences}: install the same there")
         await welcome(sock, verdict)
