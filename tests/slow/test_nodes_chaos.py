@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 import tiny_run
-from node_processes import KEY, namespaces, no_namespaces, set_link, start_agent
+from node_processes import (
+    KEY,
+    disk_full,
+    is_generator,
+    namespaces,
+    no_namespaces,
+    recoveries_s,
+    set_link,
+    start_agent,
+)
 
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 
@@ -29,12 +38,14 @@ ORPHAN_S = 8.0
 FAULTS_A_RUN = 3
 FAULTS = (
     "kill_worker",
+    "kill_generator",
     "kill_agent",
     "kill_orchestrator",
     "stop_worker",
     "short_cut",
     "long_cut",
     "slow_link",
+    "disk_full",
     "add_node",
 )
 
@@ -71,7 +82,9 @@ class Cluster:
             if name not in self.agents or self.agents[name].poll() is not None:
                 offer = ("--offer", "cpu:0") if name == "c" else ()
                 log = self.folder / f"{name}.log"
-                self.agents[name] = start_agent(ADDRESS, name, log=log, namespace=self.names[index], arguments=offer)
+                self.agents[name] = start_agent(
+                    ADDRESS, name, log=log, namespace=self.names[index], arguments=offer, memory="16m"
+                )
 
     def pids(self, index: int, *words: str) -> list[int]:
         """Process ids in a namespace whose command line has all ``words``."""
@@ -90,6 +103,15 @@ class Cluster:
 
     def kill_worker(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def kill_generator(self) -> None:
+        generators = [pid for index in range(3) for pid in self.pids(index) if is_generator(pid)]
+        back = len(tiny_run.events_of(self.run, "generator_restarted"))
+        os.kill(self.rng.choice(generators), signal.SIGKILL)
+        deadline = time.monotonic() + 60.0
+        while len(tiny_run.events_of(self.run, "generator_restarted")) == back:
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(0.1)
 
     def stop_worker(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -124,6 +146,11 @@ class Cluster:
         subprocess.run([*tc, "add", "dev", "e1", "root", "tbf", *limit], check=False, capture_output=True)
         time.sleep(4.0)
         subprocess.run([*tc, "del", "dev", "e1", "root"], check=False, capture_output=True)
+
+    def disk_full(self) -> None:
+        agent = self.agents[self.rng.choice(["b", "c"])]
+        with disk_full(agent):
+            time.sleep(6.0)
 
     def add_node(self) -> None:
         log = self.folder / "d.log"
@@ -205,6 +232,5 @@ def check(cluster: Cluster) -> None:
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 2 else pytest.mark.long) for n in range(10)])
 def test_faults_by_seed(tmp_path: Path, seed: int) -> None:
     cluster = play(tmp_path, seed)
-    restarts = [event.lost_s for event in tiny_run.events_of(cluster.run, "generator_restarted")]
-    print(json.dumps({"seed": seed, "journal": cluster.journal, "generator_lost_s": restarts}))
+    print(json.dumps({"seed": seed, "journal": cluster.journal, "first_tokens_s": recoveries_s(cluster.run)}))
     check(cluster)
