@@ -105,11 +105,14 @@ class MirrorService:
     def serve_published(self, published: PublishedWeights) -> None:
         """Serve a version that was published on this machine, from the publisher's own file."""
         with self._changed:
+            self._published.pop(published.version, None)
             self._published[published.version] = published
-            while len(self._published) > SLOTS:
-                oldest = min(self._published)
-                del self._published[oldest]
-                self._gone = max(self._gone, oldest)
+            if len(self._published) > SLOTS:
+                first = next(
+                    iter(self._published)
+                )  # not the lowest version: the best one is published again at the end
+                del self._published[first]
+                self._gone = max(self._gone, first)
             self._changed.notify_all()
 
     def statistics(self) -> dict[str, int]:
