@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -180,8 +181,8 @@ class Cluster:
         return "\n".join(map(json.dumps, self.journal)) + "\n" + logs + tiny_run.tail_of(self.run)
 
 
-def play(folder: Path, seed: int) -> Cluster:
-    """One run with `FAULTS_A_RUN` faults chosen by ``seed``, to its end."""
+def play(folder: Path, seed: int, faults: tuple[str, ...] = ()) -> Cluster:
+    """One run with ``faults``, or with `FAULTS_A_RUN` that are chosen by ``seed``, to its end."""
     rng = random.Random(seed)
     tiny_run.write_inputs(folder)
     tiny_run.write_experiment(
@@ -198,10 +199,10 @@ def play(folder: Path, seed: int) -> Cluster:
         cluster.begin()
         done = 0
         try:
-            for _ in range(FAULTS_A_RUN):
+            for at in range(len(faults) or FAULTS_A_RUN):
                 wanted = done + rng.randint(3, 12)
                 cluster.until_step(wanted)
-                fault = rng.choice(FAULTS)
+                fault = faults[at] if faults else rng.choice(FAULTS)
                 at_s = time.monotonic()
                 getattr(cluster, fault)()
                 done = len(tiny_run.steps_of(cluster.run))
@@ -233,4 +234,13 @@ def check(cluster: Cluster) -> None:
 def test_faults_by_seed(tmp_path: Path, seed: int) -> None:
     cluster = play(tmp_path, seed)
     print(json.dumps({"seed": seed, "journal": cluster.journal, "first_tokens_s": recoveries_s(cluster.run)}))
+    check(cluster)
+
+
+def test_killed_generators_and_one_on_a_full_disk_come_back(tmp_path: Path) -> None:
+    cluster = play(tmp_path, 0, ("disk_full", *["kill_generator"] * 5, "disk_full"))
+    recoveries = recoveries_s(cluster.run)
+    assert len(recoveries) >= 5
+    result = {"journal": cluster.journal, "first_tokens_s": recoveries, "median_s": statistics.median(recoveries)}
+    print(json.dumps(result | {"load": os.getloadavg()[0]}))
     check(cluster)
