@@ -149,8 +149,11 @@ class Cluster:
         subprocess.run([*tc, "del", "dev", "e1", "root"], check=False, capture_output=True)
 
     def disk_full(self) -> None:
-        agent = self.agents[self.rng.choice(["b", "c"])]
-        with disk_full(agent):
+        """Of a node's /dev/shm, while its mirror has to make room for weights anew."""
+        index, name = self.rng.choice([(1, "b"), (2, "c")])
+        with disk_full(self.agents[name]):
+            for pid in self.pids(index, "headway.runtime.child", "cpu:all"):  # the mirror, and the verifier beside it
+                os.kill(pid, signal.SIGKILL)
             time.sleep(6.0)
 
     def add_node(self) -> None:
