@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import tiny_run
+from node_processes import namespaces, no_namespaces, start_agent
+from test_nodes_run import pid_in, start_run
 
+needs_namespaces = pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 ENDLESS = 1_000_000
 
@@ -104,4 +107,75 @@ def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inpu
         command.until(lambda: len(tiny_run.steps_of(run)) >= steps + 2, "two more steps")
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 130, command.output
+    tiny_run.audited(run)
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_run_resumes_on_the_node_that_has_the_copy_of_its_books(inputs: Any, tmp_path: Path) -> None:
+    """The first machine ends with all of its processes, and its disk is lost; the next copy goes to a third machine."""
+    run, books, copy, next_copy = (tmp_path / name for name in ("run", "books", "copy", "next"))
+    cluster = {"address": "10.77.0.1:7400", "nodes": ["b", "c"], "orphan_s": 10.0, "books_directory": str(books)}
+    cluster["replicate_to"] = f"b:{copy}"
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 300, "directory": str(run)}, cluster=cluster, **inputs)
+    with namespaces(3) as (here, there, elsewhere):
+        holding = start_agent("10.77.0.1:7400", "b", log=tmp_path / "b.log", namespace=there)
+        first = start_run(config, here)
+        command = tiny_run.Command(first, run, tmp_path / "journal")
+        command.until(lambda: len(tiny_run.steps_of(run)) >= 5, "five steps")
+        holder = int((copy / "lock").read_text())
+        assert os.readlink(f"/proc/{holder}/ns/net") == os.readlink(f"/proc/{holding.pid}/ns/net"), "it is on node b"
+        for pid in subprocess.run(["ip", "netns", "pids", here], capture_output=True, text=True).stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        first.communicate()
+        shutil.rmtree(books)
+        holding.kill()
+        holding.wait()
+        next_holding = start_agent("10.77.0.2:7400", "c", log=tmp_path / "c.log", namespace=elsewhere)
+        places = {"address": "10.77.0.2:7400", "books_directory": str(copy), "replicate_to": f"c:{next_copy}"}
+        second = start_run(config, there, "--resume", *(f"--cluster.{key}={value}" for key, value in places.items()))
+        output, _ = second.communicate(timeout=120)
+        assert second.returncode == 0, output + (tmp_path / "c.log").read_text()
+        assert next_holding.wait(10) == 0
+    tiny_run.require_whole(run, 300)
+    report = tiny_run.audited(run)
+    assert report.groups == {"trained": 300 * 4}
+    for file in copy.glob("buffer.db*"):
+        file.unlink()
+    for file in next_copy.glob("buffer.db*"):
+        shutil.copy(file, copy / file.name)
+    assert tiny_run.audited(run).groups == report.groups
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_of_two_resumes_on_two_machines_at_once_one_runs(inputs: Any, tmp_path: Path) -> None:
+    """Each machine is a namespace with a boot id and lock files of its own, as on a shared file system; the run that
+    both resume was killed on a third."""
+    run, books = tmp_path / "run", tmp_path / "books"
+    config = tiny_run.write_experiment(
+        tmp_path,
+        run={"steps": ENDLESS, "directory": str(run)},
+        cluster={"orphan_s": 5.0, "books_directory": str(books)},
+        **inputs,
+    )
+    with namespaces(3) as (here, *others):
+        first = start_run(config, here)
+        command = tiny_run.Command(first, run, tmp_path / "journal")
+        command.until(lambda: len(tiny_run.steps_of(run)) >= 3, "three steps")
+        os.kill(pid_in(here, "train"), signal.SIGKILL)
+        first.communicate()
+        steps = len(tiny_run.steps_of(run))
+        resumes = [start_run(config, other, "--resume", as_machine=tmp_path / other) for other in others]
+        command.process = resumes[0]
+        command.until(lambda: any(resume.poll() is not None for resume in resumes), "a refusal")
+        (at,) = [index for index, resume in enumerate(resumes) if resume.poll() is None]
+        refused, command.process = resumes[1 - at], resumes[at]
+        said = refused.communicate()[0]
+        assert refused.returncode == 2, said
+        holder = pid_in(others[at], "train")
+        assert "another process has taken epoch 2" in said or f"in use: process {holder} on " in said, said
+        command.until(lambda: len(tiny_run.steps_of(run)) >= steps + 5, "five steps by the other one")
+        os.kill(holder, signal.SIGINT)
+        assert command.process.wait(90) == 130, command.process.communicate()[0]
     tiny_run.audited(run)

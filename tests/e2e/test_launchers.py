@@ -40,12 +40,14 @@ def cluster_of(launcher: str, place: str, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def machines(folder: Path, cluster: dict[str, Any], events: Events) -> AsyncIterator[Machines]:
-    """The machines of a run whose generator is on node b."""
+async def machines(
+    folder: Path, cluster: dict[str, Any], events: Events, **sections: dict[str, Any]
+) -> AsyncIterator[Machines]:
+    """The machines of a run, whose generator is on node b unless ``sections`` say otherwise."""
     (folder / "run").mkdir()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")  # the same file on every node, as no worker here reads it
-    config = write_experiment(folder, generator={"devices": ["b/cpu:0"]}, cluster=cluster)
+    config = write_experiment(folder, **{"generator": {"devices": ["b/cpu:0"]}, "cluster": cluster} | sections)
     async with open_machines(experiment_of(config), RealClock(), events, key_folder=folder / "run") as opened:
         yield opened
 
