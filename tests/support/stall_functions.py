@@ -6,10 +6,13 @@ The file that STALL_FILE names says when: until it is there they do what they sh
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
 import re
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,12 @@ def fills_pipe(task: Task, response: str) -> float:
         child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE)
         assert child.stdin is not None
         child.stdin.write(bytes(1 << 20))
+    return float(len(response) % 2)
+
+
+def sleeps(task: Task, response: str) -> float:
+    """A healthy verifier with a long tail: the median is 0.2 s, one score in a hundred takes 2 s, and 15 s is the most."""
+    time.sleep(min(15.0, random.lognormvariate(math.log(0.2), 1.0)))
     return float(len(response) % 2)
 
 
