@@ -43,7 +43,7 @@ def fills_pipe(task: Task, response: str) -> float:
 
 
 def sleeps(task: Task, response: str) -> float:
-    """A healthy verifier with a long tail: the median is 0.2 s, one score in a hundred takes 2 s, and 15 s is the most."""
+    """A healthy verifier with a long tail: 0.2 s as a median, 2 s once in a hundred scores, 15 s at most."""
     time.sleep(min(15.0, random.lognormvariate(math.log(0.2), 1.0)))
     return float(len(response) % 2)
 
