@@ -5,8 +5,9 @@
 The real loops, rules, buffer, pool and router over fake workers in virtual time: one generator replica a node, and work
 in proportion to the nodes. Every hour a share of the nodes fails, in turn for good or for two minutes: a node that
 comes back has its replica restarted, another takes the place of one that doesn't (`GeneratorPool.join`). An *event* is
-a message of a replica: what its requests have sampled in 8 s, or the ends of some. The time that the fakes take is measured and left out. Few
-nodes run for longer, so that both sides count as many events, and the rounds of both sides alternate.
+a message of a replica: what its requests have sampled in 8 s, or the ends of some. The time that the fakes take is
+measured and left out. Few nodes run for longer, so that both sides count as many events, and the rounds of both sides
+alternate.
 
 Books balance when at the end every admitted rollout has ended once (`buffer.audit`), at every size and in every round.
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import operator
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -23,6 +24,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.workers import EventCallback
 
 _TAKING: tuple[Standing, ...] = ("serving", "lent", "resting")
+_OUTSTANDING = operator.attrgetter("outstanding_tokens")
 _ROUNDING_S = 1e-6  # a timer may come this much too early
 
 
@@ -138,13 +140,14 @@ class Router:
 
     # --- replicas -------------------------------------------------------------------------------------------
 
-    def standings(self, now: float) -> list[Standing]:
-        """Return the standing of each replica, in order."""
-        for one in self._replicas:
+    def standings(self, now: float, replicas: Sequence[Replica] | None = None) -> list[Standing]:
+        """Return the standing of each of ``replicas``, by default of all, in order."""
+        replicas = self._replicas if replicas is None else replicas
+        for one in replicas:
             if one.live and one.update > self._newest_update:
                 self._newest_update = one.update
         newest, grace_s = self._newest_update, self._settings.update_grace_s
-        return [one.standing(now, newest, grace_s) for one in self._replicas]
+        return [one.standing(now, newest, grace_s) for one in replicas]
 
     def settle(self) -> None:
         """Assign held requests, oldest first: a replica may take requests again."""
@@ -209,19 +212,20 @@ class Router:
             others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
             standings = others if any(how in _TAKING for how in others) else standings
         saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
+        candidates = self._candidates(standings, saved, needed)
         loads = [
             ReplicaLoad(
-                standing=how,
+                standing=standings[one.index],
                 outstanding_tokens=one.outstanding_tokens,
                 saved_tokens=saved.get(one.index, 0),
                 capacity_tokens=one.capacity_tokens,
             )
-            for one, how in zip(self._replicas, standings, strict=True)
+            for one in candidates
         ]
         route = choose_replica(loads, needed)
         if route is None:
             return False
-        replica = self._replicas[route.replica]
+        replica = candidates[route.replica]
         call.probe = replica.breaker.send(now)
         call.replica = replica.index
         call.ticket = str(next(self._tickets))  # never reused, so that no late delta matches the wrong call
@@ -234,6 +238,15 @@ class Router:
         if call.prefix:
             self._prefixes.remember(call.prefix, replica.index, replica.epoch)
         return True
+
+    def _candidates(self, standings: Sequence[Standing], saved: Mapping[int, int], needed: int) -> Sequence[Replica]:
+        """The replicas among which the choice is made, by index: all of them, but with many replicas only the least
+        loaded that serves and has room, and those that save something. None of the others could be chosen."""
+        serving = [one for one, how in zip(self._replicas, standings, strict=True) if how == "serving"]
+        least = min(serving, key=_OUTSTANDING, default=None)
+        if least is None or least.outstanding_tokens + needed > least.capacity_tokens:
+            return self._replicas
+        return [self._replicas[index] for index in sorted({least.index, *saved})]
 
     def _saved_tokens(self, call: OpenRequest) -> dict[int, int]:
         """Map replica index -> prompt tokens that it needn't prefill, weighted by ``router.affinity``."""
