@@ -58,6 +58,18 @@ class NeverReplies(Environment):
         episode.end("played")
 
 
+class UsesSandbox(Environment):
+    """An environment that runs a command in a sandbox of each rollout's own."""
+
+    uses_sandbox = True
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        written = await episode.sandbox.exec(["true"])
+        assert written.ok, written
+        episode.reward(float(len(answer.text) % 2))
+        episode.end("played")
+
+
 def blocks_loop(group: Any, rollouts: Any) -> bool:
     """A hook on finished groups that waits for what never comes."""
     if due():
