@@ -147,7 +147,15 @@ class Router:
             if one.live and one.update > self._newest_update:
                 self._newest_update = one.update
         newest, grace_s = self._newest_update, self._settings.update_grace_s
-        return [one.standing(now, newest, grace_s) for one in replicas]
+        return [  # a healthy one's in this line: every request looks at every replica
+            "serving"
+            if one.live
+            and one.update >= newest
+            and not (one.leaving or one.silent or one.resting or one.lent)
+            and one.breaker.closed
+            else one.standing(now, newest, grace_s)
+            for one in replicas
+        ]
 
     def settle(self) -> None:
         """Assign held requests, oldest first: a replica may take requests again."""
