@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-import operator
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 
@@ -24,7 +23,6 @@ from headway.runtime.clock import Clock
 from headway.runtime.workers import EventCallback
 
 _TAKING: tuple[Standing, ...] = ("serving", "lent", "resting")
-_OUTSTANDING = operator.attrgetter("outstanding_tokens")
 _ROUNDING_S = 1e-6  # a timer may come this much too early
 
 
@@ -215,20 +213,20 @@ class Router:
         """Assign a call to a replica; returns False when none takes it now."""
         now = self._clock.now()
         needed = call.outstanding_tokens
-        standings = self.standings(now)
+        saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
+        candidates = self._replicas if call.refused_by else self._candidates(now, saved, needed)
+        standings = self.standings(now, candidates)
         if call.refused_by:  # prefer other replicas; retry there if there is no other
             others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
             standings = others if any(how in _TAKING for how in others) else standings
-        saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
-        candidates = self._candidates(standings, saved, needed)
         loads = [
             ReplicaLoad(
-                standing=standings[one.index],
+                standing=how,
                 outstanding_tokens=one.outstanding_tokens,
                 saved_tokens=saved.get(one.index, 0),
                 capacity_tokens=one.capacity_tokens,
             )
-            for one in candidates
+            for one, how in zip(candidates, standings, strict=True)
         ]
         route = choose_replica(loads, needed)
         if route is None:
@@ -247,11 +245,14 @@ class Router:
             self._prefixes.remember(call.prefix, replica.index, replica.epoch)
         return True
 
-    def _candidates(self, standings: Sequence[Standing], saved: Mapping[int, int], needed: int) -> Sequence[Replica]:
-        """The replicas among which the choice is made, by index: all of them, but with many replicas only the least
-        loaded that serves and has room, and those that save something. None of the others could be chosen."""
-        serving = [one for one, how in zip(self._replicas, standings, strict=True) if how == "serving"]
-        least = min(serving, key=_OUTSTANDING, default=None)
+    def _candidates(self, now: float, saved: Mapping[int, int], needed: int) -> Sequence[Replica]:
+        """The replicas among which the choice is made, by index: where the least loaded that serves has room, it
+        and those that save something, since none of the others could be chosen; else all."""
+        least: Replica | None = None
+        for one in self._replicas:
+            lighter = least is None or one.outstanding_tokens < least.outstanding_tokens
+            if lighter and self.standings(now, (one,))[0] == "serving":
+                least = one
         if least is None or least.outstanding_tokens + needed > least.capacity_tokens:
             return self._replicas
         return [self._replicas[index] for index in sorted({least.index, *saved})]

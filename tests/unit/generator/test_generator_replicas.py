@@ -521,9 +521,10 @@ def test_candidates_alone_give_the_choice_among_all_replicas(replicas: list[tupl
         ReplicaLoad(standing=how, outstanding_tokens=10 * used, saved_tokens=tokens, capacity_tokens=100)
         for how, used, tokens in replicas
     ]
-    standings = [how for how, _, _ in replicas]
-    router: Any = SimpleNamespace(_replicas=known)
-    few = Router._candidates(router, standings, saved, needed)  # pyright: ignore[reportPrivateUsage]
+    router: Any = SimpleNamespace(
+        _replicas=known, standings=lambda now, those: [replicas[one.index][0] for one in those]
+    )
+    few = Router._candidates(router, 0.0, saved, needed)  # pyright: ignore[reportPrivateUsage]
     chosen = choose_replica([loads[one.index] for one in few], needed)
     among_all = choose_replica(loads, needed)
     assert (chosen is None) == (among_all is None)
