@@ -295,6 +295,7 @@ async def wire(
         wrap_generate=wrap_generate,
         look=looking,
         waits=waits,
+        nodes=machines.conditions,
     )
     fence = (lambda: None) if epoch is None else epoch.require
     places, books = [experiment.cluster.replicate_to], directory.buffer

@@ -123,6 +123,7 @@ class SandboxPool:
         self._recent_s: deque[float] = deque(maxlen=RECENT_STARTS)
         self._counts = CommandCounts()
         self._failures: Counter[str] = Counter()
+        self.trouble = ""  # why starts fail now; "": the last one didn't
         self._launched = self._started = self._retries = self._hedges = self._hedges_won = 0
         self._openings = self._lost = 0
         self._queue = self._start_times = Latencies()
@@ -265,6 +266,10 @@ class SandboxPool:
         error = None if making.cancelled() else making.exception()
         if isinstance(error, SandboxError):
             self._failures[error.failure.cause] += 1
+        if isinstance(error, SandboxError) and error.failure.cause == "infrastructure":
+            self.trouble = error.failure.what
+        elif error is None and not making.cancelled():
+            self.trouble = ""
         if self._breaker is None:
             return
         now = self._clock.now()

@@ -118,6 +118,9 @@ def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path
         assert run.returncode == 0, output + (tmp_path / "b.log").read_text()
         assert agent.wait(10) == 0
     assert before < 60
+    machines = {node.name: node for node in tiny_run.steps_of(tmp_path / "run")[-1].nodes}
+    assert machines.keys() == {"", "b"}
+    assert machines["b"].shared_memory_free_bytes > 0
     assert tiny_run.audited(tmp_path / "run").completed_steps == 60
     for name in ("node_lost", "generator_died", "generator_restarted"):
         assert not tiny_run.events_of(tmp_path / "run", name), name
