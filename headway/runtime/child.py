@@ -91,7 +91,7 @@ class ParentConnection:
         """Wait for the next frame. The parent's death ends the process."""
         while not self._frames:
             try:
-                count = self._reader.receive(self._socket)
+                count = self._socket.recv_into(self._reader.target())
             except OSError:
                 count = 0
             if count == 0:

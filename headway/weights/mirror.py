@@ -29,7 +29,7 @@ from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.door import Door
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, welcome
 from headway.weights.leftovers import stem
-from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_file, version_in
+from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
 
 if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
@@ -183,15 +183,7 @@ class MirrorService:
         for folder in default_folders():
             path = folder / f"{self._stem}-{number}.weights"
             try:
-                descriptor = new_file(path)
-                try:
-                    os.posix_fallocate(descriptor, 0, size)  # a write beyond a full file system would be a SIGBUS
-                    return path, mmap.mmap(descriptor, size)
-                except OSError:
-                    path.unlink(missing_ok=True)
-                    raise
-                finally:
-                    os.close(descriptor)
+                return path, new_slot(path, size)
             except OSError as error:
                 refused.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(f"no room for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,13 @@ import pytest
 import tiny_run
 from node_processes import namespaces, no_namespaces, start_agent
 from test_nodes_run import pid_in, start_run
+
+from headway.buffer.replication import BooksCopy
+from headway.buffer.store import GroupBuffer
+from headway.records.rollout import Group
+from headway.records.task import Task
+from headway.runtime.clock import RealClock
+from headway.runtime.workers import LocalLauncher
 
 needs_namespaces = pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -68,6 +77,50 @@ def test_lost_copy_is_reported_and_made_anew_while_the_run_goes_on(inputs: Any, 
         before.groups,
         before.rollouts,
     )
+
+
+def rows(path: Path) -> list[Any]:
+    with sqlite3.connect(path) as connection:
+        return connection.execute("SELECT * FROM groups ORDER BY 1").fetchall()
+
+
+def test_transactions_while_the_whole_books_are_sent_follow_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.runtime.nodes.files.PART_BYTES", 1 << 16)
+    monkeypatch.setattr("headway.buffer.replication._PAGES_AT_ONCE", 1)
+    path, events = tmp_path / "buffer.db", list[str]()
+
+    async def main() -> None:
+        clock, folder = RealClock(), tmp_path / "copy"
+        copy = BooksCopy(
+            LocalLauncher(clock), clock, f":{folder}", path, lambda name, detail, /, **_: events.append(name)
+        )
+        buffer = GroupBuffer(path, 1 << 20, journal=copy.journal)
+
+        def admit() -> None:
+            index = buffer.next_index
+            task = Task(task_id=str(index), prompt="p" * 10_000)
+            buffer.admit(Group(index=index, task=task, prompt_ids=(1,), size=2, admitted_version=0, admitted_s=0.0))
+
+        for _ in range(500):
+            admit()
+        buffer.make_durable()
+        starting = asyncio.create_task(copy.start())
+        while not starting.done():
+            admit()
+            buffer.make_durable()
+            await asyncio.sleep(0)
+        await starting
+        await copy.reached()
+        assert rows(folder / "buffer.db") == rows(path)
+        assert len(rows(path)) > 501
+        await copy.stop()
+        buffer.close()
+
+    asyncio.run(main())
+    assert not events
+    assert not list(tmp_path.glob("books-copy-*"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")

@@ -16,7 +16,7 @@ from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import EventRecord
 from headway.records.node import NodeConditions
 from headway.records.trace import Pulse, WorkerState
-from headway.runtime.addresses import is_loopback, require_free, split_address
+from headway.runtime.addresses import is_loopback, listening, split_address
 from headway.telemetry.exporters.exporters import Exporter, Start, Status
 from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 from headway.telemetry.metrics import LENGTHS, STEP_METRICS, Histogram, router_metrics
@@ -59,7 +59,7 @@ class Prometheus(Exporter, Collector):
     def __init__(self, start: Start) -> None:
         address = start.experiment.ledger.prometheus
         try:
-            require_free(address)
+            listening(address).close()
         except ConfigurationError as error:
             raise ConfigurationError(f"ledger.prometheus: {error}") from None
         host, port = split_address(address)
