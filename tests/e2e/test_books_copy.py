@@ -16,6 +16,7 @@ import pytest
 import tiny_run
 from node_processes import namespaces, no_namespaces, start_agent
 from test_nodes_run import pid_in, start_run
+from tiers import first
 
 from headway.buffer.replication import BooksCopy
 from headway.buffer.store import GroupBuffer
@@ -36,7 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return tiny_run.inputs_in(folder)
 
 
-@pytest.mark.parametrize("fault", ["batch-committed:4", "step-computed:4", "log-durable:1"])
+@pytest.mark.parametrize("fault", first(1, ["batch-committed:4", "step-computed:4", "log-durable:1"]))
 def test_run_resumes_from_the_copy_after_its_own_books_are_lost(inputs: Any, tmp_path: Path, fault: str) -> None:
     """Nothing is trained twice, and no group that either side knew of is lost."""
     books, copy = tmp_path / "books", tmp_path / "copy"

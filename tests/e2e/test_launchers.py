@@ -98,8 +98,9 @@ def test_check_looks_at_nodes_that_ssh_starts_and_ends_their_agents(tmp_path: Pa
         nodes, address = {"b": destination, "c": "-p 1 ::1"}, f"127.0.0.1:{free_port()}"
         cluster = cluster_of("ssh", "", nodes=nodes, address=address, join_timeout_s=15.0)
         config = write_experiment(tmp_path, generator={"devices": ["b/cpu:0", "c/cpu:0"]}, cluster=cluster)
-        looked, refused = node_findings(experiment_of(config))
+        looked, compared, refused = node_findings(experiment_of(config))
     assert looked.message.startswith("node b: ")
+    assert compared.message.startswith("node b: model files as here")
     assert "node c has not joined within 15 s (joined: b): its agent ended with exit code 255: ssh:" in refused.message
     agents = subprocess.run(["pgrep", "-f", f"headway.* node --join {address}"], capture_output=True, check=False)
     assert not agents.stdout
