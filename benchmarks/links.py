@@ -7,7 +7,9 @@ is measured once, one after the other, so that a ratio compares neighbours in ti
 rounds, with the smallest and largest beside it. The first rounds, in which memory is taken, are left out.
 
     call            echo of an integer, median of 300: a worker on the node, a worker of this machine over a
-                    socket pair, and Ray's actor (in an interpreter that has Ray: `pip install ray`)
+                    socket pair, and Ray's actor (in an interpreter that has Ray: `pip install ray`). For calls the
+                    caller runs on the first core and what it calls on the last, as on two machines: else the kernel
+                    puts both ends on one core or on two as it likes, and a socket pair takes 0.04 or 0.13 ms by that
     transfer        an array of 100 MB to the worker on the node; a bare `sendall` to a `recv_into` loop
     small tensors   1,000 arrays of 16 KiB in one call; one array of as many bytes
     mirror          a version of 200 MB from the trainer's mirror to one node's; a bare loop with as many bytes
@@ -138,6 +140,19 @@ async def joined(names: tuple[str, ...], **settings: Any) -> AsyncIterator[Nodes
             agent.wait(30.0)
 
 
+@asynccontextmanager
+async def a_core_each(*workers: Worker) -> AsyncIterator[None]:
+    """This thread runs on the first core, and the workers on the last one, within the block."""
+    cores = sorted(os.sched_getaffinity(0))
+    await asyncio.gather(*(worker.call("pin", cores[-1:]) for worker in workers))
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        await asyncio.gather(*(worker.call("pin", cores) for worker in workers))
+
+
 async def call_s(worker: Worker, calls: int) -> float:
     """The median time of a call."""
     times_s: list[float] = []
@@ -172,11 +187,12 @@ async def measure_links(rounds: int, calls: int, megabytes: int, ray: Ray | None
         far = await nodes.start(WorkerSpec(name="far", factory=ECHO, device="b/cpu:all"))
         tls = await secret.start(WorkerSpec(name="tls", factory=ECHO, device="b/cpu:all"))
         for _ in range(rounds + WARM_UP):
-            times["socketpair"].append(await call_s(near, calls))
-            times["tcp"].append(await call_s(far, calls))
+            async with a_core_each(near, far, tls):
+                times["socketpair"].append(await call_s(near, calls))
+                times["tcp"].append(await call_s(far, calls))
+                times["tls call"].append(await call_s(tls, calls))
             if ray is not None:
                 times["ray"].append(ray.call_s(calls))
-            times["tls call"].append(await call_s(tls, calls))
             times["transfer"].append(await timed_s(lambda: far.call("count", big)))
             times["plain"].append(plain_s(plain))
             times["tls transfer"].append(await timed_s(lambda: tls.call("count", big)))

@@ -1,9 +1,11 @@
 """Ray's side of the links' benchmark: for each line on standard input, the median of so many actor calls, in s.
 
-Runs in an interpreter that has Ray; imports nothing of Headway."""
+Runs in an interpreter that has Ray; imports nothing of Headway. The caller runs on the first core, the actor on the
+last one."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -13,16 +15,25 @@ import ray  # type: ignore[import-not-found]
 
 
 def main() -> None:
+    cores = sorted(os.sched_getaffinity(0))
     api: Any = ray
-    api.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+    api.init("local", num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+
+    def pin(where: list[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), where)
 
     class Echo:
+        def __init__(self) -> None:
+            pin(cores[-1:])
+
         def echo(self, value: Any) -> Any:
             return value
 
     actor = api.remote(Echo).remote()
     for _ in range(100):
         api.get(actor.echo.remote(1))
+    pin(cores[:1])
     print("ready", flush=True)
     for line in sys.stdin:
         times_s: list[float] = []

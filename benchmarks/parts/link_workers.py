@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from headway.runtime.child import WorkerContext
@@ -20,8 +22,17 @@ class Echo:
     def echo(self, value: Any) -> Any:
         return value
 
+    def pin(self, cores: Iterable[int]) -> None:
+        pin_process(cores)
+
     def count(self, arrays: Any) -> int:
         return len(arrays)
+
+
+def pin_process(cores: Iterable[int]) -> None:
+    """Run all threads of this process on ``cores`` alone."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def bare_receiver(port: int, size_bytes: int) -> None:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ Load = Literal["waiting", "buffered"]
 SIZE, GROUPS_PER_STEP, GENERATING = 8, 20, 100
 
 
-class _Apart:
+class Apart:
     """Adds up the CPU time of the fakes, calls inside calls once."""
 
     def __init__(self) -> None:
@@ -82,19 +82,25 @@ class _Tokenizer:
         return "text"
 
 
-def cost_s(load: Load, open_groups: int, steps: int) -> float:
-    """CPU seconds a sample, over ``steps`` steps while ``open_groups`` are open."""
-    apart = _Apart()
+@contextlib.contextmanager
+def apart_from_fakes() -> Iterator[Apart]:
+    """Adds up the CPU time of the fake replicas in the block."""
+    apart = Apart()
     undo = [
         apart.wrap(FakeWorker, "_stream", "_emit", "_submit", "_end"),
         apart.wrap(DrivenReplica, "_wake"),
     ]
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            return run_virtual(lambda clock: _measure(clock, Path(folder), load, open_groups, steps, apart))
+        yield apart
     finally:
         for one in undo:
             one()
+
+
+def cost_s(load: Load, open_groups: int, steps: int) -> float:
+    """CPU seconds a sample, over ``steps`` steps while ``open_groups`` are open."""
+    with apart_from_fakes() as apart, tempfile.TemporaryDirectory() as folder:
+        return run_virtual(lambda clock: _measure(clock, Path(folder), load, open_groups, steps, apart))
 
 
 def _experiment(folder: Path, load: Load, open_groups: int) -> Experiment:
@@ -119,7 +125,7 @@ def _experiment(folder: Path, load: Load, open_groups: int) -> Experiment:
     )
 
 
-async def _measure(clock: Clock, folder: Path, load: Load, open_groups: int, steps: int, apart: _Apart) -> float:
+async def _measure(clock: Clock, folder: Path, load: Load, open_groups: int, steps: int, apart: Apart) -> float:
     experiment = _experiment(folder, load, open_groups)
     # A delta is DELTA_TOKENS; rollouts stay apart by the lengths of those that fill the slots first.
     costs = ReplicaCosts(token_s=fake_worker.STREAM_INTERVAL_S / DELTA_TOKENS, slots=SIZE * GENERATING)

@@ -18,24 +18,29 @@ class CopyService:
     def __init__(self, context: WorkerContext, *, folder: str) -> None:
         """Hold the copy in ``folder``. Raises RunLocked while another process has its books there."""
         self._path = Path(folder) / "buffer.db"
+        self._fresh = self._path.with_suffix(".fresh")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._path.with_name("lock"), "cluster.replicate_to", folder)
         self._lock.acquire()
+        self._fresh.unlink(missing_ok=True)  # of a process that was killed
         self._connection: sqlite3.Connection | None = None
         self._number = 0  # of the last transaction applied
 
-    def replace(self, content: bytes, number: int) -> None:
-        """Begin anew with a whole database, which holds the transactions up to ``number``. What was here is kept as
-        buffer.db.old: it may be the only copy of another run."""
+    def store(self, part: bytes | memoryview) -> None:
+        """Append to the whole database that is being sent."""
+        with self._fresh.open("ab") as file:
+            file.write(part)
+
+    def replace(self, number: int) -> None:
+        """Begin anew with the database that was stored, which holds the transactions up to ``number``. What was here is
+        kept as buffer.db.old: it may be the only copy of another run."""
         if self._connection is not None:
             self._connection.close()
-        fresh = self._path.with_suffix(".fresh")
-        fresh.write_bytes(content)
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         if self._path.exists() and self._connection is None:
             self._path.replace(self._path.with_suffix(".db.old"))
-        fresh.replace(self._path)
+        self._fresh.replace(self._path)
         self._connection, self._number = open_database(self._path), number
 
     def apply(self, first: int, transactions: Sequence[Sequence[Statement]]) -> int:

@@ -176,7 +176,8 @@ async def take_epoch(
             )
         while not ended and (decision := claim.decide(record, clock.now())) != "take":
             if decision == "refused":
-                raise RunLocked(f"{run} is in use: {former or 'another process'} renews epoch {record.epoch}")
+                holder = register.holder(record.holder) or former or "another process"
+                raise RunLocked(f"{run} is in use: {holder} renews epoch {record.epoch}")
             if not waited:
                 holder = former or record.holder
                 say(f"epoch {record.epoch} was held by {holder}: waiting {claim.wait_s:.0f} s for its end")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from headway.buffer.database import Statement
-from headway.records.errors import RemoteError, WorkerDied
+from headway.buffer.database import Statement, storage_error
+from headway.records.errors import HeadwayError
 from headway.runtime.clock import Clock
+from headway.runtime.nodes.files import file_parts
+from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.buffer.copy:CopyService"
-_WHOLE_S, _CALL_S = 600.0, 60.0
+_CALL_S = 60.0
+_PAGES_AT_ONCE = 256  # of the books, saved in one step
 _MOST_TRANSACTIONS = 256  # in one call
 
 
@@ -40,7 +42,7 @@ class BooksCopy:
         self._journalled = self._copied = 0  # numbers of the last transaction here and there
         self._synchronised = False
         self._changed = asyncio.Condition()
-        self._work = asyncio.Event()
+        self._work = asyncio.Event()  # a transaction waits, or the worker has died
         self._sending: asyncio.Task[None] | None = None
 
     def journal(self, statements: Sequence[Statement]) -> None:
@@ -51,7 +53,7 @@ class BooksCopy:
         self._work.set()
 
     async def start(self) -> None:
-        """Start the copy, and send the books as they are. Raises WorkerDied, RemoteError."""
+        """Start the copy, and send the books as they are. Raises WorkerDied, RemoteError, StorageFailed, OSError."""
         await self._synchronise(await self._slot.start())
         self._sending = asyncio.create_task(self._send(), name="books-copy")
 
@@ -69,10 +71,20 @@ class BooksCopy:
         await self._slot.stop(5.0)
 
     async def _synchronise(self, worker: Worker) -> None:
-        with closing(sqlite3.connect(self._original)) as connection:
-            content = connection.serialize()
+        """Send the books as they are now, while transactions go on: those wait until the copy has this much."""
         number, self._waiting, self._synchronised = self._journalled, [], True
-        await worker.call("replace", content, number, timeout_s=_WHOLE_S)
+        worker.died.add_done_callback(lambda _: self._work.set())
+        with ScratchFolder("books-copy-", directory=self._original.parent) as folder:
+            try:
+                with closing(sqlite3.connect(self._original, isolation_level=None, check_same_thread=False)) as books:
+                    books.execute("BEGIN")
+                    books.execute("SELECT 1 FROM sqlite_master").fetchone()  # from here on it sees the books as now
+                    await asyncio.to_thread(_save, books, folder / "buffer.db")
+            except sqlite3.Error as error:
+                raise storage_error(self._original, error) from error
+            async for part in file_parts(folder / "buffer.db"):
+                await worker.call("store", part, timeout_s=_CALL_S)
+        await worker.call("replace", number, timeout_s=_CALL_S)
         await self._copied_to(number)
 
     async def _copied_to(self, number: int) -> None:
@@ -96,9 +108,11 @@ class BooksCopy:
                     del self._waiting[: len(several)]
                     await self._copied_to(number)
                 self._work.clear()
-                if not self._waiting:
-                    await self._idle(worker)
-            except (WorkerDied, RemoteError, TimeoutError) as error:
+                if not self._waiting and worker.alive:
+                    await self._work.wait()
+                if not worker.alive:
+                    raise worker.died.result()
+            except (HeadwayError, OSError) as error:
                 self._synchronised = False
                 self._on_event("books_copy_lost", f"{self._place}: {error}; the run goes on without it meanwhile")
                 await self._copied_to(self._copied)
@@ -106,20 +120,8 @@ class BooksCopy:
                     worker.kill()
                     await worker.died
 
-    async def _idle(self, worker: Worker) -> None:
-        """Wait for a transaction or the worker's death. Raises WorkerDied."""
-        work = asyncio.ensure_future(self._work.wait())
-        death = asyncio.ensure_future(_death(worker))
-        try:
-            await asyncio.wait((work, death), return_when=asyncio.FIRST_COMPLETED)
-            if death.done():
-                raise death.result()
-        finally:
-            for waiting in (work, death):
-                waiting.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await waiting
 
-
-async def _death(worker: Worker) -> WorkerDied:
-    return await worker.died
+def _save(books: sqlite3.Connection, path: Path) -> None:
+    """Save the database that a connection sees in a file."""
+    with closing(sqlite3.connect(path)) as target:
+        books.backup(target, pages=_PAGES_AT_ONCE)

@@ -66,11 +66,13 @@ def check(
         True, "--calibrate/--no-calibrate", help="Start the run's workers, measure some seconds, predict the rates."
     ),
     calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
+    deep: bool = typer.Option(False, "--deep", help="Compare every byte of model files on nodes, not samples."),
     as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
 
-    Writes nothing to the run's folder.
+    Writes nothing to the run's folder. Looks at the nodes of [cluster] when they join, as they do for a run; agents
+    that you started then wait for the run.
 
     Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
 
@@ -83,6 +85,7 @@ def check(
     report = preview(
         experiment,
         resume=resume,
+        deep=deep,
         seconds=calibrate_s if calibrate else None,
         on_progress=CalibrationProgress(quiet=as_json),
         on_findings=(lambda findings: None) if as_json else _print_findings,

@@ -357,79 +357,31 @@ class Experiment(Section):
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
 # * stands for one name. The limit in a source's own table, tasks.*.verifier.timeout_s, is none of them: stored tasks
 # know their verifier by that whole table, and a group that is open at the resume would ask for one that isn't there.
-RESUMABLE_KEYS: dict[str, tuple[str, ...]] = {
-    "run": ("steps", "time_limit_s", "directory", "worker_start_timeout_s", "stop_grace_s", "on_stall"),
-    "generator": (
-        "devices",
-        "engine_arguments",
-        "engine_arguments.*",
-        "probe_every_updates",
-        "exchange_directory",
-        "slots",
-        "kv_capacity_tokens",
-        "queue_ahead_groups",
-        "update_mode",
-    ),
-    "router": ("*",),
-    "queue": (
-        "give_up_after_batches",
-        "group_timeout_s",
-        "min_timeout_group_ratio",
-        "max_concurrent_rollouts",
-        "max_resumes",
-    ),
-    "hooks": ("group_meta", "logging"),
-    "weights": ("steps_per_publish",),
-    "pruning": ("*", "*.*", "*.parameters.*"),
-    "trainer": ("devices", "micro_batch_tokens", "shared_prefix", "gradient_checkpointing"),
-    "verifier": ("timeout_s", "workers", "nodes"),
-    "verifiers": ("*.timeout_s",),
-    "rollout": ("timeout_s", "retries"),
-    "environment": (
-        "workers",
-        "nodes",
-        "concurrency",
-        "starts_per_s",
-        "timeout_s",
-        "stop_grace_s",
-        "models.*.address",
-        "models.*.api_key_env",
-        "models.*.concurrency",
-        "models.*.timeout_s",
-        "models.*.retries",
-        "models.*.retry_s",
-    ),
-    "sandbox": (
-        "ttl_s",
-        "exec_timeout_s",
-        "live",
-        "starts",
-        "retries",
-        "start_timeout_s",
-        "hedge_share",
-        "reap_every_s",
-        "inject_faults",
-        "allow_unbounded",
-        "store",
-        "store_bytes",
-        "snapshot_bytes",
-    ),
-    "endpoint": (
-        "address",
-        "max_body_bytes",
-        "call_timeout_s",
-        "body_timeout_s",
-        "keep_alive_s",
-        "stream_ping_s",
-        "connections",
-    ),
-    "evaluation": ("every_steps", "every_s", "before", "after", "samples_per_task", "stop_at_solve_rate"),
-    "control": ("*",),
-    "checkpoint": ("*",),
-    "ledger": ("*",),
-    "cluster": ("*", "nodes.*", "environment.*"),
+RESUMABLE_KEYS = {
+    "run": "steps time_limit_s directory worker_start_timeout_s stop_grace_s on_stall",
+    "generator": "devices engine_arguments engine_arguments.* probe_every_updates exchange_directory slots "
+    "kv_capacity_tokens queue_ahead_groups update_mode",
+    "router": "*",
+    "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
+    "hooks": "group_meta logging",
+    "weights": "steps_per_publish",
+    "pruning": "* *.* *.parameters.*",
+    "trainer": "devices micro_batch_tokens shared_prefix gradient_checkpointing",
+    "verifier": "timeout_s workers nodes",
+    "verifiers": "*.timeout_s",
+    "rollout": "timeout_s retries",
+    "environment": "workers nodes concurrency starts_per_s timeout_s stop_grace_s models.*.address "
+    "models.*.api_key_env models.*.concurrency models.*.timeout_s models.*.retries models.*.retry_s",
+    "sandbox": "ttl_s exec_timeout_s live starts retries start_timeout_s hedge_share reap_every_s inject_faults "
+    "allow_unbounded store store_bytes snapshot_bytes",
+    "endpoint": "address max_body_bytes call_timeout_s body_timeout_s keep_alive_s stream_ping_s connections",
+    "evaluation": "every_steps every_s before after samples_per_task stop_at_solve_rate",
+    "control": "*",
+    "checkpoint": "*",
+    "ledger": "*",
+    "cluster": "* nodes.* environment.*",
 }
-_RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys)
+_RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys.split())
 
 
 def is_resumable(key: str) -> bool:

@@ -229,7 +229,9 @@ def _first_overdue(waits: Sequence[Wait], expectations: Expectations, now_s: flo
 
 def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) -> Stall:
     place, stacks = ("", ()) if look is None else place_of(look)
-    if look is not None and look.blocked_events:
+    if look is not None and look.trouble:
+        cause = f"which reports: {look.trouble}"
+    elif look is not None and look.blocked_events:
         cause = "which waits until its events are read here"
     else:
         cause = (

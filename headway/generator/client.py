@@ -462,6 +462,7 @@ class GeneratorPool:
             replica.updating_since_s = None
         replica.version, replica.update = applied.version, number
         replica.epoch += 1
+        self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind
         return applied
 

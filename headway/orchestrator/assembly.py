@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from headway.orchestrator.task_selection import make_task_selector
 from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
+from headway.records.node import NodeConditions
 from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.records.trace import TraceLine
@@ -55,6 +56,7 @@ class Actors:
     host: MultiTurnHost | None = None  # of agents or environments, where environment.name asks for them
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
+    nodes: Callable[[], Iterable[NodeConditions]] = tuple  # see RunContext
     waits: Waits | None = None  # where calls of the actors are registered
 
 
@@ -120,6 +122,7 @@ def assemble(
         started_s=clock.now(),
         look=actors.look,
         replicated=no_copy if copy is None else copy.reached,
+        nodes=actors.nodes,
         sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
     if experiment.pruning.on:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from headway.orchestrator.task_selection import TaskSelector
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.records.node import NodeConditions
 from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
@@ -71,6 +72,7 @@ class RunContext:
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
     look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for
+    nodes: Callable[[], Iterable[NodeConditions]] = tuple  # conditions of the machines of a run on several
     sandboxes: Callable[[], Awaitable[SandboxStatistics]] = no_sandboxes  # all of them, as they are now
     replicated: Callable[[], Awaitable[None]] = no_copy  # waits until the copy of the books has all that is committed
     started_s: float = 0.0  # clock when this process began the run

@@ -66,7 +66,7 @@ class ControlLoop:
         run = self._run
         engines, sandboxes = await asyncio.gather(run.generator.statistics(), run.sandboxes())
         whole = run.meter.with_engines(record, engines, run.generator.routing(), sandboxes)
-        run.record(whole)
+        run.record(msgspec.structs.replace(whole, nodes=tuple(run.nodes())))
         return whole
 
 

@@ -105,7 +105,7 @@ async def _train(
             if not resume:
                 directory.withdraw()
             raise
-        watching = watching_stalls(run.context, directory, interrupts.end, STALLS)
+        watching = watching_stalls(run.context, directory, interrupts.stop, STALLS)
         await stack.enter_async_context(watching)
         observers.announce()
         recorded = read_ledger(directory.path)
@@ -172,7 +172,7 @@ class _Interrupts:
     task: asyncio.Task[Any]
     run: Run | None = None
     stopping: bool = False
-    reason: str = "stopped at once"
+    reason: str = ""
 
     def strike(self) -> None:
         if self.run is None or self.run.context.state.interrupted:
@@ -187,12 +187,7 @@ class _Interrupts:
             self.run.context.event("interrupt", "run.stop_grace_s is over: stopping at once")
             self.stop()
 
-    def stop(self) -> None:
-        self.stopping = True
-        self.task.cancel()
-
-    def end(self, reason: str) -> None:
-        """Stop at once, for ``reason``."""
+    def stop(self, reason: str = "stopped at once") -> None:
         self.stopping, self.reason = True, reason
         self.task.cancel()
 
@@ -295,6 +290,7 @@ async def wire(
         wrap_generate=wrap_generate,
         look=looking,
         waits=waits,
+        nodes=machines.conditions,
     )
     fence = (lambda: None) if epoch is None else epoch.require
     places, books = [experiment.cluster.replicate_to], directory.buffer

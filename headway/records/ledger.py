@@ -9,6 +9,7 @@ import msgspec
 
 from headway.records.curriculum import CurriculumStep
 from headway.records.generation import RouterStatistics
+from headway.records.node import NodeConditions
 from headway.records.sandbox_statistics import SandboxStatistics
 
 
@@ -191,6 +192,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     mfu_compute: float = 0.0
     peak_flops_per_s: float = 0.0  # measured matmul peak of the trainer's device at its dtype
     router: RouterStatistics = RouterStatistics()  # its counters: since the step before
+    nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
     sandboxes: SandboxStatistics = SandboxStatistics()  # counters and histograms: since the step before
     flow: Flow = Flow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...

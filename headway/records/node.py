@@ -13,9 +13,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     pid: int  # of the agent
     cores: int  # that workers may use
     gpus: int
-    memory_bytes: int
-    shared_memory_bytes: int  # free in /dev/shm
+    memory_bytes: int  # of a container: its limit
     scratch: str  # the agent's temporary folder on the node
+    time_s: float = 0.0  # Unix time by its clock, when it was asked
     offers: tuple[str, ...] = ()  # devices on which it offers to run a generator's replica, beside the file's
 
 

@@ -40,6 +40,7 @@ class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
     collectives: int = 0  # number of collectives entered so far
     in_collective_s: float | None = None  # how long it has waited in the last one; None: it isn't in one
     blocked_events: bool = False  # its events are not read here: it waits for that
+    trouble: str = ""  # what keeps it from working, by its own account: that no sandbox can be started; "": nothing
     stacks: tuple[Stack, ...] = ()
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from headway.records.errors import HeadwayError
 from headway.records.ledger import EvaluationRecord, EventRecord
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity, score
@@ -19,6 +17,7 @@ from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
 from headway.report.series import Series
 from headway.report.tables import steps_time
+from headway.runtime.run_directory import write_whole
 
 MAX_EVENTS = 200
 _BAD = ("NO,", "NOT BALANCED", "BUDGET BROKEN")
@@ -75,14 +74,7 @@ def report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     Raises ConfigurationError when there is no ledger, HeadwayError when the page can't be written.
     """
     path = Path(output) if output is not None else Path(run_dir) / "report.html"
-    text = render_page(view_run(run_dir))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise HeadwayError(f"{path} can't be written: {error.strerror}") from None
+    write_whole(path, render_page(view_run(run_dir)).encode())
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from headway.records.trace import GroupEnd, GroupTrace, Mark, Pulse, Span, StepT
 from headway.report.formats import duration
 from headway.report.trace_events import TraceEvents
 from headway.report.trace_groups import GroupLife, draw_groups
+from headway.runtime.run_directory import write_whole
 from headway.telemetry.trace_file import read_trace
 
 STEPS = 30  # shown unless asked for others
@@ -214,13 +214,9 @@ def _left_out(timeline: Timeline, steps: Sequence[StepTrace], groups: int) -> st
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(msgspec.json.encode(document))
-        os.replace(temporary, path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigurationError(f"--out {path} can't be written: {error.strerror}") from None
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise HeadwayError(f"{path} can't be written: {error.strerror}") from None
+        write_whole(path, msgspec.json.encode(document))
+    except HeadwayError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+            raise ConfigurationError(f"--out {error}") from None
+        raise

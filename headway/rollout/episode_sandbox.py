@@ -213,7 +213,7 @@ class EpisodeSandbox:
 
     async def _leased(self, snapshot: Snapshot | None) -> Sandbox:
         lease = contextlib.AsyncExitStack()
-        leased = self._pool.lease(self._spec, labels=self._labels, ttl_s=self._spec.ttl_s, snapshot=snapshot)
+        leased = self._pool.lease(self._spec, labels=self._labels, snapshot=snapshot)
         with self._in_line():
             box = await lease.enter_async_context(leased)
         self._lease = lease

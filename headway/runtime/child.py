@@ -91,7 +91,7 @@ class ParentConnection:
         """Wait for the next frame. The parent's death ends the process."""
         while not self._frames:
             try:
-                count = self._reader.receive(self._socket)
+                count = self._socket.recv_into(self._reader.target())
             except OSError:
                 count = 0
             if count == 0:
@@ -156,7 +156,8 @@ class CallServer:
         self._running = ("", 0.0)
 
     def _look(self) -> WorkerLook:
-        """Describe what the worker is doing. A worker that plays on an event loop of its own has it as ``loop``."""
+        """Describe what the worker is doing. A worker that plays on an event loop of its own has it as ``loop``,
+        and one that knows what keeps it from working says so as ``trouble``."""
         call, since_s = self._running
         loop = getattr(self._worker, "loop", None)
         stacks = [*thread_stacks(skip=("reader",)), *(task_stacks(loop) if loop is not None else ())]
@@ -166,6 +167,7 @@ class CallServer:
             collective=COLLECTIVES.name,
             collectives=COLLECTIVES.entered,
             in_collective_s=COLLECTIVES.waiting_s,
+            trouble=getattr(self._worker, "trouble", ""),
             stacks=tuple(stacks),
         )
 

@@ -1,9 +1,10 @@
 """The wire format between a worker and its parent: pickled messages with large buffers out of band.
 
 A frame is a header (kind, number of buffers, call number, payload size), the buffers' sizes, the pickled
-payload (protocol 5), and the buffers. Arrays are sent from their own memory and received into their final
-memory, without copies. Unpickling runs what the sender wants: both ends are processes of one user, either children of
-this one or peers that have proved the run's key (runtime/nodes/handshake.py) before their first frame is read.
+payload (protocol 5), and the buffers, padded so that each is aligned. Arrays are sent from their own memory and
+received into their final memory, without copies: one block for all those of a frame, which is freed with the last of
+them. Unpickling runs what the sender wants: both ends are processes of one user, either children of this one or peers
+that have proved the run's key (runtime/nodes/handshake.py) before their first frame is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import struct
 import traceback
 from collections import deque
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from headway.records.errors import HeadwayError
@@ -26,8 +27,9 @@ SIZE = struct.Struct("<Q")
 OUT_OF_BAND_BYTES = 16 * 1024  # smaller buffers are cheaper inside the payload
 SCRATCH_BYTES = 256 * 1024
 SOCKET_BUFFER_BYTES = 1024 * 1024
-MAPPED_BYTES = 4 << 20  # larger buffers get pages of their own: not zeroed twice, and huge where the kernel has them
-BUFFERS_AT_ONCE = 64  # in one system call
+MAPPED_BYTES = 4 << 20  # larger blocks get pages of their own: not zeroed twice, and huge where the kernel has them
+BUFFERS_AT_ONCE = 256  # in one system call
+ALIGNMENT = 64  # bytes, of each buffer in its block: enough for any dtype
 
 LARGEST_FRAME_BYTES = 8 << 30
 MOST_BUFFERS = 1 << 20
@@ -63,8 +65,8 @@ class Frame(NamedTuple):
 
     kind: int
     call: int  # number of the call it belongs to; 0 for none
-    payload: bytearray
-    buffers: list[bytearray | mmap.mmap]
+    payload: memoryview
+    buffers: list[memoryview]
 
     def load(self) -> Any:
         return pickle.loads(self.payload, buffers=self.buffers)
@@ -72,17 +74,21 @@ class Frame(NamedTuple):
 
 def encode(kind: Kind, call: int, message: Any) -> list[Chunk]:
     """Pickle ``message`` into the chunks of one frame. Raises the errors of pickling."""
-    views: list[memoryview] = []
+    views: list[Chunk] = []
+    sizes: list[int] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
         if view.nbytes < OUT_OF_BAND_BYTES:
             return True
+        sizes.append(view.nbytes)
         views.append(view)
+        if padding := -view.nbytes % ALIGNMENT:
+            views.append(bytes(padding))
         return False
 
     payload = pickle.dumps(message, protocol=5, buffer_callback=in_band)
-    head = HEADER.pack(kind, len(views), call, len(payload)) + b"".join(SIZE.pack(view.nbytes) for view in views)
+    head = HEADER.pack(kind, len(sizes), call, len(payload)) + b"".join(map(SIZE.pack, sizes))
     if len(payload) < SCRATCH_BYTES:
         return [head + payload, *views]
     return [head, payload, *views]
@@ -108,9 +114,9 @@ def _survivor(call: int, line: str, trace: str, error: HeadwayError) -> list[Chu
 class FrameReader:
     """Splits a byte stream into frames.
 
-    Usage: receive into ``target()``, or by ``receive(sock)``, then ``received(count)`` returns the frames that became
-    complete. Raises FrameTooLarge before it takes memory for a frame that can't be. Small frames pass through a scratch
-    buffer, many at a time; a large part, or many parts, are received into their final memory.
+    Usage: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Raises
+    FrameTooLarge before it takes memory for a frame that can't be. Small frames pass through a scratch buffer, many at
+    a time; a large payload and a large block of buffers are received into their final memory.
     """
 
     def __init__(self) -> None:
@@ -120,26 +126,15 @@ class FrameReader:
 
     def target(self) -> memoryview:
         """The buffer into which to receive the next bytes."""
-        many = self._stage == "buffer" and len(self._pending) * OUT_OF_BAND_BYTES >= SCRATCH_BYTES
-        self._direct = many or len(self._part) - self._filled >= SCRATCH_BYTES
+        self._direct = len(self._part) - self._filled >= SCRATCH_BYTES
         return self._part[self._filled :] if self._direct else self._scratch
-
-    def receive(self, sock: socket.socket) -> int:
-        """Receive the next bytes, into several buffers at once where they are small. Raises the errors of ``recv``."""
-        target = self.target()
-        if not self._direct or self._stage != "buffer" or not self._pending:
-            return sock.recv_into(target)
-        return sock.recvmsg_into([target, *self._pending[:-BUFFERS_AT_ONCE:-1]])[0]
 
     def received(self, count: int) -> list[Frame]:
         """Process ``count`` bytes that were written to the last target; return the frames that became complete."""
         frames: list[Frame] = []
         if self._direct:
-            while count:
-                taken = min(count, len(self._part) - self._filled)
-                self._filled += taken
-                count -= taken
-                self._advance(frames)
+            self._filled += count
+            self._advance(frames)
             return frames
         at = 0
         while at < count:
@@ -162,35 +157,30 @@ class FrameReader:
         kind, buffers, call, payload_bytes = HEADER.unpack_from(self._scratch, at)
         if buffers or first + payload_bytes > end:
             return None
-        return Frame(kind, call, bytearray(self._scratch[first : first + payload_bytes]), [])
+        return Frame(kind, call, memoryview(bytes(self._scratch[first : first + payload_bytes])), [])
 
     def _begin(self) -> None:
         """Start a frame: expect a header next."""
-        self._head = bytearray(HEADER.size)
-        self._part = memoryview(self._head)
-        self._filled = 0
-        self._stage = "header"
+        self._expect("header", bytearray(HEADER.size))
 
     def _advance(self, frames: list[Frame]) -> None:
         """Move to the next part while the present one is full (empty parts are full at once)."""
         while self._filled == len(self._part):
             if self._stage == "header":
-                self._kind, count, self._call, payload_bytes = HEADER.unpack(self._head)
-                _require_sane(count, payload_bytes)
-                self._sizes = bytearray(SIZE.size * count)
-                self._payload = bytearray(payload_bytes)
-                self._expect("sizes", self._sizes)
-            elif self._stage == "sizes":
-                sizes = [size for (size,) in SIZE.iter_unpack(self._sizes)]
-                _require_sane(len(sizes), len(self._payload) + sum(sizes))
-                self._buffers = [_memory(size) for size in sizes]
-                self._pending = list(reversed(self._buffers))
-                self._expect("payload", self._payload)
-            elif self._pending:
-                self._expect("buffer", self._pending.pop())
+                self._kind, self._count, self._call, payload_bytes = HEADER.unpack(self._part)
+                _require_sane(self._count, payload_bytes)
+                self._expect("body", bytearray(SIZE.size * self._count + payload_bytes))
+            elif self._stage == "body":
+                sizes = self._part[: SIZE.size * self._count]
+                self._payload = self._part[len(sizes) :]
+                self._sizes = [size for (size,) in SIZE.iter_unpack(sizes)]
+                self._firsts = [0, *accumulate(size + -size % ALIGNMENT for size in self._sizes)]
+                _require_sane(self._count, len(self._payload) + self._firsts[-1])
+                self._expect("block", _memory(self._firsts[-1]))
             else:
-                self._part.release()
-                frames.append(Frame(self._kind, self._call, self._payload, self._buffers))
+                places = zip(self._firsts, self._sizes, strict=False)
+                buffers = [self._part[first : first + size] for first, size in places]
+                frames.append(Frame(self._kind, self._call, self._payload, buffers))
                 self._begin()
                 return
 

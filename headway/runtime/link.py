@@ -168,7 +168,7 @@ class Link:
     def _read_once(self) -> bool:
         """Read once from the socket and handle the frames. False when there is nothing more for now."""
         try:
-            count = self._reader.receive(self._socket)
+            count = self._socket.recv_into(self._reader.target())
         except BlockingIOError:
             return False
         except OSError:

@@ -157,21 +157,26 @@ class RunDirectory:
     def write_json(self, path: Path, value: Any) -> None:
         """Write ``value`` (JSON types or a record) to ``path`` atomically: a reader sees the old or the new file whole,
         also after a kill. Raises HeadwayError on a full disk."""
-        data = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise HeadwayError(f"{path} can't be written: {error.strerror}") from None
+        write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file atomically: a reader sees the old or the new one whole, also after a kill. Raises HeadwayError, with
+    the old one left, when it can't be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise HeadwayError(f"{path} can't be written: {error.strerror}") from error

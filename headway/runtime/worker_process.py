@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from headway.runtime.stalls.stacks import ask_for_stacks
+from headway.runtime.stalls.stacks import dump_of
 
 EXIT_POLL_S = 0.05  # only where the kernel gives no process descriptors
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
-DUMP_BYTES = 1 << 16
-DUMP_POLL_S, DUMP_POLLS = 0.05, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +122,11 @@ class ChildProcess:
         """See :meth:`WorkerProcess.inspect`. The stacks stand in its log as well."""
         if self._process.returncode is not None:
             return False, ""
-        start = self._log.seek(0, os.SEEK_END)
-        stopped = ask_for_stacks(self.pid)
-        for _ in range(0 if stopped else DUMP_POLLS):
-            await asyncio.sleep(DUMP_POLL_S)
-            if self._log.closed:
-                return False, ""
-            self._log.seek(start)
-            text = self._log.read(DUMP_BYTES).decode(errors="replace")
-            if text.endswith("\n") and "most recent call first" in text:
-                return False, text
-        return stopped, ""
+        log = os.dup(self._log.fileno())  # which may have no name, and is closed when the process ends
+        try:
+            return await asyncio.to_thread(dump_of, self.pid, Path(f"/proc/self/fd/{log}"))
+        finally:
+            os.close(log)
 
     def _poll(self) -> None:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from headway.records.sandbox import (
     infrastructure_failure,
     model_failure,
 )
+from headway.sandbox.machine import pids_in_use
 
 Head = dict[str, Any]
 
@@ -83,6 +85,9 @@ def refused(code: int, what: str) -> SandboxFailure:
     evidence = {"step": "clone", "errno": errno.errorcode.get(code, str(code))}
     busy = code in (errno.EAGAIN, errno.ENOMEM)
     remedy = "fewer sandboxes at once, or a higher limit of processes" if busy else NAMESPACES
+    if code == errno.EAGAIN:
+        what = f"sandbox host {socket.gethostname()} can't start a process: {pids_in_use()}: {remedy}"
+        return infrastructure_failure(what, retry=True, evidence=evidence)
     return infrastructure_failure(f"a sandbox can't be made, {what[:300]}: {remedy}", retry=busy, evidence=evidence)
 
 

@@ -62,6 +62,23 @@ def _process_limits(proc: Path) -> dict[str, int]:
     return {name: number for name, number in found.items() if number is not None}
 
 
+def pids_in_use(proc: Path = Path("/proc")) -> str:
+    """ "pids 512 of 512, the control group /sys/fs/cgroup/pids/x": the limit of processes that is nearest to being
+    reached, with what is in use of it; "" where none is known."""
+    tasks = int((proc / "loadavg").read_text().split()[3].partition("/")[2])
+    found: list[tuple[int, int, str]] = []
+    for name in ("pid_max", "threads-max"):
+        if limit := _number(proc / f"sys/kernel/{name}"):
+            found.append((tasks, limit, f"sysctl kernel.{name}"))
+    for name, place in cgroups.mounted().items():
+        for group in (place, *place.parents) if name in ("pids", cgroups.V2) else ():
+            used, limit = _number(group / "pids.current"), _number(group / "pids.max")
+            if used is not None and limit is not None:
+                found.append((used, limit, f"the control group {group}"))
+    used, limit, by = max(found, key=lambda one: one[0] / max(1, one[1]), default=(0, 0, ""))
+    return f"pids {used} of {limit}, {by}" if by else ""
+
+
 def _number(file: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())

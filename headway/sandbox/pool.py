@@ -83,7 +83,6 @@ def pool_settings(settings: config.SandboxConfig) -> PoolSettings:
 class _Wanted(msgspec.Struct, frozen=True, kw_only=True):
     spec: SandboxSpec
     labels: Mapping[str, str] | None
-    ttl_s: float
     snapshot: Snapshot | None
 
 
@@ -123,18 +122,14 @@ class SandboxPool:
         self._recent_s: deque[float] = deque(maxlen=RECENT_STARTS)
         self._counts = CommandCounts()
         self._failures: Counter[str] = Counter()
+        self.trouble = ""  # why starts fail now; "": the last one didn't
         self._launched = self._started = self._retries = self._hedges = self._hedges_won = 0
         self._openings = self._lost = 0
         self._queue = self._start_times = Latencies()
 
     @contextlib.asynccontextmanager
     async def lease(
-        self,
-        spec: SandboxSpec,
-        *,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
+        self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
     ) -> AsyncIterator[LeasedSandbox]:
         """A sandbox for as long as the block runs. Raises SandboxError when it can't be made, after all retries."""
         since_s = self._clock.now()
@@ -142,7 +137,7 @@ class SandboxPool:
             asyncio.get_running_loop().call_soon(self._recall)  # runs once this task waits in line
         await self._live.take()
         try:
-            wanted = _Wanted(spec=spec, labels=labels, ttl_s=ttl_s or spec.ttl_s, snapshot=snapshot)
+            wanted = _Wanted(spec=spec, labels=labels, snapshot=snapshot)
             box = await self._start(wanted, self._clock.now() - since_s)
             try:
                 yield box
@@ -256,7 +251,7 @@ class SandboxPool:
         self._started += 1
         self._recent_s.append(took_s)
         self._start_times = self._start_times.with_one(took_s)
-        box = self._boxes[made.id] = LeasedSandbox(made, wanted.ttl_s, self._counts, self._clock)
+        box = self._boxes[made.id] = LeasedSandbox(made, wanted.spec.ttl_s, self._counts, self._clock)
         return box
 
     def _has_ended(self, making: _Making, probe: bool) -> None:
@@ -265,6 +260,10 @@ class SandboxPool:
         error = None if making.cancelled() else making.exception()
         if isinstance(error, SandboxError):
             self._failures[error.failure.cause] += 1
+        if isinstance(error, SandboxError) and error.failure.cause == "infrastructure":
+            self.trouble = error.failure.what
+        elif error is None and not making.cancelled():
+            self.trouble = ""
         if self._breaker is None:
             return
         now = self._clock.now()

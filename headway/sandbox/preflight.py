@@ -39,7 +39,7 @@ async def findings(
     have left, asks the backend, makes a sandbox, uses it, tries its memory limit and ends it. The backend is started,
     and not closed. Problems are reported, never raised.
     """
-    spec = settings.spec if spec is None else spec
+    spec = msgspec.structs.replace(settings.spec if spec is None else spec, ttl_s=TTL_S)
     found: list[SandboxFinding] = []
     needed = min(needed, settings.live)
     if settings.inject_faults:
@@ -92,7 +92,7 @@ async def _left_over(backend: Backend) -> AsyncIterator[SandboxFinding]:
 async def _trial(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
     """Make a sandbox, use it as an environment does, end it, and check that it is gone."""
     labels = {"purpose": "preflight", "preflight": secrets.token_hex(8)}
-    box = await backend.create(spec, labels=labels, ttl_s=TTL_S)
+    box = await backend.create(spec, labels=labels)
     try:
         async for finding in _use(box):
             yield finding
@@ -122,7 +122,7 @@ async def _use(box: Sandbox) -> AsyncIterator[SandboxFinding]:
 
 async def _hog(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
     """Check that a sandbox which takes more memory than its limit is stopped."""
-    box = await backend.create(spec, labels={"purpose": "preflight"}, ttl_s=TTL_S)
+    box = await backend.create(spec, labels={"purpose": "preflight"})
     try:
         script = f"x=$(head -c {HOG_BYTES} /dev/zero | tr '\\0' x) && echo taken"
         done = await box.exec(Command(argv=["sh", "-c", script], timeout_s=30.0))

@@ -62,12 +62,7 @@ class SandboxSource(Protocol):
     """The part of a `Backend` that leases need."""
 
     async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
+        self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
     ) -> Sandbox:
         """Make a sandbox and return it ready."""
         ...

@@ -20,7 +20,7 @@ from headway.config.load import overridden, validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.endpoint.app import App
-from headway.generator.endpoint.server import listening, serving
+from headway.generator.endpoint.server import serving
 from headway.generator.recording.recorder import Recorder
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
@@ -32,7 +32,7 @@ from headway.records.errors import ConfigurationError, Overloaded
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
 from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
-from headway.runtime.addresses import is_loopback
+from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
@@ -112,7 +112,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once; ``on_event(name, detail)`` at problems."""
     experiment, clock = wanted.experiment, RealClock()
     async with _until_interrupted() as stopped, AsyncExitStack() as stack:
-        listener = stack.enter_context(closing(listening(experiment.endpoint.address)))
+        listener = stack.enter_context(closing(listening(experiment.endpoint.address, "endpoint.address")))
         tokenizer = Tokenizer.load(experiment.model.path)
 
         def worker_event(name: str, detail: str, /, **_: object) -> None:

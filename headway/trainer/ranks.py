@@ -50,6 +50,8 @@ class Ranks:
         if self.size > 1:
             with COLLECTIVES.inside("all_reduce"):
                 torch.distributed.all_reduce(tensor)
+                if tensor.is_cuda:  # NCCL only enqueues it: that this rank waits for another would show nowhere
+                    torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
 
     def sum_all_(self, tensors: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.door import Door
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, welcome
 from headway.weights.leftovers import stem
-from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_file, version_in
+from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
 
 if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
@@ -89,6 +89,7 @@ class MirrorService:
         self._slots: dict[int, tuple[Path, mmap.mmap]] = {}  # by slot number
         self._next = 0
         self._arriving: dict[int, _Arriving] = {}  # by version
+        self._gone = -1  # the newest version whose slot was taken by another
         self._changed = threading.Condition()
         self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
         self._certificate = certificate
@@ -104,9 +105,14 @@ class MirrorService:
     def serve_published(self, published: PublishedWeights) -> None:
         """Serve a version that was published on this machine, from the publisher's own file."""
         with self._changed:
+            self._published.pop(published.version, None)
             self._published[published.version] = published
-            while len(self._published) > SLOTS:
-                del self._published[min(self._published)]
+            if len(self._published) > SLOTS:
+                first = next(
+                    iter(self._published)
+                )  # not the lowest version: the best one is published again at the end
+                del self._published[first]
+                self._gone = max(self._gone, first)
             self._changed.notify_all()
 
     def statistics(self) -> dict[str, int]:
@@ -167,6 +173,7 @@ class MirrorService:
         with self._changed:
             for old in [v for v, other in self._arriving.items() if other.path == path]:
                 del self._arriving[old]
+                self._gone = max(self._gone, old)
             self._arriving[version] = arriving
             self._changed.notify_all()
         return arriving
@@ -176,15 +183,7 @@ class MirrorService:
         for folder in default_folders():
             path = folder / f"{self._stem}-{number}.weights"
             try:
-                descriptor = new_file(path)
-                try:
-                    os.posix_fallocate(descriptor, 0, size)  # a write beyond a full file system would be a SIGBUS
-                    return path, mmap.mmap(descriptor, size)
-                except OSError:
-                    path.unlink(missing_ok=True)
-                    raise
-                finally:
-                    os.close(descriptor)
+                return path, new_slot(path, size)
             except OSError as error:
                 refused.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(f"no room for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
@@ -249,18 +248,18 @@ class MirrorService:
         def ready() -> bool:
             arriving = self._arriving.get(version)
             if arriving is None:
-                return version in self._published
+                return version in self._published or version <= self._gone
             return arriving.failed or arriving.has(offset, count)
 
         with self._changed:
             if not self._changed.wait_for(ready, _PATIENCE_S):
                 raise FileNotFoundError
-            arriving = self._arriving.get(version)
-            if arriving is None:
-                return Path(self._published[version].path)
-            if arriving.failed:
+            arriving, published = self._arriving.get(version), self._published.get(version)
+            if arriving is not None and not arriving.failed:
+                return arriving.path
+            if arriving is not None or published is None:
                 raise FileNotFoundError
-            return arriving.path
+            return Path(published.path)
 
 
 class _Transfer:

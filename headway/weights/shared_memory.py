@@ -25,7 +25,7 @@ from torch import Tensor
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights.leftovers import hold, stem
-from headway.weights.slot_file import HEADER, MAGIC, PAGE, UNWRITTEN, default_folders, new_file
+from headway.weights.slot_file import HEADER, MAGIC, PAGE, UNWRITTEN, default_folders, new_slot
 
 _ALIGNMENT = 64  # bytes to which every tensor is aligned: enough for vector loads and any dtype
 _BLOCK = 1 << 18  # bytes copied, and then hashed, at a time
@@ -159,16 +159,7 @@ class _Slot:
     def __init__(self, path: Path, layout: _Layout) -> None:
         self.path = path
         self.layout = layout
-        descriptor = new_file(path)
-        try:
-            # Reserve now: a write to a mapped page that finds the file system full would be a SIGBUS.
-            os.posix_fallocate(descriptor, 0, layout.file_size)
-            self._map = mmap.mmap(descriptor, layout.file_size)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        self._map = new_slot(path, layout.file_size)
         self.write_versions(UNWRITTEN, UNWRITTEN)
         self._map[HEADER.size : HEADER.size + len(layout.manifest)] = layout.manifest
         self.payload = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)

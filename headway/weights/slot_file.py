@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import tempfile
@@ -33,6 +34,19 @@ def new_file(path: Path) -> int:
         if os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)  # another run's start removed it as a leftover before it was held
+
+
+def new_slot(path: Path, size: int) -> mmap.mmap:
+    """Create and map a file of ``size`` bytes. Raises OSError, with nothing left, where there is no room."""
+    descriptor = new_file(path)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page beyond a full file system would be a SIGBUS
+        return mmap.mmap(descriptor, size)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def default_folders() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def add_machine(cluster: Any) -> Any:
-    return cluster.add_node(num_cpus=1, object_store_memory=80_000_000, resources={"rollouts": 1})
+def add_machine(cluster: Any, cores: int = 1) -> Any:
+    return cluster.add_node(num_cpus=cores, object_store_memory=80_000_000, resources={"rollouts": 1})
 
 
 @needs_ray
@@ -55,6 +56,58 @@ def test_ray_places_agents_and_replaces_a_dead_machine(tmp_path: Path, ray_clust
             worker = await opened.launcher.start(spec(device="b/cpu:0"))
             assert await worker.call("echo", 2) == 2
             assert not shown_to_others((tmp_path / "run/cluster.key").read_text().strip())
+
+    run(main)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_agent_is_started_again_while_another_nodes_machine_is_missing(tmp_path: Path, ray_cluster: Any):
+    ray = importlib.import_module("ray")
+    both = {add_machine(ray_cluster).node_id for _ in range(2)}
+
+    async def main() -> None:
+        async with machines(tmp_path, cluster_of("ray", "", nodes={"b": "", "c": ""}), Events()) as opened:
+            assert opened.nodes is not None
+            await opened.nodes.wait_for("c", 60.0)
+
+            def group() -> Any:
+                return next(g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED")
+
+            places = group()["bundles_to_node_id"]
+            assert set(places.values()) == both
+            (machine,) = [each for each in ray_cluster.worker_nodes if each.node_id == places[0]]
+            ray_cluster.remove_node(machine, allow_graceful=False)
+            await until(lambda: group()["state"] == "RESCHEDULING", 60.0)
+            before = opened.nodes.joined["c"]
+            assert before.facts is not None
+            os.kill(before.facts.pid, signal.SIGKILL)
+            await until(lambda: opened.nodes.joined.get("c") not in (None, before), 60.0)
+            assert group()["state"] == "RESCHEDULING"
+
+    run(main)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_trainers_ranks_are_packed_on_one_machine_and_replicas_go_to_another(tmp_path: Path, ray_cluster: Any):
+    ray = importlib.import_module("ray")
+    add_machine(ray_cluster, cores=1)
+    large = add_machine(ray_cluster, cores=2)
+
+    async def main() -> None:
+        cluster = cluster_of("ray", "", nodes={"b": "", "c": ""})
+        counts = {"trainer": {"devices": ["2*cpu"]}, "generator": {"devices": ["1*cpu"]}}
+        async with machines(tmp_path, cluster, Events(), **counts) as opened:
+            ranks, replicas = opened.experiment.trainer.devices, opened.experiment.generator.devices
+            assert (ranks, replicas) == (("b/cpu:0", "b/cpu:1"), ("c/cpu:0",))
+            (group,) = [g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED"]
+            assert [group["bundles"][index]["CPU"] for index in (0, 1)] == [2.0, 1.0]
+            places = group["bundles_to_node_id"]
+            assert places[0] == large.node_id
+            assert places[1] != large.node_id
+            workers = [await opened.launcher.start(spec(device=device)) for device in (*ranks, *replicas)]
+            assert [await worker.call("echo", 1) for worker in workers] == [1, 1, 1]
 
     run(main)
 

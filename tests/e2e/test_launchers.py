@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_programs import COMMAND, NO_SLURM, NO_SSH, slurm, sshd
+from launcher_programs import COMMAND, NO_SLURM, NO_SSH, free_port, slurm, sshd
 from node_processes import Events
-from tiny_run import experiment_of, write_experiment
+from tiny_run import experiment_of, write_experiment, write_inputs
 from worker_processes import exists, run, spec, until
 
 from headway.orchestrator.nodes.machines import Machines, open_machines
+from headway.orchestrator.preflight.cluster import node_findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.clock import RealClock
 from headway.runtime.nodes.nodes import NodeLost
@@ -39,12 +40,14 @@ def cluster_of(launcher: str, place: str, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def machines(folder: Path, cluster: dict[str, Any], events: Events) -> AsyncIterator[Machines]:
-    """The machines of a run whose generator is on node b."""
+async def machines(
+    folder: Path, cluster: dict[str, Any], events: Events, **sections: dict[str, Any]
+) -> AsyncIterator[Machines]:
+    """The machines of a run, whose generator is on node b unless ``sections`` say otherwise."""
     (folder / "run").mkdir()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")  # the same file on every node, as no worker here reads it
-    config = write_experiment(folder, generator={"devices": ["b/cpu:0"]}, cluster=cluster)
+    config = write_experiment(folder, **{"generator": {"devices": ["b/cpu:0"]}, "cluster": cluster} | sections)
     async with open_machines(experiment_of(config), RealClock(), events, key_folder=folder / "run") as opened:
         yield opened
 
@@ -86,6 +89,21 @@ async def require_service_and_restart(folder: Path, cluster: dict[str, Any]) -> 
 def test_ssh_agents_are_started_and_restarted_until_the_run_ends(tmp_path: Path):
     with sshd(tmp_path / "sshd") as destination:
         run(lambda: require_service_and_restart(tmp_path, cluster_of("ssh", destination)))
+
+
+@pytest.mark.skipif(bool(NO_SSH), reason=NO_SSH)
+def test_check_looks_at_nodes_that_ssh_starts_and_ends_their_agents(tmp_path: Path):
+    write_inputs(tmp_path)
+    with sshd(tmp_path / "sshd") as destination:
+        nodes, address = {"b": destination, "c": "-p 1 ::1"}, f"127.0.0.1:{free_port()}"
+        cluster = cluster_of("ssh", "", nodes=nodes, address=address, join_timeout_s=15.0)
+        config = write_experiment(tmp_path, generator={"devices": ["b/cpu:0", "c/cpu:0"]}, cluster=cluster)
+        looked, compared, refused = node_findings(experiment_of(config))
+    assert looked.message.startswith("node b: ")
+    assert compared.message.startswith("node b: model files as here")
+    assert "node c has not joined within 15 s (joined: b): its agent ended with exit code 255: ssh:" in refused.message
+    agents = subprocess.run(["pgrep", "-f", f"headway.* node --join {address}"], capture_output=True, check=False)
+    assert not agents.stdout
 
 
 @pytest.mark.skipif(bool(NO_SSH), reason=NO_SSH)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from node_processes import KEY, joined_nodes
@@ -193,6 +194,44 @@ def test_a_version_overwritten_while_it_is_fetched_is_refused(tmp_path: Path):
             assert same(await asyncio.to_thread(here.fetch, newest, source.address()), tensors(2))
         source.close()
         here.close()
+
+    run(main)
+
+
+def test_an_earlier_version_that_is_published_again_reaches_the_nodes(tmp_path: Path):
+    """As the best one does, for the evaluation at a run's end."""
+
+    async def main() -> None:
+        first, second = (mirror(tmp_path, node) for node in "ab")
+        with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+            for version in (0, 1, 2, 3, 4, 1):
+                expected = tensors(version, 1)
+                published = publisher.publish(version, expected)
+                first.serve_published(published)
+                copy = await asyncio.to_thread(second.fetch, published, first.address())
+                assert same(copy, expected)
+        for each in (first, second):
+            each.close()
+
+    run(main)
+
+
+def test_a_version_that_a_mirror_no_longer_has_is_refused_at_once(tmp_path: Path):
+    """Not after the patience for one that it may still get: a node that joins would miss the next ones meanwhile."""
+
+    async def main() -> None:
+        first, second, third = (mirror(tmp_path, node) for node in "abc")
+        with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+            for version in range(5):
+                published = publisher.publish(version, tensors(version, 1))
+                first.serve_published(published)
+                await asyncio.to_thread(second.fetch, published, first.address())
+            for source in (first, second):
+                gone = msgspec.structs.replace(published, version=1)
+                with pytest.raises(WeightsCorrupt, match="version 1 is gone at"):
+                    await asyncio.wait_for(asyncio.to_thread(third.fetch, gone, source.address()), 5.0)
+        for each in (first, second, third):
+            each.close()
 
     run(main)
 

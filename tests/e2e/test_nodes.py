@@ -169,6 +169,30 @@ def test_a_thousand_silent_connections_keep_nobody_out(tmp_path: Path):
     run(main)
 
 
+def test_an_agent_that_is_kept_comes_back_even_while_the_others_are_let_go(tmp_path: Path):
+    """A stopped agent holds up the end of the first; the other one knocks meanwhile, and joins the second."""
+
+    async def main() -> None:
+        clock, events = RealClock(), Events()
+
+        def nodes_at(address: str) -> Nodes:
+            return Nodes(address, KEY, 1, clock, LocalLauncher(clock), orphan_s=5.0, keep_agents=True, on_event=events)
+
+        async with nodes_at("127.0.0.1:0") as first:
+            address = first.address
+            agents = [start_agent(address, name, log=tmp_path / f"{name}.log") for name in "bc"]
+            await asyncio.gather(*(first.wait_for(name, 30.0) for name in "bc"))
+            agents[1].send_signal(signal.SIGSTOP)
+        assert any("the run is over" in cause for cause in events.of("connection_refused"))
+        async with nodes_at(address) as second:
+            await second.wait_for("b", 30.0)
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+    run(main)
+
+
 def test_a_missing_node_is_named(tmp_path: Path):
     async def main() -> None:
         clock, events = RealClock(), Events()

@@ -65,7 +65,7 @@ def test_a_folder_that_both_have_stays_where_it_is(tmp_path: Path):
 
 def test_a_missing_folder_is_sent_once_and_workers_get_the_copys_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "model")
-    monkeypatch.setattr("headway.orchestrator.nodes.files._CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("headway.runtime.nodes.files.PART_BYTES", 1 << 20)
     missing_on_nodes(monkeypatch)
 
     async def main() -> None:

@@ -174,7 +174,7 @@ def test_list_knows_the_labels_of_those_that_live(backend):
 def test_its_time_to_live_ends_it_and_can_be_renewed(backend):
     async def main():
         async with backend:
-            box = await backend.create(SMALL, ttl_s=0.5)
+            box = await backend.create(msgspec.structs.replace(SMALL, ttl_s=0.5))
             await box.renew(1.5)
             started = time.monotonic()
             with pytest.raises(SandboxError, match="time to live") as raised:

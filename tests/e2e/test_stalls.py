@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from headway.records.ledger import EventRecord
 pytestmark = [pytest.mark.real, pytest.mark.timeout(150)]
 
 STALLED = tiny_run.HERE / "stalled_headway.py"
+PIDS = Path("/sys/fs/cgroup/pids")
 VERIFIER = {"timeout_s": 120.0, "workers": 1}
 
 
@@ -122,6 +123,50 @@ def test_environment_that_never_replies_is_named_with_its_line(tmp_path: Path, m
         stall = named(command, of="environment-0")
         assert re.search(r"rollout \S+ waits in environment\.reply for environment-0, which is in ", stall.detail)
         assert re.search(r"support/stall_functions\.py:\d+ reply", stall.detail)
+
+
+@contextmanager
+def without_pids(worker: int) -> Iterator[None]:
+    """A worker's process and its children in a control group in which nothing can be started any more."""
+    group = PIDS / f"headway-stall-{os.getpid()}"
+    group.mkdir()
+    try:
+        children = [int(pid) for pid in Path(f"/proc/{worker}/task/{worker}/children").read_text().split()]
+        for task in Path(f"/proc/{worker}/task").iterdir():  # a child belongs to the thread that started it
+            children += [int(pid) for pid in (task / "children").read_text().split()]
+        for pid in {worker, *children}:
+            (group / "cgroup.procs").write_text(str(pid))
+        (group / "pids.max").write_text("1")
+        yield
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError, OSError):
+                (PIDS / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access(PIDS / "cgroup.procs", os.W_OK), reason="no control group of version 1 limits pids")
+def test_sandbox_host_out_of_pids_is_named_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        running(
+            tmp_path,
+            monkeypatch,
+            "none",
+            model={"path": str(tmp_path / "model"), "template": "chat"},
+            environment={"name": "stall_functions:UsesSandbox", "timeout_s": 300.0},
+            sandbox={"live": 4, "limits": {"memory_bytes": 96 << 20, "disk_bytes": 16 << 20}},
+            rollout={"group_size": 2, "max_prompt_tokens": 100, "max_response_tokens": 40},
+        ) as command,
+        without_pids(command.pid_of("environment-0")),
+    ):
+        stall = named(command, of="environment-0")
+        assert re.search(
+            r"rollout \S+ waits in environment\.reply for environment-0, which reports: "
+            r"sandbox host \S+ can't start a process: pids \d+ of 1, the control group \S+/headway-stall-\d+",
+            stall.detail,
+        )
+        assert stall.lost_s < float(stall.data["expected_s"]) + 30.0
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from node_processes import joined_nodes
 from worker_processes import exists, run, until
 
 from headway.config import schema
@@ -21,7 +22,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
-from headway.runtime.workers import EventCallback, LocalLauncher
+from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 from headway.tasks.sources import load_tasks
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
@@ -35,7 +36,7 @@ async def pool(
     folder: Path,
     workers: int = 1,
     timeout_s: float = TIMEOUT_S,
-    launcher: LocalLauncher | None = None,
+    launcher: Launcher | None = None,
     named: dict[str, VerifierSettings] | None = None,
     on_event: EventCallback = lambda name, detail, /, **data: None,
     **verifier: Any,
@@ -276,5 +277,20 @@ def test_what_a_group_costs_the_orchestrator(tmp_path: Path):
                 costs_ms.append((time.process_time() - before) * 1e3 / groups)
             print(f"orchestrator CPU per group: {min(costs_ms):.3f} ms (of {[f'{c:.3f}' for c in costs_ms]})")
             assert min(costs_ms) < 1.0
+
+    run(main)
+
+
+def test_groups_of_a_worker_whose_node_is_lost_are_scored_by_another(tmp_path: Path):
+    async def main() -> None:
+        async with (
+            joined_nodes(tmp_path, "b") as (nodes, events, agents),
+            pool(tmp_path, workers=2, nodes=("", "b"), launcher=nodes) as verifier,
+        ):
+            agents["b"].kill()
+            await until(lambda: bool(events.of("node_lost")))
+            async with asyncio.timeout(30.0):  # long before the node is given up
+                verdicts = await asyncio.gather(*(verifier.verify(TASK, ["good", "bad"]) for _ in range(8)))
+            assert [[verdict.reward for verdict in group] for group in verdicts] == [[1.0, 0.0]] * 8
 
     run(main)

@@ -59,6 +59,19 @@ def test_orchestrator_in_short() -> None:
         assert f"{name}: {result[name]} (target: at most" in done.stdout
 
 
+def test_many_nodes_in_short() -> None:
+    """No timing is asserted, but nodes that fail and come back, or others in their place, and books that balance."""
+    sizes = ["--rounds=1", "--nodes=12", "--few=4", "--hours=0.1", "--lost-per-hour=3"]
+    command = [sys.executable, str(BENCHMARKS / "many_nodes.py"), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["books_balance"]
+    assert found["nodes_lost"] >= 4
+    assert found["nodes_joined"] >= 2
+    assert found["cpu_per_event_12_over_4"] > 0
+
+
 def test_weight_update_in_short() -> None:
     command = [sys.executable, str(BENCHMARKS / "weight_update.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -19,30 +19,32 @@ from headway.trainer.checkpoints import find_checkpoints
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 SETTINGS = {"queue": {"budget": 0}, "checkpoint": {"every_steps": 4}}
-Launched = tuple[str, list[str], dict[str, str]]  # a node's place, words before the command, its environment
+Launched = tuple[str, list[str], dict[str, str], Any]  # a node's place, words before the command, its environment
 
 
 @contextmanager
 def by_ssh(folder: Path) -> Iterator[Launched]:
     with sshd(folder) as destination:
-        yield destination, [], {}
+        yield destination, [], {}, None
 
 
 @contextmanager
 def by_slurm(folder: Path) -> Iterator[Launched]:
     with slurm(folder) as environment:
-        yield "0", ["salloc", "--nodes=1"], environment
+        yield "0", ["salloc", "--nodes=1"], environment, None
 
 
 @contextmanager
-def by_ray(folder: Path) -> Iterator[Launched]:
+def by_ray(folder: Path, machines: int = 1) -> Iterator[Launched]:
+    """A cluster, given last, of a head without cores and machines of one core."""
     os.environ["PYTHONPATH"] = FOLDERS
     cluster = importlib.import_module("ray.cluster_utils").Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000}
     )
-    cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+    for _ in range(machines):
+        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
     try:
-        yield "", [], {"RAY_ADDRESS": cluster.address}
+        yield "", [], {"RAY_ADDRESS": cluster.address}, cluster
     finally:
         cluster.shutdown()
 
@@ -74,7 +76,7 @@ def test_launched_run_trains_the_weights_of_one_machine(
     launcher: str, start: Callable[[Path], Any], one_machine: tuple[Any, bytes], tmp_path: Path
 ):
     inputs, weights = one_machine
-    with start(tmp_path / "programs") as (place, before, environment):
+    with start(tmp_path / "programs") as (place, before, environment, _):
         config = tiny_run.write_experiment(
             tmp_path,
             run={"steps": 4, "seed": 7, "deterministic": True, "directory": str(tmp_path / "run")},

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -14,7 +15,16 @@ from typing import Any
 
 import pytest
 import tiny_run
-from node_processes import KEY, namespaces, no_namespaces, set_link, start_agent
+from node_processes import (
+    KEY,
+    disk_full,
+    is_generator,
+    namespaces,
+    no_namespaces,
+    recoveries_s,
+    set_link,
+    start_agent,
+)
 
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 
@@ -29,14 +39,20 @@ ORPHAN_S = 8.0
 FAULTS_A_RUN = 3
 FAULTS = (
     "kill_worker",
+    "kill_generator",
     "kill_agent",
     "kill_orchestrator",
     "stop_worker",
     "short_cut",
     "long_cut",
     "slow_link",
+    "disk_full",
     "add_node",
 )
+
+
+# A node's own /dev/shm, where its scratch files lie as well.
+SMALL_SHM = "mount -t tmpfs -o size=16m tmpfs /dev/shm; export TMPDIR=/dev/shm"
 
 
 class Cluster:
@@ -69,9 +85,14 @@ class Cluster:
         """Start the agents that don't run, as a machine's service manager would."""
         for index, name in ((1, "b"), (2, "c")):
             if name not in self.agents or self.agents[name].poll() is not None:
-                offer = ("--offer", "cpu:0") if name == "c" else ()
-                log = self.folder / f"{name}.log"
-                self.agents[name] = start_agent(ADDRESS, name, log=log, namespace=self.names[index], arguments=offer)
+                self.agents[name] = start_agent(
+                    ADDRESS,
+                    name,
+                    log=self.folder / f"{name}.log",
+                    namespace=self.names[index],
+                    arguments=("--offer", "cpu:0") if name == "c" else (),
+                    mounts=SMALL_SHM,
+                )
 
     def pids(self, index: int, *words: str) -> list[int]:
         """Process ids in a namespace whose command line has all ``words``."""
@@ -90,6 +111,15 @@ class Cluster:
 
     def kill_worker(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def kill_generator(self) -> None:
+        generators = [pid for index in range(3) for pid in self.pids(index) if is_generator(pid)]
+        back = len(tiny_run.events_of(self.run, "generator_restarted"))
+        os.kill(self.rng.choice(generators), signal.SIGKILL)
+        deadline = time.monotonic() + 60.0
+        while len(tiny_run.events_of(self.run, "generator_restarted")) == back:
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(0.1)
 
     def stop_worker(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -125,6 +155,14 @@ class Cluster:
         time.sleep(4.0)
         subprocess.run([*tc, "del", "dev", "e1", "root"], check=False, capture_output=True)
 
+    def disk_full(self) -> None:
+        """Of a node's /dev/shm, while its mirror has to make room for weights anew."""
+        index, name = self.rng.choice([(1, "b"), (2, "c")])
+        with disk_full(self.agents[name]):
+            for pid in self.pids(index, "headway.runtime.child", "cpu:all"):  # the mirror, and the verifier beside it
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(6.0)
+
     def add_node(self) -> None:
         log = self.folder / "d.log"
         extra = f"d{len(self.journal)}"
@@ -153,8 +191,8 @@ class Cluster:
         return "\n".join(map(json.dumps, self.journal)) + "\n" + logs + tiny_run.tail_of(self.run)
 
 
-def play(folder: Path, seed: int) -> Cluster:
-    """One run with `FAULTS_A_RUN` faults chosen by ``seed``, to its end."""
+def play(folder: Path, seed: int, faults: tuple[str, ...] = ()) -> Cluster:
+    """One run with ``faults``, or with `FAULTS_A_RUN` that are chosen by ``seed``, to its end."""
     rng = random.Random(seed)
     tiny_run.write_inputs(folder)
     tiny_run.write_experiment(
@@ -171,10 +209,10 @@ def play(folder: Path, seed: int) -> Cluster:
         cluster.begin()
         done = 0
         try:
-            for _ in range(FAULTS_A_RUN):
+            for at in range(len(faults) or FAULTS_A_RUN):
                 wanted = done + rng.randint(3, 12)
                 cluster.until_step(wanted)
-                fault = rng.choice(FAULTS)
+                fault = faults[at] if faults else rng.choice(FAULTS)
                 at_s = time.monotonic()
                 getattr(cluster, fault)()
                 done = len(tiny_run.steps_of(cluster.run))
@@ -205,6 +243,14 @@ def check(cluster: Cluster) -> None:
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 2 else pytest.mark.long) for n in range(10)])
 def test_faults_by_seed(tmp_path: Path, seed: int) -> None:
     cluster = play(tmp_path, seed)
-    restarts = [event.lost_s for event in tiny_run.events_of(cluster.run, "generator_restarted")]
-    print(json.dumps({"seed": seed, "journal": cluster.journal, "generator_lost_s": restarts}))
+    print(json.dumps({"seed": seed, "journal": cluster.journal, "first_tokens_s": recoveries_s(cluster.run)}))
+    check(cluster)
+
+
+def test_killed_generators_and_one_on_a_full_disk_come_back(tmp_path: Path) -> None:
+    cluster = play(tmp_path, 0, ("disk_full", *["kill_generator"] * 5, "disk_full"))
+    recoveries = recoveries_s(cluster.run)
+    assert len(recoveries) >= 5
+    result = {"journal": cluster.journal, "first_tokens_s": recoveries, "median_s": statistics.median(recoveries)}
+    print(json.dumps(result | {"load": os.getloadavg()[0]}))
     check(cluster)

@@ -42,12 +42,40 @@ def test_fact_is_named_within_30_s(stall: str, tmp_path: Path, monkeypatch: pyte
         assert time.monotonic() - planted_s < FACT_S
 
 
-def test_healthy_run_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HEALTHY: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "quickstart": {  # sizes of examples/arithmetic/experiment.toml, with its evaluations
+        "rollout": {"group_size": 8, "max_prompt_tokens": 32, "max_response_tokens": 160},
+        "generator": {"slots": 128},
+        "queue": {"groups_per_step": 32, "budget": 2, "filter_zero_variance": False},
+        "checkpoint": {"every_steps": 50},
+        "evaluation": {"every_s": 15},
+    },
+    "slow verifier": {  # a long tail of scores behind a long tail of lengths
+        "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_response_tokens": 400},
+        "verifier": VERIFIER | {"name": "stall_functions:sleeps", "workers": 2},
+    },
+}
+
+
+@pytest.mark.timeout(HEALTHY_S + 300)
+@pytest.mark.parametrize("load", HEALTHY)
+def test_healthy_run_raises_no_alarm(load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STALL_LIMITS", "real")
+    monkeypatch.setenv("STALL_FILE", str(tmp_path / "never"))
     monkeypatch.setattr(tiny_run, "FAULTY", tiny_run.HERE / "stalled_headway.py")
     write_inputs(tmp_path)
-    length = {"directory": str(tmp_path / "run"), "steps": 10**6, "time_limit_s": HEALTHY_S}
-    ended = tiny_run.train(write_experiment(tmp_path, run=length), limit_s=HEALTHY_S + 120)
+    sections = dict(HEALTHY[load])
+    if "evaluation" in sections:
+        (tmp_path / "validation.jsonl").write_text(
+            "".join(f'{{"prompt": "{n}+7=", "answer": "1"}}\n' for n in range(30, 94))
+        )
+        sections["tasks.validation"] = {"path": str(tmp_path / "validation.jsonl")}
+    length = {"directory": str(tmp_path / "run"), "steps": 10**6, "time_limit_s": HEALTHY_S, "on_stall": "warn"}
+    ended = tiny_run.train(write_experiment(tmp_path, run=length, **sections), limit_s=HEALTHY_S + 200)
     assert ended.process.returncode == 0, ended.output
-    assert len(steps_of(ended.run)) > HEALTHY_S / 10
-    assert not events_of(ended.run, "stalled")
+    steps, stalls = steps_of(ended.run), events_of(ended.run, "stalled")
+    longest_s = max(step.step_s for step in steps)
+    print(f"{load}: {len(steps)} steps in {HEALTHY_S:g} s, the longest {longest_s:.1f} s; {len(stalls)} stalls")
+    assert len(steps) > HEALTHY_S / 30
+    assert not stalls, stalls

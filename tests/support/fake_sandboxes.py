@@ -126,12 +126,7 @@ class FakeBackend:
         self._slow_starts = list(slow_starts)
 
     async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
+        self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
     ) -> FakeSandbox:
         self.asked.append(dict(labels or {}))
         self.starting += 1

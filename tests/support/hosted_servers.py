@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+import msgspec
 import uvicorn
 from sandbox_backends import SMALL, local
 
@@ -54,7 +55,8 @@ class Cloud:
         for box in self.boxes.values():  # idempotent, as both services are
             if box.body.get("key") == body.get("key"):
                 return box
-        sandbox = await self.backend.create(self.spec, ttl_s=ttl_s, snapshot=self.snapshots.get(source))
+        spec = msgspec.structs.replace(self.spec, ttl_s=ttl_s)
+        sandbox = await self.backend.create(spec, snapshot=self.snapshots.get(source))
         self.boxes[sandbox.id] = Box(sandbox, labels, body)
         return self.boxes[sandbox.id]
 

@@ -15,19 +15,39 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import tiny_run
+
+from headway.records.trace import Mark, Span
 from headway.runtime.clock import RealClock
 from headway.runtime.nodes.handshake import KEY_VARIABLE, make_key
 from headway.runtime.nodes.nodes import Nodes
 from headway.runtime.workers import LocalLauncher
+from headway.telemetry.trace_file import read_trace
 
 KEY = make_key()
 
 
 def start_agent(
-    address: str, name: str, *, log: Path, key: str = KEY, namespace: str = "", arguments: tuple[str, ...] = ()
+    address: str,
+    name: str,
+    *,
+    log: Path,
+    key: str = KEY,
+    namespace: str = "",
+    arguments: tuple[str, ...] = (),
+    python: str = "",
+    mounts: str = "",
 ) -> subprocess.Popen[bytes]:
-    """Start `headway node` for a run at ``address``; its output goes to ``log``."""
-    command = [sys.executable, "-m", "headway.cli.main", "node", "--join", address, "--name", name, *arguments]
+    """Start `headway node` for a run at ``address``; its output goes to ``log``. ``python``: statements that its
+    process runs first. ``mounts``: a shell's commands in a mount namespace of its own, before it starts there."""
+    program = (
+        ["-c", f"{python}\nimport sys\nfrom headway.cli.main import main\nsys.exit(main())"]
+        if python
+        else ["-m", "headway.cli.main"]
+    )
+    command = [sys.executable, *program, "node", "--join", address, "--name", name, *arguments]
+    if mounts:
+        command = ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
     if namespace:
         command = ["ip", "netns", "exec", namespace, *command]
     with open(log, "ab") as file:
@@ -128,7 +148,46 @@ def namespaces(count: int = 2, rate: str = "") -> Iterator[list[str]]:
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 
 
+@contextmanager
+def disk_full(agent: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Fill the /dev/shm that an agent was given by ``memory``."""
+    filler = Path(f"/proc/{agent.pid}/root/dev/shm/filler")
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the agent is dead, and its /dev/shm gone
+            filler.unlink()
+
+
 def set_link(namespace: str, index: int, up: bool) -> None:
     """Cut or restore the connection of ``namespace``, the ``index``-th, with the others."""
     outside = f"v{os.getpid() % 100000}n{index}"
     subprocess.run(["ip", "link", "set", outside, "up" if up else "down"], check=True, capture_output=True)
+
+
+def recoveries_s(run: Path) -> list[float]:
+    """Seconds from the last sign of life of each generator that died and came back to its successor's first tokens, as
+    the ledger and the trace have them."""
+    lines, name = read_trace(run), "generator_restarted"
+    back = [line for line in lines if isinstance(line, Mark) and line.event == name]
+    busy = [line for line in lines if isinstance(line, Span) and line.name == "busy"]
+    found = []
+    for mark, event in zip(back, tiny_run.events_of(run, name), strict=True):
+        begun = [span.start_s for span in busy if span.track == event.worker and span.end_s > mark.time_s]
+        if begun:
+            found.append(round(event.lost_s + max(0.0, min(begun) - mark.time_s), 3))
+    return found
+
+
+def is_generator(pid: int) -> bool:
+    """Whether a process is a generator: a worker on core 0 that has loaded torch."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"headway.runtime.child" not in words or b"cpu:0" not in words:
+            return False
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False

@@ -6,10 +6,13 @@ The file that STALL_FILE names says when: until it is there they do what they sh
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
 import re
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,30 @@ def fills_pipe(task: Task, response: str) -> float:
     return float(len(response) % 2)
 
 
+def sleeps(task: Task, response: str) -> float:
+    """A healthy verifier with a long tail: 0.2 s as a median, 2 s once in a hundred scores, 15 s at most."""
+    time.sleep(min(15.0, random.lognormvariate(math.log(0.2), 1.0)))
+    return float(len(response) % 2)
+
+
 class NeverReplies(Environment):
     """An environment whose replies stop coming."""
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         if due():
             await asyncio.Event().wait()
+        episode.reward(float(len(answer.text) % 2))
+        episode.end("played")
+
+
+class UsesSandbox(Environment):
+    """An environment that runs a command in a sandbox of each rollout's own."""
+
+    uses_sandbox = True
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        written = await episode.sandbox.exec(["true"])
+        assert written.ok, written
         episode.reward(float(len(answer.text) % 2))
         episode.end("played")
 

@@ -15,11 +15,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.exchange import CONNECTION, Connection
 from headway.generator.endpoint.refusals import HttpError
-from headway.records.errors import ConfigurationError
-from headway.runtime.addresses import split_address
+from headway.runtime.addresses import BACKLOG, listening
 
 _HEAD_BYTES = 64 * 1024  # request line and headers
-_BACKLOG = 2048  # connections that wait to be accepted
 _GRACE_S = 2  # for responses under way at shutdown
 
 
@@ -38,7 +36,7 @@ _TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head 
 async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | None = None) -> AsyncIterator[str]:
     """Serve ``app`` inside the block on ``listener`` (closed at the end), or on a new socket at ``settings.address``.
     Yields the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
-    with closing(listener or listening(settings.address)) as listener:
+    with closing(listener or listening(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
             app,
             http=_protocol(settings.connections, settings.body_timeout_s),
@@ -52,7 +50,7 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             proxy_headers=False,
             timeout_keep_alive=int(settings.keep_alive_s),  # longer than clients' own 5 s: equal ones race
             timeout_graceful_shutdown=_GRACE_S,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
         )
         config.load()
         # The parts of Server.serve() without its handling of the process's signals.
@@ -64,28 +62,6 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         finally:
             await asyncio.shield(server.shutdown(sockets=[listener]))
-
-
-def listening(address: str) -> socket.socket:
-    """Return a listening socket; connections queue until it is served. Raises ConfigurationError if it can't bind."""
-    host, port = split_address(address)
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setblocking(False)
-            listener.bind(target)
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigurationError(
-            f"endpoint.address = {address!r}: {error.strerror}; valid: an address of this machine and a free port "
-            "(port 0 takes any)"
-        ) from None
-    return listener
 
 
 def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:

@@ -46,10 +46,10 @@ class Health:
         with contextlib.suppress(WorkerDied):
             while True:
                 await self._clock.sleep(self._settings.health_interval_s)
-                self.note_versions()
+                self.note_versions([replica])
                 if replica.told_behind:
                     await self._bring_up(replica)
-                    self.note_versions()
+                    self.note_versions([replica])
                 if replica.updating_since_s is None:  # a replica answers no calls during an update
                     await self._check(replica)
 
@@ -65,11 +65,13 @@ class Health:
         finally:
             asked.cancel()
 
-    def note_versions(self) -> None:
-        """Report replicas that have fallen behind on versions, or have caught up, since the last call."""
-        standings = self._router.standings(self._clock.now())
+    def note_versions(self, replicas: Sequence[Replica] | None = None) -> None:
+        """Report which of ``replicas``, by default of all, have fallen behind on versions, or have caught up, since the
+        last call."""
+        replicas = self._replicas if replicas is None else replicas
+        standings = self._router.standings(self._clock.now(), replicas)
         said: list[tuple[str, str]] = []
-        for replica, standing in zip(self._replicas, standings, strict=True):
+        for replica, standing in zip(replicas, standings, strict=True):
             behind = standing == "behind"
             if not replica.live or behind == replica.told_behind:
                 continue

@@ -77,10 +77,7 @@ class Replica:
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
-        """The replica's standing for routing, with a fast path for a healthy one: nearly every request takes it."""
-        matter = not self.live or self.leaving or self.silent or self.resting or self.lent
-        if not matter and self.update >= newest_update and self.breaker.closed:
-            return "serving"
+        """The replica's standing for routing."""
         return standing_of(self._condition(now), newest_update, grace_s)
 
     def _condition(self, now: float) -> ReplicaCondition:

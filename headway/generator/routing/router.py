@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -138,13 +138,22 @@ class Router:
 
     # --- replicas -------------------------------------------------------------------------------------------
 
-    def standings(self, now: float) -> list[Standing]:
-        """Return the standing of each replica, in order."""
-        for one in self._replicas:
+    def standings(self, now: float, replicas: Sequence[Replica] | None = None) -> list[Standing]:
+        """Return the standing of each of ``replicas``, by default of all, in order."""
+        replicas = self._replicas if replicas is None else replicas
+        for one in replicas:
             if one.live and one.update > self._newest_update:
                 self._newest_update = one.update
         newest, grace_s = self._newest_update, self._settings.update_grace_s
-        return [one.standing(now, newest, grace_s) for one in self._replicas]
+        return [  # a healthy one's in this line: every request looks at every replica
+            "serving"
+            if one.live
+            and one.update >= newest
+            and not (one.leaving or one.silent or one.resting or one.lent)
+            and one.breaker.closed
+            else one.standing(now, newest, grace_s)
+            for one in replicas
+        ]
 
     def settle(self) -> None:
         """Assign held requests, oldest first: a replica may take requests again."""
@@ -204,11 +213,12 @@ class Router:
         """Assign a call to a replica; returns False when none takes it now."""
         now = self._clock.now()
         needed = call.outstanding_tokens
-        standings = self.standings(now)
+        saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
+        candidates = self._replicas if call.refused_by else self._candidates(now, saved, needed)
+        standings = self.standings(now, candidates)
         if call.refused_by:  # prefer other replicas; retry there if there is no other
             others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
             standings = others if any(how in _TAKING for how in others) else standings
-        saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
         loads = [
             ReplicaLoad(
                 standing=how,
@@ -216,12 +226,12 @@ class Router:
                 saved_tokens=saved.get(one.index, 0),
                 capacity_tokens=one.capacity_tokens,
             )
-            for one, how in zip(self._replicas, standings, strict=True)
+            for one, how in zip(candidates, standings, strict=True)
         ]
         route = choose_replica(loads, needed)
         if route is None:
             return False
-        replica = self._replicas[route.replica]
+        replica = candidates[route.replica]
         call.probe = replica.breaker.send(now)
         call.replica = replica.index
         call.ticket = str(next(self._tickets))  # never reused, so that no late delta matches the wrong call
@@ -234,6 +244,18 @@ class Router:
         if call.prefix:
             self._prefixes.remember(call.prefix, replica.index, replica.epoch)
         return True
+
+    def _candidates(self, now: float, saved: Mapping[int, int], needed: int) -> Sequence[Replica]:
+        """The replicas among which the choice is made, by index: where the least loaded that serves has room, it
+        and those that save something, since none of the others could be chosen; else all."""
+        least: Replica | None = None
+        for one in self._replicas:
+            lighter = least is None or one.outstanding_tokens < least.outstanding_tokens
+            if lighter and self.standings(now, (one,))[0] == "serving":
+                least = one
+        if least is None or least.outstanding_tokens + needed > least.capacity_tokens:
+            return self._replicas
+        return [self._replicas[index] for index in sorted({least.index, *saved})]
 
     def _saved_tokens(self, call: OpenRequest) -> dict[int, int]:
         """Map replica index -> prompt tokens that it needn't prefill, weighted by ``router.affinity``."""

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.devices import split_node
-from headway.runtime.nodes.files import file_digests, file_names, folder_digest
+from headway.runtime.nodes.files import file_digests, file_names, file_parts, folder_digest
 from headway.runtime.nodes.nodes import Node, Nodes
 from headway.runtime.workers import EventCallback, Worker, WorkerSpec
 
-_CHUNK_BYTES = 16 << 20
 _DIGESTS_S = 600.0  # limit: a model's samples from a slow file system
 _FACTORY = "headway.runtime.nodes.files:FilesService"
 
@@ -35,11 +32,13 @@ class FilesLauncher:
         on_event: EventCallback = lambda name, detail, /, **fields: None,
         *,
         cache: str = "",
+        deep: bool = False,
     ) -> None:
-        """``folders``: that workers read, by the key of the experiment that names them. ``cache``: on the nodes."""
+        """``folders``: that workers read, by the key of the experiment that names them. ``cache``: on the nodes.
+        ``deep``: compare every byte, not samples."""
         self._nodes, self._on_event = nodes, on_event
         self._folders = {key: (folder, Path(folder).absolute()) for key, folder in folders.items()}
-        self._cache = cache
+        self._cache, self._deep = cache, deep
         self._looked: dict[Node, asyncio.Task[dict[str, str]]] = {}
         self._sent: dict[str, str] = {}  # deep digest of a folder here, by its path
 
@@ -66,10 +65,10 @@ class FilesLauncher:
             await worker.stop()
 
     async def _place(self, worker: Worker, node: str, key: str, folder: Path) -> str:
-        there = await worker.call("digests", str(folder), timeout_s=_DIGESTS_S)
+        there = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
         if there is None:
             return await self._send(worker, node, key, folder)
-        here = await asyncio.to_thread(file_digests, folder)
+        here = await asyncio.to_thread(file_digests, folder, deep=self._deep)
         if other := _difference(here, there):
             raise ConfigurationError(
                 f"{key} = {str(folder)!r} on node {node} isn't what it is here: {other}; copy the folder there, or "
@@ -90,13 +89,8 @@ class FilesLauncher:
         try:
             await worker.call("begin", digest)
             for name in await asyncio.to_thread(file_names, folder):
-                offset = 0
-                while True:  # an empty file is a file as well
-                    chunk = await asyncio.to_thread(_chunk, folder / name, offset)
-                    await worker.call("store", name, chunk)
-                    offset += len(chunk)
-                    if len(chunk) < _CHUNK_BYTES:
-                        break
+                async for part in file_parts(folder / name):
+                    await worker.call("store", name, part)
             copy = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
         except RemoteError as error:
             raise ConfigurationError(
@@ -109,12 +103,6 @@ class FilesLauncher:
 
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _chunk(path: Path, offset: int) -> np.ndarray:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return np.frombuffer(file.read(_CHUNK_BYTES), dtype=np.uint8)
 
 
 def _difference(here: dict[str, str], there: dict[str, str]) -> str:

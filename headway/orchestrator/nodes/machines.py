@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Machines:
         return weights if self.mirrors is None else await self.mirrors.on_node(weights, node)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeCheck:
+    """A check of a run's nodes: agents that a person started wait for the run at its end."""
+
+    deep: bool = False  # compare every byte of model files
+    missing: dict[str, str] | None = None  # gets nodes that haven't joined in time -> why; None: that is an error
+
+
 @asynccontextmanager
 async def open_machines(
     experiment: Experiment,
@@ -65,13 +74,14 @@ async def open_machines(
     origin: str | None = None,
     key_folder: Path | None = None,
     waits: Waits | None = None,
+    check: NodeCheck | None = None,
 ) -> AsyncIterator[Machines]:
     """The machines that ``experiment`` needs, when all nodes that its devices name have joined.
 
     ``run_id`` names the weights' files; ``origin``: the device from which they are published, by default the trainer's
     first; ``key_folder``: where the run's key is written when it has to be made; ``waits``: where workers and calls to
-    them are registered. Raises ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a
-    node doesn't join in time.
+    them are registered; ``check``: this is no run, but a check of one. Raises ConfigurationError (address, key, a
+    device on a node that isn't listed), NodeLost when a node doesn't join in time.
     """
     start_timeout_s = experiment.run.worker_start_timeout_s
     local = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
@@ -94,28 +104,27 @@ async def open_machines(
         return_s=cluster.join_timeout_s,
         environment=cluster.environment,
         certificate=certificate,
+        keep_agents=check is not None and cluster.launcher == "local",
         on_event=on_event,
     )
     async with AsyncExitStack() as stack:
         agents = await _enter(stack, nodes, experiment, key, clock, on_event, key_folder)
         on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
-        for name in needed:
-            await _wait_for(name, nodes, agents, cluster.join_timeout_s)
+        whys = await asyncio.gather(*(_await(name, nodes, agents, cluster.join_timeout_s) for name in needed))
+        missing = {name: why for name, why in zip(needed, whys, strict=True) if why}
+        if check is not None and check.missing is not None:
+            check.missing.update(missing)
+        elif missing:
+            raise NodeLost("; ".join(missing.values()))
         facts = {name: node.facts for name, node in nodes.joined.items() if node.facts is not None}
         rooms = {name: Room(cpu=facts[name].cores, cuda=facts[name].gpus) for name in cluster.nodes if name in facts}
         experiment = place_devices(experiment, rooms)
         publishing = parse_device(origin or experiment.trainer.devices[0]).node
-        settings = {
-            "run_id": run_id,
-            "ports": list(cluster.ports),
-            "key": key,
-            "epoch": epoch,
-            "orphan_s": cluster.orphan_s,
-            "certificate": certificate,
-        }
+        settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
+        settings |= {"orphan_s": cluster.orphan_s, "certificate": certificate}
         mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
-            launcher = FilesLauncher(nodes, _folders(experiment), on_event)
+            launcher = FilesLauncher(nodes, _folders(experiment), on_event, deep=check is not None and check.deep)
             yield Machines(launcher=launcher, experiment=experiment, nodes=nodes, mirrors=mirrors)
         finally:
             await mirrors.stop()
@@ -153,14 +162,13 @@ async def _enter(
     return agents
 
 
-async def _wait_for(name: str, nodes: Nodes, agents: LaunchedAgents | None, timeout_s: float) -> None:
-    """Wait until node ``name`` has joined. Raises NodeLost, with how its agent ended last."""
+async def _await(name: str, nodes: Nodes, agents: LaunchedAgents | None, timeout_s: float) -> str:
+    """Wait until node ``name`` has joined. Returns why it hasn't, with how its agent ended last; empty: it has."""
     try:
         await nodes.wait_for(name, timeout_s)
     except NodeLost as lost:
-        if agents is None or name not in agents.last_end:
-            raise
-        raise NodeLost(f"{lost}: {describe(agents.last_end[name])}") from None
+        return f"{lost}: {describe(agents.last_end[name])}" if agents and name in agents.last_end else str(lost)
+    return ""
 
 
 def needed_nodes(experiment: Experiment) -> list[str]:

@@ -16,7 +16,7 @@ from headway.control.lengths import LengthDistribution, group_correlation, lengt
 from headway.control.summaries import quantile
 from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.nodes.machines import Machines, open_machines
+from headway.orchestrator.nodes.machines import Machines, NodeCheck, open_machines
 from headway.orchestrator.preflight.load import Load
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
@@ -68,7 +68,8 @@ async def _calibrate(
     experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
 ) -> tuple[Calibration, LengthDistribution]:
     async with _interruptible(), AsyncExitStack() as stack:
-        machines = await stack.enter_async_context(open_machines(experiment, RealClock(), run_id=identity))
+        opening = open_machines(experiment, RealClock(), run_id=identity, check=NodeCheck())
+        machines = await stack.enter_async_context(opening)
         calibrating = _Calibrating(machines.experiment, tasks, seconds, on_progress, identity, machines)
         await calibrating.start(stack)
         try:

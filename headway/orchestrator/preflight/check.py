@@ -27,7 +27,7 @@ from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
 from headway.records.rollout import Verdict
 from headway.records.task import Task
-from headway.runtime.addresses import is_loopback, require_free
+from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
@@ -381,7 +381,7 @@ def _exporters(inputs: _Inputs, findings: Findings) -> None:
         findings.error(key, message)
     if address:
         with findings.refused("ledger.prometheus"):
-            require_free(address)
+            listening(address).close()
         if not is_loopback(address):
             findings.warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
 

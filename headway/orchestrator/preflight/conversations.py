@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.findings import Findings
-from headway.runtime.addresses import is_loopback, require_free
+from headway.runtime.addresses import is_loopback, listening
 
 
 def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Findings:
@@ -16,7 +16,7 @@ def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Fi
     if experiment.environment.calls:
         address = experiment.endpoint.address
         with findings.refused("endpoint.address"):
-            require_free(address)
+            listening(address).close()
         if not is_loopback(address):
             message = f"{address}: other machines reach it; each rollout's key opens that rollout alone"
             findings.info("endpoint.address", message)

@@ -25,7 +25,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headway.config.schema import Experiment
@@ -33,6 +33,7 @@ from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device, split_node
+from headway.runtime.nodes.conditions import machine_memory
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
@@ -59,7 +60,7 @@ _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-
 _TOKEN_BYTES_ON_DISK = 14
 
 
-_MEMORY_OF_NODE = "memory of node "
+_OF_NODE = " of node "  # in the name of a place
 
 
 def bytes_of(dtype: str) -> int:
@@ -129,12 +130,18 @@ def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]
         ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes}),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller]),
-        ("published weights", str(SHARED_MEMORY), {"versions": published}),
+        *(("published weights", place, {"versions": published}) for place in _published_to(experiment)),
         ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
         ("buffer", run, {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}),
     ]
     others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *others]
+
+
+def _published_to(experiment: Experiment) -> list[str]:
+    """The places where published weights lie: this machine's, and mirrored on nodes that generate."""
+    nodes = dict.fromkeys(parse_device(device).node for device in experiment.generator.devices)
+    return [str(SHARED_MEMORY), *(f"{SHARED_MEMORY}{_OF_NODE}{node}" for node in nodes if node)]
 
 
 def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
@@ -243,7 +250,7 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
     node, own = split_node(device)
-    memory = f"{_MEMORY_OF_NODE}{node}" if node else "memory"
+    memory = f"memory{_OF_NODE}{node}" if node else "memory"
     if parse_device(own).kind == "cpu":
         yield MemoryUse(name=name, place=memory, parts=on_host | on_device)
     else:
@@ -254,8 +261,9 @@ def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[
 # --- what is there ---------------------------------------------------------------------------------------
 
 
-def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
-    """Each place's needed, total and available bytes; None where the latter two are unknown."""
+def memory_places(uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]] = {}) -> list[MemoryPlace]:
+    """Each place's needed, total and available bytes; None where the latter two are unknown. ``on_nodes``: what is
+    known of places on nodes."""
     needed: Counter[str] = Counter()
     for use in uses:
         needed[use.place] += use.total_bytes
@@ -267,8 +275,8 @@ def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
             found = machine_memory()
         elif name.startswith("cuda:"):
             found = gpu_memory(parse_device(name).first)
-        elif name.startswith(_MEMORY_OF_NODE) or "/cuda:" in name:  # only its agent could tell
-            found = None
+        elif _is_on_node(name):  # only its agent can tell
+            found = on_nodes.get(name)
         elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
             found = (0, 0)
         else:
@@ -278,31 +286,8 @@ def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
     return places
 
 
-def machine_memory() -> tuple[int, int] | None:
-    """(in all, available) bytes of main memory; a container's limit where that is less. None: can't be told."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    if "MemTotal" not in kib or "MemAvailable" not in kib:
-        return None
-    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in (limit_file, used_file))
-        if limit is not None and limit < total:
-            total, available = limit, min(available, max(0, limit - (used or 0)))
-    return total, available
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # "max": no limit
-        return None
+def _is_on_node(place: str) -> bool:
+    return _OF_NODE in place or "/cuda:" in place
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:
@@ -344,9 +329,9 @@ def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Finding
     for place in places:
         if place.capacity_bytes is not None and place.available_bytes is not None:
             there = [use for use in uses if use.place == place.name]
-            if place.name == str(SHARED_MEMORY):
+            if place.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
                 _look_at_shared_memory(place, place.available_bytes, findings)
-            elif place.name == "memory" or place.name.startswith("cuda:"):
+            elif place.name == "memory" or place.name.startswith("cuda:") or _is_on_node(place.name):
                 _look_at_memory(there, place, place.capacity_bytes, place.available_bytes, findings)
             else:
                 _look_at_disk(there, place, place.available_bytes, findings)

@@ -13,6 +13,7 @@ from headway.control.tuning.ledger_model import shape_of
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, lent_replicas
 from headway.orchestrator.preflight.check import check
+from headway.orchestrator.preflight.cluster import node_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
 from headway.orchestrator.task_sets import load_task_sets
@@ -27,20 +28,27 @@ def preview(
     experiment: Experiment,
     *,
     resume: bool = False,
+    deep: bool = False,
     seconds: float | None = SECONDS,
     on_progress: OnProgress = lambda text: None,
     on_findings: Callable[[list[Finding]], None] = lambda findings: None,
 ) -> CheckReport:
-    """Check, size, calibrate (None seconds: don't), forecast. ``on_findings`` gets what is found before any worker is
-    started. With an error among it nothing is started. Raises what ``calibrate`` raises when a worker fails."""
+    """Check, size, look at the nodes (``deep``: model files there byte by byte), calibrate (None seconds: don't),
+    forecast. ``on_findings`` gets what is found before any worker is started, and again what is found later. With an
+    error among it nothing more is started. Raises what ``calibrate`` raises when a worker fails."""
     findings = Findings(check(experiment, resume=resume))
     on_findings(findings)
     if any(finding.level == "error" for finding in findings):
         return CheckReport(findings=findings)
+    on_nodes = node_findings(experiment, deep=deep, on_progress=on_progress)
+    on_findings(on_nodes.by_level())
+    findings = Findings(findings + on_nodes)
+    if any(finding.level == "error" for finding in on_nodes):
+        return CheckReport(findings=findings.by_level())
     uses = memory_uses(experiment, DecoderConfig.from_pretrained(Path(experiment.model.path)))
     places = memory_places(uses)
     if seconds is None or experiment.environment.name != "single_turn":  # what agents do takes longer to be seen
-        return CheckReport(findings=findings, memory=uses, places=places)
+        return CheckReport(findings=findings.by_level(), memory=uses, places=places)
     sets = load_task_sets(experiment)
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
     on_progress("forecasts the run")

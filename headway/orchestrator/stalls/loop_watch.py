@@ -21,13 +21,11 @@ import msgspec
 from headway.control.stalls import place_of
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Stack, WorkerLook
-from headway.runtime.stalls.stacks import ask_for_stacks, parse_dump
+from headway.runtime.stalls.stacks import dump_of, parse_dump
 from headway.telemetry.ledger import EVENT_STALLED
 
 SUBJECT = "orchestrator"
-_DUMP_S = 2.0  # that the stacks may take
 _AGAIN_S = 1.0  # a beat may be under way when a machine wakes up
-_POLL_S = 0.05
 _MOST_TEXT = 6000  # characters of stacks in an event
 _DISK = {"headway/buffer/": "a commit to buffer.db", "headway/runtime/line_file": "a write to a file of the run"}
 
@@ -65,7 +63,8 @@ class LoopWatch:
 
     def _report(self, silent_s: float) -> None:
         """Name where the loop is: on standard error first, since the ledger's disk may be the cause."""
-        stopped, stacks = self._ask()
+        stopped, dump = dump_of(self._pid, self._stacks)
+        stacks = parse_dump(dump)
         line = f"stalled {silent_s:.0f} s: the orchestrator{_cause(stopped, stacks)}"
         with contextlib.suppress(OSError):
             sys.stderr.write(f"headway: {line}\n")
@@ -87,20 +86,6 @@ class LoopWatch:
             os.close(descriptor)
         if self._policy == "end":  # it can't end itself; a run that is killed can be resumed
             os.kill(self._pid, signal.SIGKILL)
-
-    def _ask(self) -> tuple[bool, list[Stack]]:
-        start = self._stacks.stat().st_size if self._stacks.exists() else 0
-        if ask_for_stacks(self._pid):
-            return True, []
-        deadline_s = time.monotonic() + _DUMP_S
-        while time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-            with contextlib.suppress(OSError), self._stacks.open("rb") as file:
-                file.seek(start)
-                text = file.read().decode(errors="replace")
-                if text.endswith("\n") and "most recent call first" in text:
-                    return False, parse_dump(text)
-        return False, []
 
 
 def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:

@@ -70,7 +70,7 @@ class StallWatch:
             await clock.sleep(tick_s)
             lag_s = clock.now() - before_s - tick_s
             if lag_s >= self._settings.lag_s:
-                self._ended(SUBJECT, f"the event loop turns again, after {lag_s:.0f} s", lag_s)
+                self._ended(SUBJECT, "event loop", f"the event loop turns again, after {lag_s:.0f} s", lag_s)
             await self.judge()
 
     async def probe(self) -> None:
@@ -98,7 +98,7 @@ class StallWatch:
             self._report(stall, now_s)
         for stall in over:
             lost_s = now_s - stall.since_s
-            self._ended(stall.owner, f"{stall.owner}: {stall.kind} after {lost_s:.0f} s", lost_s)
+            self._ended(stall.owner, stall.kind, f"{stall.owner}: {stall.kind} after {lost_s:.0f} s", lost_s)
         if now_s - self._pictured_s >= _PICTURE_EVERY_S or begun:
             self._pictured_s = now_s
             self._write_picture(now_s)
@@ -122,8 +122,8 @@ class StallWatch:
         elif policy == "end":
             self._end(stall.sentence(now_s))
 
-    def _ended(self, owner: str, detail: str, lost_s: float) -> None:
-        self._run.event(EVENT_STALL_ENDED, detail, worker=owner, found_by="watch", lost_s=round(lost_s, 1))
+    def _ended(self, owner: str, kind: str, detail: str, lost_s: float) -> None:
+        self._run.event(EVENT_STALL_ENDED, detail, worker=owner, found_by="watch", lost_s=round(lost_s, 1), wait=kind)
 
     def _write_picture(self, now_s: float) -> None:
         waits = tuple(self._run.waits.open()[:_MOST_WAITS])

@@ -99,6 +99,11 @@ class EnvironmentService:
             asyncio.run_coroutine_threadsafe(self._open.aclose(), self.loop).result(_CLOSE_S)
             raise
 
+    @property
+    def trouble(self) -> str:
+        """Why no sandbox can be started now, for a look at this worker; "": nothing is known to be wrong."""
+        return self._sandboxes.pool.trouble
+
     def _run(self) -> None:
         """The loop that all rollouts are played on, until `close`: a task of an environment's that exits ends none but
         itself."""

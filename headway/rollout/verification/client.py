@@ -29,12 +29,18 @@ _WATCHDOG = 1.1  # times a response's limit: when the worker's watchdog ends a h
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
 _STOP_GRACE_S = 1.0
 _RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
+_AWAY_S = 5.0  # for a worker's restart; then another one gets its job, if any is live
 
 
 class _Job(msgspec.Struct, kw_only=True, eq=False):
     task: Task
     responses: tuple[str, ...]
     verdicts: asyncio.Future[list[Verdict]]
+    moves: int = 0  # to another worker
+
+
+class _Away(Exception):
+    """The slot has no worker yet, and others have: its node is away, say."""
 
 
 @dataclass(eq=False)
@@ -52,8 +58,8 @@ class VerifierPool:
     A group is scored in one call. When its worker hangs or dies, the worker is replaced and the group's responses are
     scored one by one, so that only the guilty one fails: "timed out after 10 s; job killed" (not
     infrastructure) for a hang. A death for another reason, or a verdict that failed as infrastructure, is retried
-    ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one; the pool
-    stays usable throughout.
+    ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one, and their jobs
+    go to others when that takes long, for their node is away; the pool stays usable throughout.
 
     ``named``: the verifiers that tasks choose, by ``Task.verifier``; ``verifier`` scores the others. Every worker can
     score with all of them.
@@ -167,6 +173,11 @@ class VerifierPool:
                 continue  # its caller gave up while it was queued
             try:
                 verdicts = await self._score_group(slot, job)
+            except _Away:
+                await self._jobs.put(job)
+                while slot.live is None:
+                    await slot.restart()
+                continue
             except Exception as error:  # a fault of the pool itself must reach the caller, not end the loop silently
                 if not job.verdicts.done():
                     job.verdicts.set_exception(error)
@@ -184,12 +195,12 @@ class VerifierPool:
             responses = tuple(job.responses[i] for i in left)
             if together and len(left) > 1:  # alone, a response is its own suspect
                 try:
-                    scored = await self._call(slot, job.task, responses)
+                    scored = await self._call(slot, job, responses)
                 except _Died as died:
                     together, attempts = False, attempts + (0 if died.hung else 1)
                     continue
             else:
-                scored = [await self._score_single(slot, job.task, response) for response in responses]
+                scored = [await self._score_single(slot, job, response) for response in responses]
             for i, verdict in zip(left, scored, strict=True):
                 verdicts[i] = _paid_for(verdict, verdicts.get(i))
             left = [i for i in left if _lost(verdicts[i])]
@@ -199,19 +210,19 @@ class VerifierPool:
             await self._clock.sleep(backoff_s(attempts, _RETRY_S))
         return [_given_up(v, attempts) if _lost(v) else v for _, v in sorted(verdicts.items())]
 
-    async def _score_single(self, slot: WorkerSlot, task: Task, response: str) -> Verdict:
+    async def _score_single(self, slot: WorkerSlot, job: _Job, response: str) -> Verdict:
         try:
-            return (await self._call(slot, task, (response,)))[0]
+            return (await self._call(slot, job, (response,)))[0]
         except _Died as died:
             if died.hung:
-                cause = f"timed out after {self._timeout_s(task):g} s; job killed"
+                cause = f"timed out after {self._timeout_s(job.task):g} s; job killed"
             else:
                 cause = "the verifier's process died under it"
             return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
 
-    async def _call(self, slot: WorkerSlot, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
-        """Score on this slot's worker. Raises _Died; the next call then starts another."""
-        worker = await self._worker(slot)
+    async def _call(self, slot: WorkerSlot, job: _Job, responses: tuple[str, ...]) -> list[Verdict]:
+        """Score on this slot's worker. Raises _Died, after which the next call starts another, and _Away."""
+        worker, task = await self._worker(slot, job), job.task
         started = self._clock.now()
         backstop_s = _WATCHDOG * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
         self._scoring[slot.name] = len(responses)
@@ -240,14 +251,18 @@ class VerifierPool:
     def _timeout_s(self, task: Task) -> float:
         return self._named.get(task.verifier, self._verifier).timeout_s
 
-    async def _worker(self, slot: WorkerSlot) -> Worker:
-        """The slot's live worker, restarted when it is dead. Raises HeadwayError when that fails."""
+    async def _worker(self, slot: WorkerSlot, job: _Job) -> Worker:
+        """The slot's live worker, restarted when it is dead. Raises HeadwayError when that fails, _Away when it takes
+        long."""
         while (worker := slot.live) is None:
             if slot.exhausted:
                 slot.forgive()  # the next job tries again
                 raise HeadwayError(f"{slot.name} could not be restarted: {slot.fault}") from slot.fault
             self._scoring[slot.name] = 0
-            await slot.restart()
+            await slot.restart(_AWAY_S)
+            if slot.restarting and job.moves <= self._retries and any(other.live for other in self._slots):
+                job.moves += 1
+                raise _Away
         slot.forgive()
         return worker
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from headway.records.errors import ConfigurationError, WorkerDied
-from headway.records.node import NodeFacts, ProcessEnded, ProcessOrder
+from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
 from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import HealthChecks, Link
-from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, SHARED_MEMORY, ConditionsReader, free_bytes
+from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader, machine_memory
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, NotAdmitted, software
 from headway.runtime.scratch import ScratchFolder
@@ -90,9 +90,9 @@ class Agent:
             pid=os.getpid(),
             cores=len(machine_cores()),
             gpus=cuda_device_count() or 0,
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            shared_memory_bytes=free_bytes(SHARED_MEMORY),
+            memory_bytes=(machine_memory() or (0, 0))[0],
             scratch=str(self._scratch),
+            time_s=time.time(),
             offers=self._offers,
         )
 
@@ -126,10 +126,14 @@ class Agent:
         """See :meth:`WorkerProcess.inspect`."""
         return await self._processes[pid].inspect() if pid in self._processes else (False, "")
 
-    async def end(self) -> None:
-        """End: the run is over."""
+    async def conditions(self) -> NodeConditions:
+        """Read this node's conditions now. Its GPUs may take 5 s."""
+        return await asyncio.to_thread(ConditionsReader(self._scratch, self._name).read, len(self._processes))
+
+    async def end(self, over: bool = True) -> None:
+        """End: the run is ``over``; else only a check of it is, and the agent waits for the run."""
         if not self._ended.done():
-            self._ended.set_result(("the run is over", True))
+            self._ended.set_result(("the run is over" if over else "was checked, and waits for the run", over))
 
     def _on_exit(self, pid: int, end: ProcessExit) -> None:
         del self._processes[pid]

@@ -37,7 +37,7 @@ class ConditionsReader:
         return NodeConditions(
             name=self._name,
             cpu_ratio=min(1.0, max(0.0, ratio)),
-            memory_free_bytes=_memory_free_bytes(),
+            memory_free_bytes=(machine_memory() or (0, 0))[1],
             shared_memory_free_bytes=free_bytes(SHARED_MEMORY),
             disk_free_bytes=free_bytes(self._scratch),
             processes=processes,
@@ -81,11 +81,31 @@ def free_bytes(folder: Path) -> int:
         return 0
 
 
-def _memory_free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    return 0
+def machine_memory() -> tuple[int, int] | None:
+    """(in all, available) bytes of main memory; a container's limit where that is less. None: can't be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    if "MemTotal" not in kib or "MemAvailable" not in kib:
+        return None
+    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in (limit_file, used_file))
+        if limit is not None and limit < total:
+            total, available = limit, min(available, max(0, limit - (used or 0)))
+    return total, available
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max": no limit
+        return None
 
 
 def _cpu_s() -> tuple[float, float]:

@@ -9,8 +9,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
-from headway.records.errors import ConfigurationError, HeadwayError
-from headway.runtime.addresses import split_address
+from headway.records.errors import HeadwayError
+from headway.runtime.addresses import listening, split_address
 from headway.runtime.nodes.encryption import HostEncryption
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, let_in, want_encryption, welcome
 
@@ -40,7 +40,7 @@ class Door:
         certificate: str = "",
     ) -> None:
         """``certificate``: with its key, as PEM, of connections that must be encrypted; empty: none is."""
-        self._host, self._port = split_address(address)
+        self._address = address
         self._key = key
         self._epoch = epoch
         self._encryption = HostEncryption(certificate) if certificate else None
@@ -56,26 +56,11 @@ class Door:
     def address(self) -> str:
         """Where it listens, with the port that the system chose for port 0."""
         assert self._listener is not None
-        return f"{self._host}:{self._listener.getsockname()[1]}"
+        return f"{split_address(self._address)[0]}:{self._listener.getsockname()[1]}"
 
     async def open(self) -> None:
         """Begin to listen. Raises ConfigurationError where that isn't possible."""
-        try:
-            family, kind, _, _, target = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family, kind)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(target)
-            except OSError:
-                listener.close()
-                raise
-        except OSError as error:
-            raise ConfigurationError(
-                f"cluster.address = '{self._host}:{self._port}': {error.strerror}; valid: an address of this machine "
-                "that the nodes can reach, and a free port"
-            ) from None
-        listener.listen(256)
-        listener.setblocking(False)
+        listener = listening(self._address, "cluster.address")
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener), name="door")
 
@@ -124,7 +109,7 @@ class Door:
                     raise
                 taken = True
         except TimeoutError:
-            self._refused(f"{peer}: no handshake within {HANDSHAKE_S:g} s")
+            self._refused(f"{peer} connects, then is silent for {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
         except HeadwayError as error:  # refused, or lost while it was taken
             self._refused(f"{peer}: {error}")
         finally:

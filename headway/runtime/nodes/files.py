@@ -6,24 +6,27 @@ finds it.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
+from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO
 
 import xxhash
 
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
+from headway.runtime.imports import require_module
 from headway.runtime.scratch import ScratchFolder
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from headway.runtime.child import WorkerContext
 
 _HEAD_BYTES = 1 << 20
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
 _BLOCK_BYTES = 8 << 20
+PART_BYTES = 16 << 20
 _LARGEST_HEADER_BYTES = 100 << 20  # of a safetensors file, as its format says
 
 
@@ -43,6 +46,23 @@ def file_digests(folder: Path, *, deep: bool = False) -> dict[str, str]:
 def file_names(folder: Path) -> list[str]:
     """Names of all files below ``folder``, relative to it."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+async def file_parts(path: Path) -> AsyncIterator[pickle.PickleBuffer]:
+    """A file in parts of `PART_BYTES`, read in a thread; for calls of a worker, which gets a buffer for each without a
+    copy here. An empty file is one empty part. Raises OSError."""
+    offset, count = 0, PART_BYTES
+    while count == PART_BYTES:
+        part = await asyncio.to_thread(_part, path, offset)
+        yield pickle.PickleBuffer(part)
+        count = len(part)
+        offset += count
+
+
+def _part(path: Path, offset: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(PART_BYTES)
 
 
 def folder_digest(deep: dict[str, str]) -> str:
@@ -82,6 +102,22 @@ class FilesService:
         """`file_digests` of ``folder``; None where there is none."""
         return file_digests(Path(folder), deep=deep) if Path(folder).is_dir() else None
 
+    def problems(self, modules: dict[str, str], marker: str) -> dict[str, str]:
+        """Why a user's module of ``modules`` (by its key) isn't found here, by key; and of ``run.directory``, why
+        ``marker``, a file of the orchestrator's in it, isn't; empty: it isn't looked for."""
+        found: dict[str, str] = {}
+        for key, name in modules.items():
+            try:
+                require_module(name, key, ())
+            except ConfigurationError as error:
+                found[key] = str(error)
+        folder = Path(marker).parent
+        if marker and not (Path(marker).is_file() and os.access(folder, os.W_OK)):
+            found["run.directory"] = (
+                f"{folder} isn't the orchestrator's or can't be written to, as a trainer there must"
+            )
+        return found
+
     def copy_of(self, digest: str) -> str:
         """Path of the copy with this digest; empty: there is none."""
         path = self._cache / digest
@@ -93,7 +129,7 @@ class FilesService:
         self.close()
         self._partial = ScratchFolder(f"partial-{digest}-", directory=self._cache)
 
-    def store(self, name: str, chunk: np.ndarray) -> None:
+    def store(self, name: str, part: bytes | memoryview) -> None:
         """Append to a file of the copy. Raises OSError, with nothing left of the copy, when there is no room."""
         parts = PurePosixPath(name)
         if self._partial is None or parts.is_absolute() or ".." in parts.parts:
@@ -102,7 +138,7 @@ class FilesService:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "ab") as file:
-                file.write(chunk.data)
+                file.write(part)
         except OSError:
             self.close()
             raise

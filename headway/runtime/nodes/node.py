@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,7 @@ class Node:
         self.conditions: NodeConditions | None = None  # the last ones it told
         self.clock_offset_s = 0.0  # to be added to its monotonic clock to get ours
         self.clock_uncertainty_s = 0.0
+        self.time_offset_s = 0.0  # by which its clock of Unix time is ahead of ours
         self.lost = ""  # why
         self._clock = clock
         self._on_lost = on_lost
@@ -117,7 +119,9 @@ class Node:
 
     async def inquire(self) -> NodeFacts:
         """Ask for its facts and measure its clock."""
+        asked_s = time.time()
         facts: NodeFacts = await self.call("facts")
+        self.time_offset_s = facts.time_s - (asked_s + time.time()) / 2
         best = float("inf")
         for _ in range(_CLOCK_ROUNDS):
             sent = self._clock.now()
@@ -155,11 +159,12 @@ class Node:
         with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
             await self.call("kill", pid)
 
-    async def leave(self) -> None:
-        """Tell the agent that the run is over; one that can't be reached finds that out by itself."""
+    async def leave(self, over: bool = True) -> None:
+        """Tell the agent that the run is ``over``, or only a check of it; one that can't be reached finds that out by
+        itself."""
         if self.reachable:
             with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
-                await self.call("end")
+                await self.call("end", over)
         self._give_up("the run is over")
 
     async def _absorb(self) -> None:

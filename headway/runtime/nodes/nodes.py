@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import tempfile
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -48,11 +49,13 @@ class Nodes:
         return_s: float = 300.0,
         environment: dict[str, str] | None = None,
         certificate: str = "",
+        keep_agents: bool = False,
         on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
         """``environment``: of all workers on other nodes. ``local`` starts the workers of this machine. ``return_s``: a
         worker's start waits so long for a node that isn't there. ``certificate``: with its key, as PEM, of encrypted
-        connections; empty: they aren't."""
+        connections; empty: they aren't. ``keep_agents``: at its end they are told to wait for the run, not that it is
+        over."""
         self.joined: dict[str, Node] = {}
         self._epoch = epoch
         self._clock = clock
@@ -64,9 +67,9 @@ class Nodes:
         self._offers: set[asyncio.Task[object]] = set()
         self._environment = dict(environment or {})
         self._on_event = on_event
-        self._door = Door(
-            address, key, epoch, self._take_guest, lambda cause: on_event("connection_refused", cause), certificate
-        )
+        self._keep_agents = keep_agents
+        self._refused: deque[str] = deque(maxlen=3)
+        self._door = Door(address, key, epoch, self._take_guest, self._on_refusal, certificate)
         self._awaited: dict[str, asyncio.Future[socket.socket]] = {}  # workers' connections, by token
         self._changed = asyncio.Condition()
         self._closing = False
@@ -85,7 +88,7 @@ class Nodes:
         self._closing = True
         for task in (self._looking, *self._offers):
             task.cancel()
-        await asyncio.gather(*(node.leave() for node in list(self.joined.values())))
+        await asyncio.gather(*(node.leave(not self._keep_agents) for node in list(self.joined.values())))
         await self._door.close()
 
     def host_of(self, name: str) -> str:
@@ -114,13 +117,14 @@ class Nodes:
             self._take_devices(node)
 
     async def wait_for(self, name: str, timeout_s: float) -> Node:
-        """Wait until node ``name`` has joined. Raises NodeLost."""
+        """Wait until node ``name`` has joined. Raises NodeLost, with the last connections that were refused."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: name in self.joined)
         except TimeoutError:
             here = ", ".join(sorted(self.joined)) or "none"
-            raise NodeLost(f"node {name} has not joined within {timeout_s:g} s (joined: {here})") from None
+            refused = "".join(f"; refused: {cause}" for cause in self._refused)
+            raise NodeLost(f"node {name} has not joined within {timeout_s:g} s (joined: {here}){refused}") from None
         return self.joined[name]
 
     async def start(self, spec: WorkerSpec) -> Worker:
@@ -158,6 +162,10 @@ class Nodes:
         finally:
             del self._awaited[token]
 
+    def _on_refusal(self, cause: str) -> None:
+        self._refused.append(cause)
+        self._on_event("connection_refused", cause)
+
     async def _take_guest(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take a guest that has proved the key: see `OnGuest`."""
         outlast(sock, self._orphan_s)
@@ -174,9 +182,9 @@ class Nodes:
         if (other := self.joined.get(hello.subject)) is not None:
             raise NotAdmitted(f"there is a node {other.name} already, at {other.peer}", later=True)
         if self._closing:
-            raise NotAdmitted("the run is over")
+            raise NotAdmitted("the run is over", later=self._keep_agents)
         if differences := _differences(hello.software):
-            raise NotAdmitted(differences)
+            raise NotAdmitted(f"node {hello.subject} has {differences}: install the same there")
         await welcome(sock, verdict)
         await self._join(sock, hello.subject, peer)
 

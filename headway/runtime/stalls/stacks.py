@@ -7,6 +7,8 @@ import re
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     import asyncio
 
 DUMP_SIGNAL = signal.SIGUSR2  # a process of ours writes its threads' stacks then, without the interpreter's lock
+_POLL_S, _POLLS = 0.05, 30
+_MOST_BYTES = 1 << 16
 MOST_STACKS = 24
 MOST_FRAMES = 24  # the innermost
 _LIBRARY = re.compile(r".*/(site-packages|dist-packages|lib/python3\.\d+|<frozen)/?")
@@ -77,18 +81,28 @@ def parse_dump(text: str) -> list[Stack]:
     return stacks[:MOST_STACKS]
 
 
-def ask_for_stacks(pid: int) -> bool:
-    """Have a process of this machine write the stacks of its threads; returns whether it is stopped instead, by a
-    signal or a debugger. A process that isn't prepared for that is left alone."""
+def dump_of(pid: int, log: Path) -> tuple[bool, str]:
+    """Have a process of this machine write the stacks of its threads to its ``log``; returns whether it is stopped
+    instead, by a signal or a debugger, and what it wrote: "" where nothing comes for 1.5 s. One that isn't prepared
+    for that is left alone. Blocks."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    except (OSError, ValueError):
-        return False
-    if status["State"][:1] in "Tt":
-        return True
-    if int(status["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
+        if status["State"][:1] in "Tt":
+            return True, ""
+        if not int(status["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1:
+            return False, ""
+        start = log.stat().st_size
         os.kill(pid, DUMP_SIGNAL)
-    return False
+    except (OSError, ValueError):
+        return False, ""
+    for _ in range(_POLLS):
+        time.sleep(_POLL_S)
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(start)
+            text = file.read(_MOST_BYTES).decode(errors="replace")
+            if text.endswith("\n") and "most recent call first" in text:
+                return False, text
+    return False, ""
 
 
 def _walk(frame: FrameType | None) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from headway.records.stalls import Wait, WorkerLook
@@ -51,9 +52,16 @@ class Waits:
         self._numbers = itertools.count()
         self._open: dict[int, tuple[str, str, str, float]] = {}
 
-    def on(self, kind: str, owner: str, waiter: str = "the orchestrator") -> _OpenWait:
+    @contextmanager
+    def on(self, kind: str, owner: str, waiter: str = "the orchestrator") -> Iterator[None]:
         """Register the block as a wait: see `Wait`."""
-        return _OpenWait(self, kind, owner, waiter)
+        number, since_s = next(self._numbers), self._now()
+        self._open[number] = (kind, owner, waiter, since_s)
+        try:
+            yield
+            self.durations.append((kind, self._now() - since_s))
+        finally:
+            del self._open[number]
 
     def open(self) -> list[Wait]:
         """The waits that are open, oldest first."""
@@ -61,28 +69,4 @@ class Waits:
 
     def take_durations(self) -> list[tuple[str, float]]:
         """How long waits took that have ended well since the last call."""
-        taken = [self.durations.popleft() for _ in range(len(self.durations))]
-        return taken
-
-    def begin(self, kind: str, owner: str, waiter: str) -> int:
-        number = next(self._numbers)
-        self._open[number] = (kind, owner, waiter, self._now())
-        return number
-
-    def end(self, number: int, *, well: bool) -> None:
-        kind, _, _, since_s = self._open.pop(number)
-        if well:
-            self.durations.append((kind, self._now() - since_s))
-
-
-class _OpenWait:
-    __slots__ = ("_kind", "_number", "_owner", "_waiter", "_waits")
-
-    def __init__(self, waits: Waits, kind: str, owner: str, waiter: str) -> None:
-        self._waits, self._kind, self._owner, self._waiter = waits, kind, owner, waiter
-
-    def __enter__(self) -> None:
-        self._number = self._waits.begin(self._kind, self._owner, self._waiter)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._waits.end(self._number, well=kind is None)
+        return [self.durations.popleft() for _ in range(len(self.durations))]

@@ -129,40 +129,33 @@ class HostedBackend:
                 mark.unlink(missing_ok=True)
 
     async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
+        self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
     ) -> HostedSandbox:
         """See :meth:`Backend.create`."""
         spec.limits.check()
         allow_list(spec.network)
         self._provider.check(spec)
-        making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
+        making = asyncio.create_task(self._create(spec, dict(labels or {}), snapshot))
         self._making.add(making)
         making.add_done_callback(self._making.discard)
         return await making
 
-    async def _create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
-    ) -> HostedSandbox:
+    async def _create(self, spec: SandboxSpec, labels: dict[str, str], snapshot: Snapshot | None) -> HostedSandbox:
         await self.start()
         await self._pace.wait()
         told = plain_labels({**labels, OWNER: this_owner(), RUN: self._run})
         source = None if snapshot is None else self._source(snapshot)
         # Shielded: a sandbox made by a cancelled call would be unknown here.
-        making = asyncio.create_task(self._provider.create(spec, told, ttl_s, secrets.token_hex(16), source))
+        making = asyncio.create_task(self._provider.create(spec, told, secrets.token_hex(16), source))
         try:
             name = await self._asked("make a sandbox", asyncio.shield(making))
         except asyncio.CancelledError:
-            await self._given_up(self._end_unwanted(making, spec, told, ttl_s))
+            await self._given_up(self._end_unwanted(making, spec, told))
             raise
         except SandboxError as error:
             self._pace.hold(float(error.failure.evidence.get("hold_s", 0.0)))
             raise SandboxError(of_a_start(error.failure)) from error
-        sandbox = self._known(name, spec, told, ttl_s)
+        sandbox = self._known(name, spec, told)
         try:
             await sandbox.open()
         except BaseException as error:
@@ -172,9 +165,9 @@ class HostedBackend:
             raise
         return sandbox
 
-    def _known(self, name: str, spec: SandboxSpec, labels: dict[str, str], ttl_s: float) -> HostedSandbox:
+    def _known(self, name: str, spec: SandboxSpec, labels: dict[str, str]) -> HostedSandbox:
         info = SandboxInfo(id=name, labels=labels, state="running", owner_pid=os.getpid(), created_s=time.time())
-        sandbox = HostedSandbox(info, spec, ttl_s, self._provider, self._gone, self._snapshots)
+        sandbox = HostedSandbox(info, spec, self._provider, self._gone, self._snapshots)
         self._sandboxes[name] = sandbox
         return sandbox
 
@@ -193,12 +186,10 @@ class HostedBackend:
         task.add_done_callback(self._endings.discard)
         await to_its_end(asyncio.wait({task}, timeout=ENDING_S))
 
-    async def _end_unwanted(
-        self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str], ttl_s: float
-    ) -> None:
+    async def _end_unwanted(self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str]) -> None:
         await asyncio.wait({making})
         if not making.cancelled() and making.exception() is None:
-            await self._end(self._known(making.result(), spec, labels, ttl_s))
+            await self._end(self._known(making.result(), spec, labels))
 
     async def _end(self, box: HostedSandbox) -> None:
         self._orphans[box.id] = box

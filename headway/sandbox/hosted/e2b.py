@@ -43,13 +43,11 @@ class E2BProvider(Provider[E2BSettings]):
         if settings.sandbox_address:
             self._options["sandbox_url"] = settings.sandbox_address
 
-    async def create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str:
+    async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         network = {"allow_out": list(spec.network), "deny_out": [ALL]} if spec.network else None
         box = await self._sdk.AsyncSandbox.create(
             template=snapshot or spec.root or self.settings.template,
-            timeout=math.ceil(ttl_s),
+            timeout=math.ceil(spec.ttl_s),
             metadata=labels,
             allow_internet_access=None if network else False,
             network=network,

@@ -62,9 +62,7 @@ class ModalProvider(Provider[ModalSettings]):
             self._app = await self._sdk.App.lookup.aio(self.settings.app, client=self._client, create_if_missing=True)
         return self._app, self._client
 
-    async def create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str:
+    async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         app, client = await self._opened()
         images = self._sdk.Image
         if snapshot:
@@ -84,7 +82,7 @@ class ModalProvider(Provider[ModalSettings]):
             app=app,
             tags=labels,
             image=image,
-            timeout=math.ceil(max(ttl_s, self.settings.life_s)),
+            timeout=math.ceil(max(spec.ttl_s, self.settings.life_s)),
             cpu=(spec.limits.cpus, spec.limits.cpus),
             memory=(math.ceil(spec.limits.memory_bytes / MIB), math.ceil(spec.limits.memory_bytes / MIB)),
             client=client,

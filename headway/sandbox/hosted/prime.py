@@ -60,9 +60,7 @@ class PrimeProvider(Provider[PrimeSettings]):
             if host is not None and port not in (None, 80, 443) and not is_address(host):
                 raise ConfigurationError(f"sandbox network {entry!r}: Prime takes names on ports 80 and 443 alone")
 
-    async def create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str:
+    async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         limits = spec.limits
         request = self._sdk.CreateSandboxRequest(
             name=f"headway-{key[:24]}",
@@ -72,7 +70,7 @@ class PrimeProvider(Provider[PrimeSettings]):
             memory_gb=math.ceil(limits.memory_bytes / GIB),
             disk_size_gb=None if snapshot else math.ceil(limits.disk_bytes / GIB),
             network_allowlist=list(spec.network),
-            timeout_minutes=math.ceil(max(ttl_s, self.settings.life_s) / 60),
+            timeout_minutes=math.ceil(max(spec.ttl_s, self.settings.life_s) / 60),
             labels=[f"{name}={value}" for name, value in labels.items()],
             idempotency_key=key,
         )

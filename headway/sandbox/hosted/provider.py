@@ -115,9 +115,7 @@ class Provider(ABC, Generic[S]):
                 raise ConfigurationError(what)
 
     @abstractmethod
-    async def create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str:
+    async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         """Make a sandbox and return its id. ``key``: of this attempt alone,
         for providers that tell retries by it: 32 hexadecimal digits."""
 

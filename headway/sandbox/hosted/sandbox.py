@@ -57,7 +57,6 @@ class HostedSandbox:
         self,
         info: SandboxInfo,
         spec: SandboxSpec,
-        ttl_s: float,
         provider: Provider[Any],
         gone: Callable[[str], None],
         snapshots: Path | None = None,
@@ -65,7 +64,6 @@ class HostedSandbox:
         """``snapshots``: the folder with notes of snapshots at the provider; None: they aren't noted."""
         self._info = info
         self._spec = spec
-        self._ttl_s = ttl_s
         self._provider = provider
         self._tell_gone = gone
         self._snapshots = snapshots
@@ -77,7 +75,7 @@ class HostedSandbox:
         self._ends_s = 0.0  # by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._lasts(ttl_s)
+        self._lasts(spec.ttl_s)
 
     @property
     def id(self) -> str:

@@ -74,12 +74,7 @@ class MachineBackend(ABC, Generic[M]):
     async def _new_maker(self) -> M: ...
 
     async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
+        self, spec: SandboxSpec, *, labels: Mapping[str, str] | None = None, snapshot: Snapshot | None = None
     ) -> LocalSandbox:
         """See :meth:`Backend.create`."""
         spec.limits.check()
@@ -92,7 +87,7 @@ class MachineBackend(ABC, Generic[M]):
             labels=dict(labels or {}),
             owner_pid=os.getpid(),
             owner_started=leftovers.started(os.getpid()) or 0,
-            ttl_s=ttl_s or spec.ttl_s,
+            ttl_s=spec.ttl_s,
             created_s=time.time(),
         )
         return await self._create(maker, record, spec, snapshot)

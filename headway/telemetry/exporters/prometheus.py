@@ -16,8 +16,9 @@ from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import EventRecord
 from headway.records.node import NodeConditions
 from headway.records.trace import Pulse, WorkerState
-from headway.runtime.addresses import is_loopback, require_free, split_address
+from headway.runtime.addresses import is_loopback, listening, split_address
 from headway.telemetry.exporters.exporters import Exporter, Start, Status
+from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 from headway.telemetry.metrics import LENGTHS, STEP_METRICS, Histogram, router_metrics
 
 _UNUSUAL = re.compile(r"[^a-zA-Z0-9_]")
@@ -58,7 +59,7 @@ class Prometheus(Exporter, Collector):
     def __init__(self, start: Start) -> None:
         address = start.experiment.ledger.prometheus
         try:
-            require_free(address)
+            listening(address).close()
         except ConfigurationError as error:
             raise ConfigurationError(f"ledger.prometheus: {error}") from None
         host, port = split_address(address)
@@ -69,6 +70,8 @@ class Prometheus(Exporter, Collector):
         self._steps = 0
         self._step_at_s: float | None = None
         self._pulse: Pulse | None = None
+        self._stalls: Counter[tuple[str, str]] = Counter()  # (worker, wait)
+        self._stalled_at_s: dict[tuple[str, str], float] = {}  # of those that last: when the wait began
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, host, registry)
@@ -102,6 +105,15 @@ class Prometheus(Exporter, Collector):
 
     def event(self, event: EventRecord) -> None:
         self._counts["events"][event.event] += 1
+        stall = (event.worker, str(event.data.get("wait", "")))
+        begun = event.event == EVENT_STALLED
+        # What blocks the event loop is named by another process: here only its end is seen.
+        if begun or (event.event == EVENT_STALL_ENDED and stall not in self._stalled_at_s):
+            self._stalls[stall] += 1
+        if begun:
+            self._stalled_at_s[stall] = time.monotonic() - event.lost_s
+        elif event.event == EVENT_STALL_ENDED:
+            self._stalled_at_s.pop(stall, None)
 
     def pulse(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -134,6 +146,7 @@ class Prometheus(Exporter, Collector):
         for event, count in list(self._counts["events"].items()):
             events.add_metric([event], count)
         yield events
+        yield from self._stall_families()
         for name, counts in list(self._shapes.items()):
             yield _histogram(name, counts, self._sums[name])
         if (pulse := self._pulse) is not None:
@@ -142,6 +155,17 @@ class Prometheus(Exporter, Collector):
             yield GaugeMetricFamily("headway_applied_version", lowest, pulse.applied_version)
             yield from worker_families(pulse.workers)
             yield from node_families(pulse.nodes)
+
+    def _stall_families(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        labels = ["worker", "wait"]
+        stalls = CounterMetricFamily("headway_stalls", "stalls, by whose work was missing and in what", labels=labels)
+        lasting = GaugeMetricFamily("headway_stalled_s", "of a stall that lasts: for how long", labels=labels)
+        for stall, count in list(self._stalls.items()):
+            stalls.add_metric(stall, count)
+        for stall, since_s in list(self._stalled_at_s.items()):
+            lasting.add_metric(stall, time.monotonic() - since_s)
+        yield stalls
+        yield lasting
 
 
 def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

@@ -80,7 +80,8 @@ def test_copy_equals_the_original_after_a_thousand_transitions(tmp_path: Path, s
     for _ in range(100):
         transit(buffer, chosen, open_, buffered)
     with sqlite3.connect(tmp_path / "buffer.db") as connection:
-        copy.replace(connection.serialize(), len(journal))
+        copy.store(connection.serialize())
+    copy.replace(len(journal))
     sent = len(journal)
     for _ in range(900):
         transit(buffer, chosen, open_, buffered)
@@ -105,7 +106,8 @@ def test_copy_refuses_a_gap_and_a_second_holder_and_sets_another_runs_books_asid
     nothing: list[list[Statement]] = [[]]
     with pytest.raises(StorageFailed):
         copy.apply(1, nothing)
-    copy.replace((tmp_path / "buffer.db").read_bytes(), 5)
+    copy.store((tmp_path / "buffer.db").read_bytes())
+    copy.replace(5)
     assert (folder / "buffer.db.old").read_bytes() == b"another's"
     with pytest.raises(StorageFailed, match="transaction 7 reaches"):
         copy.apply(7, nothing)

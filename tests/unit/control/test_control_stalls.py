@@ -149,3 +149,10 @@ def test_loops_are_not_judged_right_after_a_stall() -> None:
         assert tracker.update([loop], at)[0] == []
     tracker.update([loop], 40.0)
     assert tracker.update([loop], 41.0)[0] == [loop]
+
+
+def test_worker_that_knows_what_is_wrong_is_quoted_instead_of_its_line() -> None:
+    waits = [wait("environment-0", "environment.reply")]
+    (stall,) = found(waits, [look("environment-0", trouble="sandbox host a can't start a process: pids 9 of 9")], 700.0)
+    assert stall.what.endswith("for environment-0, which reports: sandbox host a can't start a process: pids 9 of 9")
+    assert not stall.hard

@@ -14,6 +14,7 @@ from headway.models.configuration import DecoderConfig, SlidingWindow
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
+from headway.runtime.nodes import conditions
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
@@ -238,10 +239,12 @@ def test_a_place_of_unknown_size_is_passed_over(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_container_is_as_large_as_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = memory.machine_memory()
+    real = conditions.machine_memory()
     assert real is not None
-    monkeypatch.setattr(memory, "_number", lambda file: {"memory.max": GIB, "memory.current": GIB // 4}.get(file.name))
-    assert memory.machine_memory() == (GIB, GIB * 3 // 4)
+    monkeypatch.setattr(
+        conditions, "_number", lambda file: {"memory.max": GIB, "memory.current": GIB // 4}.get(file.name)
+    )
+    assert conditions.machine_memory() == (GIB, GIB * 3 // 4)
 
 
 def test_a_gpu_is_asked_by_its_visible_name(monkeypatch: pytest.MonkeyPatch) -> None:

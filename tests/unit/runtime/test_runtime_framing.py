@@ -94,3 +94,13 @@ def test_records_cross_unchanged():
 def test_what_does_not_pickle_raises_at_the_sender():
     with pytest.raises((AttributeError, TypeError)):
         encode(Kind.CALL, 1, lambda: None)
+
+
+def test_many_arrays_share_one_block_and_each_is_aligned():
+    arrays: list[Any] = [np.ones(OUT_OF_BAND_BYTES + 1, dtype=np.uint8)]
+    arrays += [np.arange(OUT_OF_BAND_BYTES, dtype=np.int64) + number for number in range(40)]
+    (frame,) = _read(_bytes(encode(Kind.CALL, 1, arrays)), [SCRATCH_BYTES])
+    received = frame.load()
+    assert all(_same(one, other) for one, other in zip(received, arrays, strict=True))
+    assert all(array.flags.aligned and array.flags.writeable for array in received)
+    assert len({id(buffer.obj) for buffer in frame.buffers}) == 1

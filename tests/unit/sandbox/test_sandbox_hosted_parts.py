@@ -58,9 +58,7 @@ class Scripted(Provider[HostedSettings]):
 
     def check(self, spec: SandboxSpec) -> None: ...
 
-    async def create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str:
+    async def create(self, spec: SandboxSpec, labels: dict[str, str], key: str, snapshot: str | None) -> str:
         began_s = asyncio.get_running_loop().time()
         await asyncio.sleep(self.makes_s)
         if self.errors:
@@ -369,7 +367,7 @@ def test_much_data_is_encoded_beside_the_loop(tmp_path: Path, monkeypatch: pytes
 def test_what_couldnt_be_ended_ends_when_its_time_is_over(tmp_path: Path):
     async def main():
         provider = Scripted()
-        box = await backend(tmp_path, provider).create(SandboxSpec(), ttl_s=10.0)
+        box = await backend(tmp_path, provider).create(SandboxSpec(ttl_s=10.0))
         provider.end_errors = [RuntimeError("502")]
         with pytest.raises(SandboxError):
             await box.terminate()
@@ -397,7 +395,7 @@ def test_closing_waits_for_what_is_being_made_and_ends_it(tmp_path: Path):
 def test_where_the_provider_keeps_no_time_its_owner_does(tmp_path: Path):
     async def main():
         provider = Scripted()
-        box = await backend(tmp_path, provider).create(SandboxSpec(), ttl_s=10.0)
+        box = await backend(tmp_path, provider).create(SandboxSpec(ttl_s=10.0))
         await asyncio.sleep(8.0)
         await box.renew(10.0)
         await asyncio.sleep(8.0)

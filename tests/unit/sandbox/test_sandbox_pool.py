@@ -380,7 +380,7 @@ def test_the_time_to_live_starts_again_before_a_command_that_might_run_into_its_
     async def main():
         backend = FakeBackend(VirtualClock(), start_s=500.0)
         pool = pool_of(backend, start_timeout_s=600.0)
-        async with pool.lease(SPEC, ttl_s=400.0) as box:
+        async with pool.lease(SandboxSpec(ttl_s=400.0)) as box:
             await box.exec(Command(argv=["true"], timeout_s=10.0))
             assert backend.renewals == [], "the start doesn't count"
             await backend.clock.sleep(150.0)
@@ -412,7 +412,7 @@ def test_whoever_works_with_files_alone_keeps_its_sandbox_alive(use: str):
                 "resume": box.resume,
             }[use]()
 
-        async with pool.lease(SPEC, ttl_s=400.0) as box:
+        async with pool.lease(SandboxSpec(ttl_s=400.0)) as box:
             backend.sandboxes[box.id].files["f"] = b""
             await used(box)
             assert backend.renewals == [], "nearly all of it is left"
@@ -428,7 +428,7 @@ def test_a_paused_sandbox_isnt_asked_to_live_on():
     async def main():
         backend = FakeBackend(VirtualClock())
         pool = pool_of(backend)
-        async with pool.lease(SPEC, ttl_s=400.0) as box:
+        async with pool.lease(SandboxSpec(ttl_s=400.0)) as box:
             await box.pause()
             await backend.clock.sleep(300.0)
             await box.snapshot("parked")

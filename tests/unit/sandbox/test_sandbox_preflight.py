@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -25,7 +26,8 @@ from headway.records.sandbox import (
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
-from headway.sandbox.machine import MachineLimits, look, machine_findings
+from headway.sandbox.linux import cgroups
+from headway.sandbox.machine import MachineLimits, look, machine_findings, pids_in_use
 from headway.sandbox.preflight import WRITTEN, findings
 
 SPEC = SandboxSpec()
@@ -192,6 +194,21 @@ def test_a_look_at_this_machine_finds_its_limits():
     assert seen.memory_bytes > MIB
     assert seen.processes is not None
     assert seen.processes_by
+
+
+def test_pids_in_use_are_those_of_the_limit_that_is_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "loadavg").write_text("0.1 0.2 0.3 2/700 4242\n")
+    (tmp_path / "sys/kernel/pid_max").write_text("32768\n")
+    group = tmp_path / "job/step"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(cgroups, "mounted", lambda: {"pids": group})
+    for folder, used, most in ((group, "30", "max"), (group.parent, "64", "64")):
+        (folder / "pids.current").write_text(used)
+        (folder / "pids.max").write_text(most)
+    assert pids_in_use(tmp_path) == f"pids 64 of 64, the control group {group.parent}"
+    (group.parent / "pids.max").write_text("max")
+    assert pids_in_use(tmp_path) == "pids 700 of 32768, sysctl kernel.pid_max"
 
 
 def test_check_asks_where_an_experiment_uses_sandboxes(monkeypatch: pytest.MonkeyPatch, tmp_path):

@@ -19,6 +19,7 @@ from test_ledger import ManualClock
 from headway.orchestrator.preflight.check import check
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
+from headway.records.node import GpuConditions, NodeConditions
 from headway.records.trace import Pulse, WorkerState
 from headway.runtime.addresses import is_loopback
 from headway.runtime.run_directory import RunDirectory
@@ -87,6 +88,7 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
             pass
         seen = scrape(url)
         assert seen["headway_events_total", (("event", "generator_died"),)] == 1
+        told_of_stalls(ledger, events, url)
         assert seen["headway_steps_total", ()] == 3
         assert seen["headway_queue_buffered_groups", ()] == 2
         assert seen["headway_evaluation_validation_solve_rate", ()] == 0.75
@@ -104,6 +106,12 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
                 time_s=1, version=3, applied_version=2, open_groups=9, running_groups=5, parked_groups=0,
                 buffered_groups=4, oldest_age_s=1.5, kv_used_tokens=100,
                 workers=(WorkerState(name="generator-0", up=False, restarts=2),),
+                nodes=(
+                    NodeConditions(
+                        name="node1", cpu_ratio=0.5, memory_free_bytes=1, shared_memory_free_bytes=2, disk_free_bytes=3,
+                        gpus=(GpuConditions(index=4, busy_ratio=1, memory_used_bytes=5, memory_bytes=6, ecc_errors=7),)
+                    ),
+                ),
             )
         )  # fmt: skip
         pulses.get(timeout=5.0)
@@ -113,10 +121,32 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
         assert seen["headway_queue_kv_used_tokens", ()] == 100
         assert seen["headway_worker_up", (("worker", "generator-0"),)] == 0
         assert seen["headway_worker_restarts_total", (("worker", "generator-0"),)] == 2
+        assert seen["headway_node_shared_memory_free_bytes", (("node", "node1"),)] == 2
+        assert seen["headway_node_disk_free_bytes", (("node", "node1"),)] == 3
+        assert seen["headway_gpu_ecc_errors", (("gpu", "4"), ("node", "node1"))] == 7
         shown = set(re.findall(r"headway_\w+", DASHBOARD.read_text()))
         assert shown - {name for name, _ in seen} == {"headway_evaluation_test_solve_rate"}
     with pytest.raises(urllib.error.URLError):
         scrape(url)
+
+
+def told_of_stalls(ledger: Ledger, events: Any, url: str) -> None:
+    """A stall counts once and shows for how long it lasts; of a blocked event loop only the end is recorded here."""
+    verifier: dict[str, Any] = {"wait": "verifier.score"}
+    loop: dict[str, Any] = {"wait": "event loop"}
+    stalled = EventRecord(event="stalled", worker="verifier-0", lost_s=40.0, data=verifier)
+    ended = EventRecord(event="stall_ended", worker="verifier-0", lost_s=60.0, data=verifier)
+    loop_ended = EventRecord(event="stall_ended", worker="orchestrator", lost_s=15.0, data=loop)
+    labels = (("wait", "verifier.score"), ("worker", "verifier-0"))
+    for event, lasting in ((stalled, True), (ended, False), (loop_ended, False)):
+        ledger.record(event)
+        events.get(timeout=5.0)
+        seen = scrape(url)
+        assert seen["headway_stalls_total", labels] == 1
+        assert (("headway_stalled_s", labels) in seen) is lasting
+        if lasting:
+            assert 40.0 <= seen["headway_stalled_s", labels] < 60.0
+    assert seen["headway_stalls_total", (("wait", "event loop"), ("worker", "orchestrator"))] == 1
 
 
 def test_a_taken_port_is_said_before_the_run_starts(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ class RayLauncher:
 
     async def run(self, name: str, address: str, key: str) -> AgentEnd:
         """See :meth:`AgentLauncher.run`."""
-        ready, _ = await asyncio.to_thread(self._ray.wait, [self._group.ready()], timeout=_PLACED_S)
-        if not ready:
+        if not await asyncio.to_thread(self._placed, name):
             return AgentEnd(code=None, output=f"Ray has no room yet for {self._bundles} on a machine each")
         actor = self._agent_of(name)
         try:
@@ -77,6 +76,14 @@ class RayLauncher:
                 "RAY_ADDRESS, and RAY_AUTH_MODE=token where it wants a token"
             ) from None
         return self._ray.util.placement_group(list(self._bundles.values()), strategy="STRICT_SPREAD")
+
+    def _placed(self, name: str) -> bool:
+        """Whether Ray has a machine for node ``name``; waits for one for a while."""
+        table, number = self._ray.util.placement_group_table, list(self._bundles).index(name)
+        if not table(self._group)["bundles_to_node_id"][number]:
+            # Of the whole group, so not waited for where this node has its machine: another's may have died.
+            self._ray.wait([self._group.ready()], timeout=_PLACED_S)
+        return bool(table(self._group)["bundles_to_node_id"][number])
 
     def _release(self) -> None:
         self._ray.util.remove_placement_group(self._group)
