@@ -33,7 +33,14 @@ POINTS: dict[str, tuple[str, str, str, str]] = {
     "renamed": ("pathlib", "Path", "rename", "after"),  # while best/ is replaced: best -> best.old, candidate -> best
 }
 # faults in the trainer's process: see faulty_trainer.py; "all-..." also ends the orchestrator
-TRAINER_POINTS = ("checkpoint-files", "checkpoint-rename", "checkpoint-pruning", "training", "publishing")
+TRAINER_POINTS = (
+    "checkpoint-files",
+    "checkpoint-rename",
+    "checkpoint-pruning",
+    "training",
+    "accumulating",
+    "publishing",
+)
 
 
 # ... where the trainer is a fake: the same passages of trainer/checkpoints.py

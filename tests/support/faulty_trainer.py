@@ -32,6 +32,8 @@ class FaultyTrainer(TrainerService):
             self._before(shutil, "rmtree", 3)
         elif point == "training":
             self._before(self.learner, "update")
+        elif point == "accumulating":  # the gradients of a part are half there
+            self._before(self.learner, "backward")
         elif point == "publishing":
             self._before(service, "weights_of")
 
