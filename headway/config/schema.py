@@ -36,7 +36,7 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 
 # Names that need no import; a user's own is module:function.
 ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
-LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
+LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "sapo", "cispo", "dppo", "reinforce")
 
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], named_once("tracker")]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
@@ -150,6 +150,8 @@ class AlgorithmConfig(Section):
     token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
     sequence_mask: Bounds | None = None  # samples whose geometric mean weight is outside carry no loss
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
+    sapo_temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
+    sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
     divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may differ by so much in probability
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # trainer/kl.py

@@ -118,6 +118,8 @@ def _bounds(algorithm: AlgorithmConfig) -> list[str]:
     bounds: list[str] = []
     if loss == "cispo":
         return [f"weights at most {1 + algorithm.clip_high:g}"]
+    if loss == "sapo":
+        return [f"gate {algorithm.sapo_temperature_positive:g} and {algorithm.sapo_temperature_negative:g}"]
     if loss not in ("reinforce", "dppo"):
         bounds.append(f"clip {1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}")
         if algorithm.dual_clip is not None:

@@ -54,6 +54,8 @@ class LossSettings:
     clip_high: float = 0.28
     dual_clip: float | None = None  # bound c > 1 of the ratio where the advantage is negative
     behaviour_weight_cap: float | None = 2.0  # largest importance weight (TIS); None: not truncated
+    sapo_temperature_positive: float = 1.0  # sapo: steepness of the gate where the advantage is positive
+    sapo_temperature_negative: float = 1.05  # ... where it isn't
     divergence_limit: float = 0.15  # dppo: largest |pi_theta - pi_behav| of a token
 
 
@@ -125,6 +127,18 @@ def gspo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     return clipped_surrogate(torch.exp(terms.sequence_mean(log_ratio_m)), terms.advantages_m, settings)
 
 
+def sapo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """Soft Adaptive Policy Optimization (Qwen, 2025, arXiv:2511.20347): ``-(4 / t) sigmoid(t (u - 1)) A``.
+
+    u = pi_theta / pi_behav; t is ``sapo_temperature_positive`` for a positive advantage, ``sapo_temperature_negative``
+    otherwise. On policy the gradient is the policy gradient's; it fades as u leaves 1 either way, and is never removed.
+    """
+    positive, negative = settings.sapo_temperature_positive, settings.sapo_temperature_negative
+    temperature_m = torch.where(terms.advantages_m > 0, positive, negative).to(terms.logprobs_m.dtype)
+    gate_m = torch.sigmoid(temperature_m * (ratio(terms.logprobs_m, terms.behaviour_m) - 1.0)) * (4.0 / temperature_m)
+    return TokenLoss(loss_m=-gate_m * terms.advantages_m, clipped_m=torch.zeros_like(gate_m, dtype=torch.bool))
+
+
 def reinforce(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """Policy gradient with truncated importance sampling: ``-min(u, cap) A log pi_theta``, u = pi_theta / pi_behav
     a constant (IMPALA's rho, 2018; TIS, 2025). No token's gradient is removed."""
@@ -161,6 +175,7 @@ LOSSES: dict[str, Loss] = {
     "ppo_clip": ppo_clip,
     "decoupled_ppo": decoupled_ppo,
     "gspo": gspo,
+    "sapo": sapo,
     "reinforce": reinforce,
     "cispo": cispo,
     "dppo": dppo,

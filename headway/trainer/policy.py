@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,9 @@ class Prepared:
     @classmethod
     def joined(cls, parts: Sequence[Prepared]) -> Prepared:
         """The parts of a step as one."""
-        fields = {name: [getattr(part, name) for part in parts] for name in cls.__dataclass_fields__}
+        found: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
         arrays: dict[str, Any] = {
-            name: None if found[0] is None else np.concatenate(found) for name, found in fields.items()
+            name: None if values[0] is None else np.concatenate(values) for name, values in found.items()
         }
         return cls(**arrays)
 
@@ -119,13 +119,7 @@ class PolicyGradient:
         self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
-        self.settings = LossSettings(
-            clip_low=self.algorithm.clip_low,
-            clip_high=self.algorithm.clip_high,
-            dual_clip=self.algorithm.dual_clip,
-            behaviour_weight_cap=self.algorithm.behaviour_weight_cap,
-            divergence_limit=self.algorithm.divergence_limit,
-        )
+        self.settings = LossSettings(**{key.name: getattr(self.algorithm, key.name) for key in fields(LossSettings)})
 
     @property
     def recomputes_proximal(self) -> bool:

@@ -32,7 +32,22 @@ PROXIMAL = [0.6, 0.4, 0.1, 0.75, 0.2, 0.4]
 CURRENT = [0.9, 0.4, 0.2, 0.3, 0.2, 0.4]
 ADVANTAGES = [1.0, 1.0, -2.0, -2.0, -2.0, -1.0]
 SAMPLES = [0, 0, 1, 1, 1, 2]
-SETTINGS = LossSettings(clip_low=0.3, clip_high=0.28, behaviour_weight_cap=1.5, divergence_limit=0.25)
+SETTINGS = LossSettings(
+    clip_low=0.3,
+    clip_high=0.28,
+    behaviour_weight_cap=1.5,
+    divergence_limit=0.25,
+    sapo_temperature_positive=1.0,
+    sapo_temperature_negative=2.0,
+)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+# sapo: sigmoid(u - 1) of tokens 0, 1 (A > 0), sigmoid(2 (u - 1)) of the others: u - 1 = 0.8 -0.2 -0.5 0 -0.75 1
+GATES = [sigmoid(0.8), sigmoid(-0.2), sigmoid(-1.0), 0.5, sigmoid(-1.5), sigmoid(2.0)]
 
 # loss -> value of each token, its gradient, clipped tokens
 TOKENS = {
@@ -45,6 +60,19 @@ TOKENS = {
     # Geometric means of u:   sample 0: sqrt(1.8*0.8) = 1.2   1: cbrt(0.5*1*0.25) = 0.5, clipped to 0.7   2: 2
     # Each token of a sample has its value; n tokens of 1/n of the gradient each make it -ratio A for each.
     "gspo": ([-1.2, -1.2, 1.4, 1.4, 1.4, 2.0], [-1.2, -1.2, 0.0, 0.0, 0.0, 2.0], {2, 3, 4}),
+    # values -(4 / t) gate A; gradients -4 gate (1 - gate) u A
+    "sapo": (
+        [-4 * GATES[0], -4 * GATES[1], 4 * GATES[2], 2.0, 4 * GATES[4], 2 * GATES[5]],
+        [
+            -7.2 * GATES[0] * (1 - GATES[0]),
+            -3.2 * GATES[1] * (1 - GATES[1]),
+            4 * GATES[2] * (1 - GATES[2]),
+            2.0,
+            2 * GATES[4] * (1 - GATES[4]),
+            8 * GATES[5] * (1 - GATES[5]),
+        ],
+        set(),
+    ),
     # -min(u, 1.28) A log theta, gradient -min(u, 1.28) A: the weights of tokens 0 and 5 are cut
     "cispo": (
         [-1.28 * log(0.9), -0.8 * log(0.4), log(0.2), 2 * log(0.3), 0.5 * log(0.2), 1.28 * log(0.4)],
@@ -80,6 +108,7 @@ LOGS = {  # sums of the columns above
     "reinforce": -1.5 * L9 + 0.7 * L4 + 1.5 * L2 + 2 * L3,
     "dppo": 0.7 * L4 + L2 + 2 * L3,
 }
+SAPO = -4 * (GATES[0] + GATES[1]) + 4 * (GATES[2] + GATES[4]) + 2 + 2 * GATES[5]
 TOTALS = {
     # samples -16/15 - 0.8 = -28/15, 4.8 and 1.5: 133/30; means -14/15, 1.6 and 1.5: 13/6
     "ppo_clip": (133 / 180, 133 / 1200, 133 / 90, 13 / 18),
@@ -87,6 +116,12 @@ TOTALS = {
     "decoupled_ppo": (2.764 / 6, 0.0691, 2.764 / 3, 1.532 / 3),
     # samples -2.4, 4.2 and 2: 3.8; means -1.2, 1.4 and 2: 2.2
     "gspo": (3.8 / 6, 0.095, 3.8 / 3, 2.2 / 3),
+    "sapo": (
+        SAPO / 6,
+        SAPO / 40,
+        SAPO / 3,
+        (-2 * (GATES[0] + GATES[1]) + (4 * GATES[2] + 2 + 4 * GATES[4]) / 3 + 2 * GATES[5]) / 3,
+    ),
     # the last: halves of sample 0, thirds of sample 1
     "cispo": (
         LOGS["cispo"] / 6,
@@ -174,6 +209,9 @@ def by_definition(loss: str, now: list[float], start: list[float]) -> list[float
         elif loss == "gspo":
             mates = [u[j] for j in range(6) if SAMPLES[j] == SAMPLES[i]]
             found.append(surrogate(math.prod(mates) ** (1 / len(mates)), a))
+        elif loss == "sapo":
+            temperature = 1.0 if a > 0 else 2.0
+            found.append(-a * 4 / temperature * sigmoid(temperature * (u[i] - 1)))
         elif loss == "dppo" and (held[i] - 1) * a > 0 and abs(math.exp(start[i]) - BEHAVIOUR[i]) > 0.25:
             found.append(0.0)
         else:
@@ -205,6 +243,19 @@ def test_gradient_by_finite_differences_through_the_softmax(loss: str, aggregati
     assert leaf.grad is not None
     assert float(leaf.grad.abs().max()) > 0.003
     assert torch.allclose(leaf.grad, central_differences(total, logits), atol=1e-8, rtol=1e-6)
+
+
+def test_sapo_is_the_policy_gradient_on_policy_and_fades_away_from_it() -> None:
+    def gradient(current: list[float]) -> list[float]:
+        leaf = logs(current).requires_grad_()
+        LOSSES["sapo"](terms(leaf), SETTINGS).loss_m.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.tolist()
+
+    assert gradient(BEHAVIOUR) == pytest.approx([-a for a in ADVANTAGES], abs=1e-12)
+    # Token 0, u = 1.8: -7.2 s (1 - s), s = 0.6899744811276125. Token 5, u = 2: 8 s (1 - s), s = 0.8807970779778823.
+    assert gradient(CURRENT)[0] == pytest.approx(-1.5401498149, abs=1e-9)
+    assert gradient(CURRENT)[5] == pytest.approx(0.8399486832, abs=1e-9)
 
 
 def test_dppo_measures_probabilities_not_ratios() -> None:
