@@ -36,11 +36,13 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 
 # Names that need no import; a user's own is module:function.
 ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
-LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "sapo", "cispo", "dppo", "reinforce")
+LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "reinforce")
 
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], named_once("tracker")]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
-Preset = Literal["grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "cispo", "areal"]
+Preset = Literal[
+    "grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "gmpo", "sapo", "cispo", "areal"
+]
 
 
 class RunConfig(Section):

@@ -118,6 +118,8 @@ def _bounds(algorithm: AlgorithmConfig) -> list[str]:
     bounds: list[str] = []
     if loss == "cispo":
         return [f"weights at most {1 + algorithm.clip_high:g}"]
+    if loss == "gmpo":
+        return [f"log ratios clipped to {-algorithm.clip_low:g} to {algorithm.clip_high:g}"]
     if loss == "sapo":
         return [f"gate {algorithm.sapo_temperature_positive:g} and {algorithm.sapo_temperature_negative:g}"]
     if loss not in ("reinforce", "dppo"):

@@ -127,6 +127,20 @@ def gspo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     return clipped_surrogate(torch.exp(terms.sequence_mean(log_ratio_m)), terms.advantages_m, settings)
 
 
+def gmpo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """Geometric-Mean Policy Optimization (2025, arXiv:2507.20673): ``-A`` times the geometric mean of the sequence's
+    u = pi_theta / pi_behav, each clipped for itself: log u to at most ``clip_high`` where A > 0, at least ``-clip_low``
+    where A < 0.
+
+    With seq_mean_token_mean this is the paper's objective (both 0.4 there); masked tokens don't count in the mean.
+    """
+    log_ratio_m = (terms.logprobs_m - terms.behaviour_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    capped_m, raised_m = log_ratio_m.clamp(max=settings.clip_high), log_ratio_m.clamp(min=-settings.clip_low)
+    bounded_m = torch.where(terms.advantages_m > 0, capped_m, raised_m)
+    clipped_m = (bounded_m != log_ratio_m) & (terms.advantages_m != 0)
+    return TokenLoss(loss_m=-torch.exp(terms.sequence_mean(bounded_m)) * terms.advantages_m, clipped_m=clipped_m)
+
+
 def sapo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """Soft Adaptive Policy Optimization (Qwen, 2025, arXiv:2511.20347): ``-(4 / t) sigmoid(t (u - 1)) A``.
 
@@ -175,6 +189,7 @@ LOSSES: dict[str, Loss] = {
     "ppo_clip": ppo_clip,
     "decoupled_ppo": decoupled_ppo,
     "gspo": gspo,
+    "gmpo": gmpo,
     "sapo": sapo,
     "reinforce": reinforce,
     "cispo": cispo,

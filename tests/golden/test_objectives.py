@@ -49,6 +49,8 @@ def sigmoid(x: float) -> float:
 # sapo: sigmoid(u - 1) of tokens 0, 1 (A > 0), sigmoid(2 (u - 1)) of the others: u - 1 = 0.8 -0.2 -0.5 0 -0.75 1
 GATES = [sigmoid(0.8), sigmoid(-0.2), sigmoid(-1.0), 0.5, sigmoid(-1.5), sigmoid(2.0)]
 
+G0, G1 = math.sqrt(0.8) * math.exp(0.14), math.exp(-0.2)  # gmpo's ratios of samples 0 and 1
+
 # loss -> value of each token, its gradient, clipped tokens
 TOKENS = {
     # max(-u A, -clip(u) A):  0: -1.28  1: -0.8  2: 0.7*2  3: 2  4: 0.7*2  5: 2;  0, 2, 4 are clipped
@@ -60,6 +62,13 @@ TOKENS = {
     # Geometric means of u:   sample 0: sqrt(1.8*0.8) = 1.2   1: cbrt(0.5*1*0.25) = 0.5, clipped to 0.7   2: 2
     # Each token of a sample has its value; n tokens of 1/n of the gradient each make it -ratio A for each.
     "gspo": ([-1.2, -1.2, 1.4, 1.4, 1.4, 2.0], [-1.2, -1.2, 0.0, 0.0, 0.0, 2.0], {2, 3, 4}),
+    # log u, bounded: sample 0: 0.28 (of log 1.8) and log 0.8, ratio sqrt(0.8) e^0.14   2: 2, its A is negative
+    #   sample 1: -0.3 (of log 0.5), 0, -0.3 (of log 0.25), ratio e^-0.2; clipped tokens have no gradient of their own
+    "gmpo": (
+        [-G0, -G0, 2 * G1, 2 * G1, 2 * G1, 2.0],
+        [0.0, -G0, 0.0, 2 * G1, 0.0, 2.0],
+        {0, 2, 4},
+    ),
     # values -(4 / t) gate A; gradients -4 gate (1 - gate) u A
     "sapo": (
         [-4 * GATES[0], -4 * GATES[1], 4 * GATES[2], 2.0, 4 * GATES[4], 2 * GATES[5]],
@@ -116,6 +125,13 @@ TOTALS = {
     "decoupled_ppo": (2.764 / 6, 0.0691, 2.764 / 3, 1.532 / 3),
     # samples -2.4, 4.2 and 2: 3.8; means -1.2, 1.4 and 2: 2.2
     "gspo": (3.8 / 6, 0.095, 3.8 / 3, 2.2 / 3),
+    # samples -2 G0, 6 G1 and 2; means -G0, 2 G1 and 2
+    "gmpo": (
+        (6 * G1 - 2 * G0 + 2) / 6,
+        (6 * G1 - 2 * G0 + 2) / 40,
+        (6 * G1 - 2 * G0 + 2) / 3,
+        (2 * G1 - G0 + 2) / 3,
+    ),
     "sapo": (
         SAPO / 6,
         SAPO / 40,
@@ -209,6 +225,10 @@ def by_definition(loss: str, now: list[float], start: list[float]) -> list[float
         elif loss == "gspo":
             mates = [u[j] for j in range(6) if SAMPLES[j] == SAMPLES[i]]
             found.append(surrogate(math.prod(mates) ** (1 / len(mates)), a))
+        elif loss == "gmpo":
+            mates = [u[j] for j in range(6) if SAMPLES[j] == SAMPLES[i]]
+            bounded = [min(r, math.exp(0.28)) if a > 0 else max(r, math.exp(-0.3)) for r in mates]
+            found.append(-a * math.prod(bounded) ** (1 / len(mates)))
         elif loss == "sapo":
             temperature = 1.0 if a > 0 else 2.0
             found.append(-a * 4 / temperature * sigmoid(temperature * (u[i] - 1)))
@@ -282,6 +302,14 @@ def test_gspo_leaves_masked_tokens_out_of_its_mean() -> None:
         logprobs_m=current, proximal_m=current, behaviour_m=logs(BEHAVIOUR), advantages_m=torch.ones(6).double()
     )
     assert LOSSES["gspo"](alone, SETTINGS).loss_m.tolist() == pytest.approx([-(0.36 ** (1 / 6))] * 6, abs=1e-12)
+
+
+def test_gmpo_leaves_masked_tokens_out_of_its_mean() -> None:
+    # Sample 0 without token 0: 0.8. Sample 1 without token 2: sqrt(1 * e^-0.3). Sample 2, wholly masked: 1.
+    keep = [False, True, False, True, True, False]
+    result = LOSSES["gmpo"](terms(logs(CURRENT), keep), SETTINGS)
+    rest = 2 * math.exp(-0.15)
+    assert result.loss_m.tolist() == pytest.approx([-0.8, -0.8, rest, rest, rest, 1.0], abs=1e-12)
 
 
 def test_weights_and_divisors() -> None:

@@ -27,6 +27,8 @@ OTHERWISE: dict[str, Any] = {  # a valid value that no preset has
     "kl_estimator": "k3_unbiased",
     "overlong": "mask",
     "proximal": "current",
+    "sapo_temperature_positive": 1.5,
+    "sapo_temperature_negative": 1.5,
 }
 
 
