@@ -9,6 +9,8 @@ Legend: ``_m`` one value per loss token of the batch; ``sequence_m`` the token's
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,7 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 Bounds = tuple[float, float]
+SequenceWeight = Literal["mean", "sum", "max"]
 
 
 def token_mask(log_weight_m: FloatArray, bounds: Bounds) -> BoolArray:
@@ -24,14 +27,23 @@ def token_mask(log_weight_m: FloatArray, bounds: Bounds) -> BoolArray:
     return _within(log_weight_m, bounds)
 
 
-def sequence_mask(log_weight_m: FloatArray, sequence_m: IntArray, bounds: Bounds) -> BoolArray:
-    """Keep samples whose geometric mean weight, the exponential of the mean log weight of their loss tokens, lies
-    within ``bounds``. Shape [M] -> [M]. (DeepSeek-V3.2, 2025, masks by the same mean, but only samples with a
-    negative advantage and only for a weight that is too low.)"""
-    count_s = np.bincount(sequence_m)
+def sequence_mask(
+    log_weight_m: FloatArray, sequence_m: IntArray, bounds: Bounds, by: SequenceWeight = "mean"
+) -> BoolArray:
+    """Keep samples whose weight lies within ``bounds``. Shape [M] -> [M].
+
+    The weight of a sample, of its loss tokens' log weights: ``mean``, the exponential of their mean, the geometric mean
+    weight (DeepSeek-V3.2, 2025, masks by it too, but only samples with a negative advantage and only for a weight that
+    is too low); ``sum``, the exponential of their sum, the whole response's pi_prox / pi_behav; ``max``, the
+    exponential of the one farthest from 0: one token outside masks its sample.
+    """
+    if by == "max":
+        outside_s = np.bincount(sequence_m, weights=~_within(log_weight_m, bounds))
+        return outside_s[sequence_m] == 0
     total_s = np.bincount(sequence_m, weights=log_weight_m)
-    mean_s = total_s / np.maximum(count_s, 1)
-    return _within(mean_s, bounds)[sequence_m] if len(sequence_m) else np.zeros(0, np.bool_)
+    if by == "mean":
+        total_s = total_s / np.maximum(np.bincount(sequence_m), 1)
+    return _within(total_s, bounds)[sequence_m]
 
 
 def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit: float) -> BoolArray:

@@ -31,6 +31,11 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
             f"{longest}: short ones would be penalised as well"
         )
+    if algorithm.sequence_mask_by != "mean" and algorithm.sequence_mask is None:
+        raise ValueError(
+            f"algorithm.sequence_mask_by = {algorithm.sequence_mask_by!r} masks nothing: set algorithm.sequence_mask = "
+            "[lowest, highest], or leave it out"
+        )
     if algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         raise ValueError(
             "algorithm.kl_estimator = 'k1' has no gradient in expectation when algorithm.kl_in = 'loss': valid: "

@@ -150,7 +150,8 @@ class AlgorithmConfig(Section):
     fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
     token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
-    sequence_mask: Bounds | None = None  # samples whose geometric mean weight is outside carry no loss
+    sequence_mask: Bounds | None = None  # samples whose weight, by the next key, is outside carry no loss
+    sequence_mask_by: Literal["mean", "sum", "max"] = "mean"  # of log weights: geometric mean, product, any one token
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
     sapo_temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
     sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner

@@ -102,7 +102,7 @@ def _objective(experiment: Experiment) -> str:
     if algorithm.token_mask:
         parts.append(f"token weights within {_range(algorithm.token_mask)}")
     if algorithm.sequence_mask:
-        parts.append(f"response weights within {_range(algorithm.sequence_mask)}")
+        parts.append(f"response weights ({algorithm.sequence_mask_by}) within {_range(algorithm.sequence_mask)}")
     if algorithm.second_moment_limit is not None:
         parts.append(f"second moment at most {algorithm.second_moment_limit:g}")
     if algorithm.overlong != "score":

@@ -279,7 +279,8 @@ class PolicyGradient:
             keep_n[at] = token_mask(log_weight_n[at], algorithm.token_mask)
         if algorithm.sequence_mask is not None:
             at = np.flatnonzero(arrays.loss_mask_n & keep_n)
-            keep_n[at] = sequence_mask(log_weight_n[at], sequence_of_token(arrays)[at], algorithm.sequence_mask)
+            samples_m = sequence_of_token(arrays)[at]
+            keep_n[at] = sequence_mask(log_weight_n[at], samples_m, algorithm.sequence_mask, algorithm.sequence_mask_by)
         if algorithm.second_moment_limit is not None:
             at = np.flatnonzero(arrays.loss_mask_n & keep_n)
             advantages_m = advantages_n[at].astype(np.float64)

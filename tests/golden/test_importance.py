@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
+from headway.algorithms.importance import SequenceWeight, second_moment_mask, sequence_mask, token_mask
 
 
 def logs(*weights: float) -> np.ndarray:
@@ -34,6 +35,25 @@ def test_samples_are_judged_by_their_geometric_mean() -> None:
     assert kept(0.9, 5) == [True, True, True, False, False, False]
     assert kept(0, 1.9) == [False, False, False, True, True, True]
     assert sequence_mask(np.zeros(0), np.zeros(0, np.int64), (0.5, 2)).tolist() == []
+
+
+def test_samples_are_judged_by_their_product_or_by_any_one_token() -> None:
+    # Products: 0: 8 * 0.5 = 4   1: 4.5   3: 8 * 1 * 0.064 = 0.512; lowest and highest: 0.5, 8   4.5   0.064, 8
+    weights, samples = logs(8, 0.5, 4.5, 8, 1, 0.064), np.array([0, 0, 1, 3, 3, 3])
+
+    def kept(by: SequenceWeight, low: float, high: float) -> list[bool]:
+        return sequence_mask(weights, samples, (low, high), by).tolist()
+
+    assert kept("sum", 0.6, 4.2) == [True, True, False, False, False, False]
+    assert kept("sum", 0.5, 4.6) == [True] * 6
+    assert kept("sum", 0, 4.2) == [True, True, False, True, True, True]
+    assert kept("max", 0.4, 9) == [True, True, True, False, False, False]
+    assert kept("max", 0, 9) == [True] * 6
+    assert kept("max", 0.4, 5) == [False, False, True, False, False, False]
+    # A response of one token has one weight, whichever way it is taken.
+    for by in get_args(SequenceWeight):
+        assert sequence_mask(logs(3), np.zeros(1, np.int64), (0.5, 2), by).tolist() == [False]
+        assert sequence_mask(np.zeros(0), np.zeros(0, np.int64), (0.5, 2), by).tolist() == []
 
 
 def test_second_moment_goes_from_the_farthest_inwards() -> None:

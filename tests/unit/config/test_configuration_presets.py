@@ -140,3 +140,8 @@ def test_empty_bounds_are_refused() -> None:
         assert f"algorithm.{key} = [5, 0.5]: nothing passes" in refusal(algorithm={key: [5, 0.5]})
         assert f"algorithm.{key}" in refusal(algorithm={key: [0.5]})
         assert f"algorithm.{key}" in refusal(algorithm={key: [-1, 2]})
+
+
+def test_a_way_to_weigh_responses_needs_bounds() -> None:
+    assert "algorithm.sequence_mask_by = 'max' masks nothing" in refusal(algorithm={"sequence_mask_by": "max"})
+    assert experiment(algorithm={"sequence_mask_by": "max", "sequence_mask": (0.5, 2.0)})

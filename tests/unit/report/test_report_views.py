@@ -293,7 +293,7 @@ def test_plan_says_what_a_preset_came_to() -> None:
     masks = {"sequence_mask": [0.99, 1.01], "second_moment_limit": 0.04, "overlong": "mask", "dual_clip": 3.0}
     assert objective(preset="gspo", clip_high=0.5, **masks) == (
         "preset gspo, gspo, advantage group_mean_std, clip 0.9997 to 1.5, dual clip 3, seq_mean_token_mean, "
-        "response weights within 0.99 to 1.01, second moment at most 0.04, overlong responses: mask, "
+        "response weights (mean) within 0.99 to 1.01, second moment at most 0.04, overlong responses: mask, "
         "groups of equal rewards filtered"
     )
     assert "weights at most 1.28, token_mean" in objective(preset="cispo")
