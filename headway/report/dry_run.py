@@ -127,7 +127,7 @@ def _bounds(algorithm: AlgorithmConfig) -> list[str]:
         if algorithm.dual_clip is not None:
             bounds.append(f"dual clip {algorithm.dual_clip:g}")
     if loss == "dppo":
-        bounds.append(f"divergence at most {algorithm.divergence_limit:g}")
+        bounds.append(f"{algorithm.divergence} divergence at most {algorithm.divergence_limit:g}")
     if loss != "gspo":
         bounds.append(f"weights at most {algorithm.behaviour_weight_cap:g}")
     return bounds

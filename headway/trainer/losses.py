@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class LossSettings:
     behaviour_weight_cap: float | None = 2.0  # largest importance weight (TIS); None: not truncated
     sapo_temperature_positive: float = 1.0  # sapo: steepness of the gate where the advantage is positive
     sapo_temperature_negative: float = 1.05  # ... where it isn't
-    divergence_limit: float = 0.15  # dppo: largest |pi_theta - pi_behav| of a token
+    divergence: Literal["tv", "kl"] = "tv"  # dppo: how far a token is: |pi_theta - pi_behav|, or `binary_kl` in nats
+    divergence_limit: float = 0.15  # dppo: the largest divergence of a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +175,27 @@ def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
     return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
 
 
+def binary_kl(behaviour_m: Tensor, logprobs_m: Tensor) -> Tensor:
+    """KL in nats from pi_behav to pi_theta of "this token or any other", [M] from log-probabilities [M]: with p and q
+    their probabilities, ``p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Finite: 1 - p and 1 - q are at least 1e-12.
+    """
+    p_m = behaviour_m.exp()
+    # expm1: near certainty 1 - exp(x) would be rounding error.
+    others_p_m, others_q_m = (-torch.expm1(x_m).clamp(max=-1e-12) for x_m in (behaviour_m, logprobs_m))
+    return p_m * (behaviour_m - logprobs_m) + others_p_m * (others_p_m / others_q_m).log()
+
+
 def dppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """DPPO, Binary-TV (2026, arXiv:2602.04879): `reinforce` (the paper doesn't truncate u) without tokens that move
-    further away although |pi_theta - pi_behav| already exceeds ``divergence_limit``: u > 1 with a positive advantage,
-    u < 1 with a negative one. Unlike a bound on the ratio this lets rare tokens grow and restrains likely ones."""
-    ratio_m = ratio(terms.logprobs_m, terms.behaviour_m).detach()
-    divergence_m = (terms.logprobs_m.detach().exp() - terms.behaviour_m.exp()).abs()
+    """DPPO (2026, arXiv:2602.04879): `reinforce` (the paper doesn't truncate u) without tokens that move further away
+    although their divergence already exceeds ``divergence_limit``: u > 1 with a positive advantage, u < 1 with a
+    negative one. ``divergence``: "tv", the paper's Binary-TV |pi_theta - pi_behav|, or "kl", its Binary-KL
+    (`binary_kl`). Unlike a bound on the ratio this lets rare tokens grow and restrains likely ones."""
+    logprobs_m = terms.logprobs_m.detach()
+    ratio_m = ratio(logprobs_m, terms.behaviour_m)
+    if settings.divergence == "kl":
+        divergence_m = binary_kl(terms.behaviour_m, logprobs_m)
+    else:
+        divergence_m = (logprobs_m.exp() - terms.behaviour_m.exp()).abs()
     away_m = ((ratio_m > 1) & (terms.advantages_m > 0)) | ((ratio_m < 1) & (terms.advantages_m < 0))
     removed_m = away_m & (divergence_m > settings.divergence_limit)
     free = _weighted_gradient(terms, settings.behaviour_weight_cap)

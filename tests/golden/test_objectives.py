@@ -25,7 +25,7 @@ from finite_differences import central_differences
 from flat_batch import all_loss, arrays_of
 
 from headway.algorithms.aggregation import weighting
-from headway.trainer.losses import LOSSES, LossSettings, TokenTerms
+from headway.trainer.losses import LOSSES, LossSettings, TokenTerms, binary_kl
 
 BEHAVIOUR = [0.5, 0.5, 0.4, 0.3, 0.8, 0.2]
 PROXIMAL = [0.6, 0.4, 0.1, 0.75, 0.2, 0.4]
@@ -285,6 +285,52 @@ def test_dppo_measures_probabilities_not_ratios() -> None:
     result = LOSSES["dppo"](terms(logs(CURRENT)), tighter)
     assert result.clipped_m.tolist() == [True, False, True, False, True, False]
     assert result.loss_m.tolist() == pytest.approx([0, -0.8 * L4, 0, 2 * L3, 0, 1.5 * L4], abs=1e-12)
+
+
+# KL of (behav, 1 - behav) to (theta, 1 - theta), token by token: the fourth didn't move.
+BINARY_KL = [
+    0.5 * log(0.5 / 0.9) + 0.5 * log(0.5 / 0.1),
+    0.5 * log(0.5 / 0.4) + 0.5 * log(0.5 / 0.6),
+    0.4 * log(0.4 / 0.2) + 0.6 * log(0.6 / 0.8),
+    0.0,
+    0.8 * log(0.8 / 0.2) + 0.2 * log(0.2 / 0.8),
+    0.2 * log(0.2 / 0.4) + 0.8 * log(0.8 / 0.6),
+]
+
+
+def test_dppo_by_kl() -> None:
+    assert binary_kl(logs(BEHAVIOUR), logs(CURRENT)).tolist() == pytest.approx(BINARY_KL, abs=1e-12)
+
+    # 0.5108, 0.0204, 0.1046, 0, 0.8318, 0.0915: of those that move away (0, 2, 4) the farthest go first.
+    def removed(limit: float) -> list[int]:
+        by_kl = LossSettings(behaviour_weight_cap=1.5, divergence="kl", divergence_limit=limit)
+        leaf = logs(CURRENT).requires_grad_()
+        result = LOSSES["dppo"](terms(leaf), by_kl)
+        result.loss_m.sum().backward()
+        gone = torch.nonzero(result.clipped_m).flatten().tolist()
+        assert leaf.grad is not None
+        free = TOKENS["reinforce"][1]
+        assert leaf.grad.tolist() == pytest.approx([0 if i in gone else free[i] for i in range(6)], abs=1e-12)
+        return gone
+
+    assert removed(0.9) == []
+    assert removed(0.52) == [4]
+    assert removed(0.5) == [0, 4]
+    assert removed(0.1) == [0, 2, 4]
+    assert removed(0.01) == [0, 2, 4]  # their gradients bring tokens 1 and 5 back
+
+
+def test_binary_kl_of_certain_and_of_impossible_tokens_is_finite() -> None:
+    every = torch.tensor([0.0, -1e-9, -1.0, -500.0])
+    found = binary_kl(every.repeat_interleave(4), every.repeat(4))
+    assert torch.isfinite(found).all()
+    assert float(found.min()) > -1e-6
+    assert found.view(4, 4).diagonal().tolist() == [0.0] * 4
+    assert float(found.view(4, 4)[2, 3]) == pytest.approx(exp_times(-1.0, 499.0), rel=1e-4)
+
+
+def exp_times(logprob: float, away: float) -> float:
+    return math.exp(logprob) * away - (1 - math.exp(logprob)) * -log(1 - math.exp(logprob))
 
 
 def test_gspo_leaves_masked_tokens_out_of_its_mean() -> None:

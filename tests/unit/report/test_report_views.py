@@ -297,7 +297,7 @@ def test_plan_says_what_a_preset_came_to() -> None:
         "groups of equal rewards filtered"
     )
     assert "weights at most 1.28, token_mean" in objective(preset="cispo")
-    assert "dppo, advantage group_mean_std, divergence at most 0.15, weights at most 2" in objective(loss="dppo")
+    assert "dppo, advantage group_mean_std, tv divergence at most 0.15, weights at most 2" in objective(loss="dppo")
     assert "gmpo, advantage group_mean_std, log ratios clipped to -0.4 to 0.4, seq_mean" in objective(preset="gmpo")
     assert "sapo, advantage group_mean_std, gate 1 and 1.05, token_mean" in objective(loss="sapo")
     assert "KL 0.01 (k1, in the reward)" in objective(preset="reinforce++")
