@@ -5,6 +5,7 @@ Legend of shape suffixes: ``_g`` one value per member of the group, ``_s`` per s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -46,6 +47,39 @@ def leave_one_out(rewards_g: FloatArray) -> FloatArray:
     return (rewards_g - rewards_g.mean()) * (members / (members - 1))
 
 
+def length_weighted(rewards_g: FloatArray, tokens_g: IntArray) -> FloatArray:
+    """``r - sum(l r) / sum(l)``, l the sampled tokens of each response: the baseline of least variance if the squared
+    gradient of a response grows with its length (OPO, 2025, arXiv:2505.23585). Shapes [G], [G] -> [G]."""
+    if _uniform(rewards_g) or not tokens_g.any():
+        return group_mean(rewards_g)
+    return rewards_g - np.average(rewards_g, weights=tokens_g)
+
+
+def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
+    """The mean over all subsets of k members that hold the member of ``(best reward of the subset - mean) / (std +
+    1e-6)``, mean and std over all subsets of k (Pass@k training, 2025, arXiv:2508.10751, which states it for rewards of
+    0 and 1). Shape [G] -> [G]; zeros where all subsets have the same best, as they do with k >= G.
+
+    Example, one of four solved, k = 2: half the pairs hold it, so mean and std are 0.5. The solved one gets
+    (1 - 0.5) / 0.5 = 1, the others, in such a pair one time in three, (1 / 3 - 0.5) / 0.5 = -1 / 3.
+    """
+    rewards_g = np.asarray(rewards_g, dtype=np.float64)
+    members, ascending_g = rewards_g.size, np.sort(rewards_g)
+    if k >= members or ascending_g[k - 1] == ascending_g[-1]:
+        return np.zeros_like(rewards_g)
+    if k == 1:
+        return group_mean_std(rewards_g)
+    chance_g = np.array([math.comb(below, k - 1) / math.comb(members, k) for below in range(members)])  # to be the best
+    mean = chance_g @ ascending_g
+    std = math.sqrt(chance_g @ (ascending_g - mean) ** 2)
+    chance_o = [
+        math.comb(below, k - 2) / math.comb(members - 1, k - 1) for below in range(members - 1)
+    ]  # of the others
+    others_go = [np.delete(ascending_g, np.searchsorted(ascending_g, reward)) for reward in rewards_g]
+    best_g = np.maximum(np.array(others_go), rewards_g[:, None]) @ np.array(chance_o)
+    return (best_g - mean) / (std + STD_FLOOR)
+
+
 def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
     """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group, so groups of one member carry
     signal too (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
@@ -75,26 +109,34 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_mean_std": group_mean_std,
     "leave_one_out": leave_one_out,
 }
+ADVANTAGES_OF_MORE = ("length_weighted", "pass_at_k")  # of a group too; they are given more than its rewards
 BATCH_ADVANTAGES: dict[str, BatchAdvantage] = {
     "batch_mean_std": batch_mean_std,
     "group_mean_batch_std": group_mean_batch_std,
 }
 
 
-def resolve(name: str) -> BatchAdvantage:
+def resolve(name: str, k: int = 2, tokens_s: IntArray | None = None) -> BatchAdvantage:
     """The advantage named ``name``, or the user's own ``module:function`` (``rewards [G] -> advantages [G]``), as a
-    function of a whole batch. Raises ConfigurationError when there is no such name, module or function.
+    function of a whole batch. ``k``: of `pass_at_k`. ``tokens_s``: sampled tokens [S], of `length_weighted`. Raises
+    ConfigurationError when there is no such name, module or function.
     """
     over_batch = BATCH_ADVANTAGES.get(name)
     if over_batch is not None:
         return over_batch
-    rule = load_hook(KEY, name, ADVANTAGES, ("rewards_g",))
+    rule = None if name in ADVANTAGES_OF_MORE else load_hook(KEY, name, ADVANTAGES, ("rewards_g",))
 
     def by_group(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
         advantages_s = np.zeros(len(rewards_s))
+        lengths_s = np.ones(len(rewards_s), np.int64) if tokens_s is None else tokens_s
         for group in np.unique(groups_s):
             members = groups_s == group
-            advantages_s[members] = advantages_of(rule, rewards_s[members])
+            if rule is not None:
+                advantages_s[members] = advantages_of(rule, rewards_s[members])
+            elif name == "pass_at_k":
+                advantages_s[members] = pass_at_k(rewards_s[members], k)
+            else:
+                advantages_s[members] = length_weighted(rewards_s[members], lengths_s[members])
         return advantages_s
 
     return by_group

@@ -86,6 +86,16 @@ def _require_known_advantages(experiment: Experiment) -> None:
             f"queue.min_advantage = {queue.min_advantage:g} is applied to each group as it finishes, but "
             f"algorithm.advantage = {algorithm.advantage!r} is known only once the batch is formed"
         )
+    if algorithm.advantage in ("length_weighted", "pass_at_k") and algorithm.turn_discount is not None:
+        raise ValueError(
+            f"algorithm.advantage = {algorithm.advantage!r} compares whole attempts, and algorithm.turn_discount "
+            "learns from one return for each turn: leave one of them out"
+        )
+    if algorithm.advantage == "pass_at_k" and algorithm.advantage_k >= experiment.smallest_group:
+        raise ValueError(
+            f"algorithm.advantage_k = {algorithm.advantage_k} of groups of {experiment.smallest_group}: all of a group "
+            f"has one best, so every advantage would be 0; valid: 1 to {experiment.smallest_group - 1}"
+        )
     if algorithm.second_moment_limit is not None and hooks.pad_group != "none":
         raise ValueError(
             f"hooks.pad_group = {hooks.pad_group!r} would count copies in the batch's mean that "

@@ -35,13 +35,25 @@ from headway.config.sources import SftData, TaskSources, VerifierSettings
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
 
 # Names that need no import; a user's own is module:function.
-ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
-LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "reinforce")
+GROUP_ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "length_weighted", "pass_at_k")
+ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std")
+LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "dro", "reinforce")
 
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], named_once("tracker")]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
 Preset = Literal[
-    "grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "gmpo", "sapo", "cispo", "areal"
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "rloo",
+    "gpg",
+    "gspo",
+    "gmpo",
+    "sapo",
+    "cispo",
+    "areal",
 ]
 
 
@@ -140,6 +152,7 @@ class QueueConfig(Section):
 class AlgorithmConfig(Section):
     preset: Preset | None = None  # a published method: fills in keys that aren't given (config/presets.py)
     advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
+    advantage_k: Positive = 2  # pass_at_k: the best of so many attempts is what counts
     loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
@@ -155,6 +168,7 @@ class AlgorithmConfig(Section):
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
     sapo_temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
     sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
+    dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
     divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
     divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may be so far by it
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none

@@ -118,6 +118,8 @@ def _bounds(algorithm: AlgorithmConfig) -> list[str]:
     bounds: list[str] = []
     if loss == "cispo":
         return [f"weights at most {1 + algorithm.clip_high:g}"]
+    if loss == "dro":
+        return [f"squared log ratio by {algorithm.dro_beta:g}"]
     if loss == "gmpo":
         return [f"log ratios clipped to {-algorithm.clip_low:g} to {algorithm.clip_high:g}"]
     if loss == "sapo":

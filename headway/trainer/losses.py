@@ -57,6 +57,7 @@ class LossSettings:
     behaviour_weight_cap: float | None = 2.0  # largest importance weight (TIS); None: not truncated
     sapo_temperature_positive: float = 1.0  # sapo: steepness of the gate where the advantage is positive
     sapo_temperature_negative: float = 1.05  # ... where it isn't
+    dro_beta: float = 0.05  # dro: weight of the squared log ratio
     divergence: Literal["tv", "kl"] = "tv"  # dppo: how far a token is: |pi_theta - pi_behav|, or `binary_kl` in nats
     divergence_limit: float = 0.15  # dppo: the largest divergence of a token
 
@@ -175,6 +176,15 @@ def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
     return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
 
 
+def dro(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """Direct Reward Optimisation (2024, arXiv:2405.19107), token by token as Kimi k1.5 (2025) and Tinker have it:
+    ``-A log pi_theta + beta / 2 (log u)^2``, u = pi_theta / pi_behav. No importance weight and no clip: tokens are held
+    to the policy that sampled them by the square, those without an advantage too."""
+    log_ratio_m = terms.logprobs_m - terms.behaviour_m
+    loss_m = 0.5 * settings.dro_beta * log_ratio_m.square() - terms.advantages_m * terms.logprobs_m
+    return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
+
+
 def binary_kl(behaviour_m: Tensor, logprobs_m: Tensor) -> Tensor:
     """KL in nats from pi_behav to pi_theta of "this token or any other", [M] from log-probabilities [M]: with p and q
     their probabilities, ``p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Finite: 1 - p and 1 - q are at least 1e-12.
@@ -211,6 +221,7 @@ LOSSES: dict[str, Loss] = {
     "reinforce": reinforce,
     "cispo": cispo,
     "dppo": dppo,
+    "dro": dro,
 }
 
 

@@ -1,9 +1,11 @@
 """Advantages against values computed by hand."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
-from headway.algorithms.advantages import KEY, Advantage, advantages_of, resolve
+from headway.algorithms.advantages import KEY, Advantage, advantages_of, length_weighted, pass_at_k, resolve
 from headway.records.errors import ConfigurationError, HookFailed
 from headway.runtime.hooks import Hook
 
@@ -30,7 +32,7 @@ CASES = [
 ]
 
 
-WITHIN_GROUPS = ["group_mean", "group_mean_std", "leave_one_out"]
+WITHIN_GROUPS = ["group_mean", "group_mean_std", "leave_one_out", "length_weighted", "pass_at_k"]
 EVERY = [*WITHIN_GROUPS, "batch_mean_std", "group_mean_batch_std"]
 
 
@@ -60,6 +62,52 @@ def test_groups_of_a_batch_are_apart_in_any_order(name: str, rewards: list[float
 # Group means 2, 4, 8: centred 1, -1, 1, -1, 0; their mean 0, variance 4/5, deviation 0.8944271909999159; so
 # 1 / 0.8944281909999159 = 1.1180327387512923, and 0 for the group of one.
 BATCH, GROUPS = [3.0, 1.0, 5.0, 3.0, 8.0], [0, 0, 1, 1, 2]
+
+
+def by_subsets(rewards: list[float], k: int) -> list[float]:
+    """Pass@k's advantages by looking at every subset of k."""
+    subsets = list(combinations(range(len(rewards)), k))
+    best = [max(rewards[i] for i in subset) for subset in subsets]
+    mean, std = float(np.mean(best)), float(np.std(best)) + 1e-6
+    return [
+        float(np.mean([(b - mean) / std for b, subset in zip(best, subsets, strict=True) if i in subset]))
+        for i in range(len(rewards))
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "rewards", [[*BINARY, 0.0], [*GRADED, 0.5, 2.0, -3.0], [0, 0, 0, 0, 0, 1.0], [1e6, 0, 0, 1, 2, 3]]
+)
+def test_pass_at_k_is_the_mean_over_subsets(rewards: list[float], k: int) -> None:
+    found = pass_at_k(np.array(rewards), k).tolist()
+    assert found == pytest.approx(by_subsets(rewards, k), abs=1e-9)
+    # No subset is better or worse than they are on average: the advantages of all members sum to 0.
+    assert sum(found) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_pass_at_k_by_hand() -> None:
+    # One of four solved, k = 2: R = 1 - C(3, 2) / C(4, 2) = 0.5, deviation 0.5; (1 - 1/3 ... of an unsolved one: its
+    # pairs are solved one time in three, (1/3 - 0.5) / 0.5.
+    unit = 0.5 / 0.500001
+    assert pass_at_k(np.array([0, 1.0, 0, 0]), 2).tolist() == pytest.approx([-unit / 3, unit, -unit / 3, -unit / 3])
+    # Every pair of three solved ones and one unsolved one holds a solved one, as all of a group is one subset.
+    assert pass_at_k(np.array([1.0, 1.0, 0, 1.0]), 2).tolist() == [0.0] * 4
+    assert pass_at_k(np.array([1.0, 0, 0]), 3).tolist() == pass_at_k(np.array([1.0, 0, 0]), 9).tolist() == [0.0] * 3
+    found = resolve("pass_at_k", 2)(np.array([0, 5.0, 1, 5, 0, 5, 0, 5]), np.array([0, 1] * 4)).tolist()
+    assert found == pytest.approx([-unit / 3, 0, unit, 0, -unit / 3, 0, -unit / 3, 0])
+
+
+def test_length_weighted_by_hand() -> None:
+    # (10 * 1 + 30 * 0 + 60 * 0.5) / 100 = 0.4; without lengths, and with equal ones, the mean.
+    rewards, lengths = np.array([1.0, 0.0, 0.5]), np.array([10, 30, 60])
+    assert length_weighted(rewards, lengths).tolist() == pytest.approx([0.6, -0.4, 0.1], abs=1e-12)
+    assert float(length_weighted(rewards, lengths) @ lengths) == pytest.approx(0.0, abs=1e-12)
+    for equal in (np.zeros(3, np.int64), np.full(3, 7)):
+        assert length_weighted(rewards, equal).tolist() == pytest.approx([0.5, -0.5, 0.0], abs=1e-12)
+    batch = resolve("length_weighted", tokens_s=np.array([10, 1, 30, 1, 60]))
+    found = batch(np.array([1.0, 2.0, 0.0, 4.0, 0.5]), np.array([3, 8, 3, 8, 3])).tolist()
+    assert found == pytest.approx([0.6, -1.0, -0.4, 1.0, 0.1], abs=1e-12)
 
 
 def test_batch_values() -> None:

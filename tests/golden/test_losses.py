@@ -179,6 +179,7 @@ def test_no_token_is_a_finite_zero(loss) -> None:
 def test_own_loss_by_name() -> None:
     assert resolve("headway.trainer.losses:ppo_clip").function is ppo_clip
     with pytest.raises(
-        ConfigurationError, match="cispo, decoupled_ppo, dppo, gmpo, gspo, ppo_clip, reinforce, sapo or module:function"
+        ConfigurationError,
+        match="cispo, decoupled_ppo, dppo, dro, gmpo, gspo, ppo_clip, reinforce, sapo or module:function",
     ):
         resolve("headway.trainer.losses:nothing")

@@ -31,6 +31,7 @@ BEHAVIOUR = [0.5, 0.5, 0.4, 0.3, 0.8, 0.2]
 PROXIMAL = [0.6, 0.4, 0.1, 0.75, 0.2, 0.4]
 CURRENT = [0.9, 0.4, 0.2, 0.3, 0.2, 0.4]
 ADVANTAGES = [1.0, 1.0, -2.0, -2.0, -2.0, -1.0]
+RATIOS = [1.8, 0.8, 0.5, 1.0, 0.25, 2.0]
 SAMPLES = [0, 0, 1, 1, 1, 2]
 SETTINGS = LossSettings(
     clip_low=0.3,
@@ -39,6 +40,7 @@ SETTINGS = LossSettings(
     divergence_limit=0.25,
     sapo_temperature_positive=1.0,
     sapo_temperature_negative=2.0,
+    dro_beta=0.4,
 )
 
 
@@ -92,6 +94,12 @@ TOKENS = {
     "reinforce": (
         [-1.5 * log(0.9), -0.8 * log(0.4), log(0.2), 2 * log(0.3), 0.5 * log(0.2), 1.5 * log(0.4)],
         [-1.5, -0.8, 1.0, 2.0, 0.5, 1.5],
+        set(),
+    ),
+    # 0.2 (log u)^2 - A log theta, gradient 0.4 log u - A
+    "dro": (
+        [0.2 * log(u) ** 2 - a * log(p) for u, a, p in zip(RATIOS, ADVANTAGES, CURRENT, strict=True)],
+        [0.4 * log(1.8) - 1, 0.4 * log(0.8) - 1, 2 - 0.4 * log(2), 2.0, 2 - 0.8 * log(2), 1 + 0.4 * log(2)],
         set(),
     ),
     # Away from behav are 0 (u > 1, A > 0), 2 and 4 (u < 1, A < 0); 2 only by 0.2.
@@ -150,6 +158,21 @@ TOTALS = {
         LOGS["reinforce"] / 40,
         LOGS["reinforce"] / 3,
         (-0.75 * L9 + 1.1 * L4 + 0.5 * L2 + 2 / 3 * L3) / 3,
+    ),
+    # 0.2 times log 1.8 ^2 + log 0.8 ^2 of sample 0, (1 + 4) log 2 ^2 of sample 1, log 2 ^2 of sample 2
+    "dro": (
+        (0.2 * (log(1.8) ** 2 + log(0.8) ** 2 + 6 * log(2) ** 2) - L9 + 2 * L3 + 4 * L2) / 6,
+        (0.2 * (log(1.8) ** 2 + log(0.8) ** 2 + 6 * log(2) ** 2) - L9 + 2 * L3 + 4 * L2) / 40,
+        (0.2 * (log(1.8) ** 2 + log(0.8) ** 2 + 6 * log(2) ** 2) - L9 + 2 * L3 + 4 * L2) / 3,
+        (
+            0.1 * (log(1.8) ** 2 + log(0.8) ** 2)
+            - (L9 + L4) / 2
+            + log(2) ** 2 / 3
+            + (4 * L2 + 2 * L3) / 3
+            + 0.2 * log(2) ** 2
+            + L4
+        )
+        / 3,
     ),
     "dppo": (LOGS["dppo"] / 6, LOGS["dppo"] / 40, LOGS["dppo"] / 3, (1.1 * L4 + L2 / 3 + 2 / 3 * L3) / 3),
 }
@@ -229,6 +252,8 @@ def by_definition(loss: str, now: list[float], start: list[float]) -> list[float
             mates = [u[j] for j in range(6) if SAMPLES[j] == SAMPLES[i]]
             bounded = [min(r, math.exp(0.28)) if a > 0 else max(r, math.exp(-0.3)) for r in mates]
             found.append(-a * math.prod(bounded) ** (1 / len(mates)))
+        elif loss == "dro":
+            found.append(0.2 * (now[i] - behav[i]) ** 2 - a * now[i])
         elif loss == "sapo":
             temperature = 1.0 if a > 0 else 2.0
             found.append(-a * 4 / temperature * sigmoid(temperature * (u[i] - 1)))
@@ -405,7 +430,7 @@ def test_huge_ratios_stay_finite_in_float32(loss: str, cap: float | None, advant
     assert current.grad is not None
     assert torch.isfinite(result.loss_m).all()
     assert torch.isfinite(current.grad).all()
-    if advantage == 0.0:
+    if advantage == 0.0 and loss != "dro":
         assert result.loss_m.abs().max() == current.grad.abs().max() == 0.0
 
 

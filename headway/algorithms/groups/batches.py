@@ -44,7 +44,7 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
 def useful_samples(batch: TrainBatch) -> int:
     """Number of samples that can have a gradient: a token that carries loss and an advantage that isn't 0. The copies
     of a padded member count once."""
-    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and _learns(s.rollout))
+    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and _learnt(s.rollout))
     return round(sum(sample.weight for sample in taught))
 
 
@@ -55,7 +55,9 @@ def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> 
     credits_s = [credits_of(r, shaped_reward(r, experiment), algorithm.turn_discount) for r in rollouts]
     groups_c = np.array([r.group for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
     credits_c = np.array([credit for own in credits_s for credit in own], dtype=np.float64)
-    advantages_c = iter(resolve(algorithm.advantage)(credits_c, groups_c).tolist())
+    tokens_c = np.array([_learnt(r) for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
+    rule = resolve(algorithm.advantage, algorithm.advantage_k, tokens_c)
+    advantages_c = iter(rule(credits_c, groups_c).tolist())
     return [tuple(next(advantages_c) for _ in own) for own in credits_s]
 
 
@@ -81,8 +83,9 @@ def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:
     return float(np.dot(advantages_t, tokens_t) / max(1, tokens_t.sum()))
 
 
-def _learns(rollout: Rollout) -> bool:
-    return any(sampled_tokens(sequence.response_mask) for sequence in rollout.sequences)
+def _learnt(rollout: Rollout) -> int:
+    """Tokens of the rollout that carry loss."""
+    return sum(sampled_tokens(sequence.response_mask) for sequence in rollout.sequences)
 
 
 def _unlearnt(rollout: Rollout) -> Rollout:

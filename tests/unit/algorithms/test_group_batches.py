@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -116,3 +117,14 @@ def test_the_same_groups_build_the_same_batch() -> None:
     for overlong in ("score", "mask", "penalty"):
         given = experiment(overlong=overlong, advantage="group_mean_batch_std")
         assert build_batch(5, groups, given) == build_batch(5, groups, given)
+
+
+def test_advantages_of_lengths_and_of_the_best_of_k() -> None:
+    # (1 * 10 + 0 * 30) / 40 = 0.25; without lengths it would be 0.5.
+    groups = [finished(0, (1.0, 10), (0.0, 30))]
+    assert advantages(experiment(advantage="length_weighted"), *groups) == pytest.approx([0.75, -0.25])
+    # The best of two of (1, 0, 0) is 1 in two pairs of three: deviation sqrt(2) / 3.
+    groups = [finished(0, (1.0, 3), (0.0, 3), (0.0, 3))]
+    unit = math.sqrt(2) / 3 + 1e-6
+    expected = [(1 / 3) / unit, (1 / 2 - 2 / 3) / unit, (1 / 2 - 2 / 3) / unit]
+    assert advantages(experiment(advantage="pass_at_k", advantage_k=2), *groups) == pytest.approx(expected)

@@ -30,7 +30,11 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_advantages_and_losses_match_implementations() -> None:
-    assert set(schema.ADVANTAGES) == {*advantages.ADVANTAGES, *advantages.BATCH_ADVANTAGES}
+    assert set(schema.ADVANTAGES) == {
+        *advantages.ADVANTAGES,
+        *advantages.ADVANTAGES_OF_MORE,
+        *advantages.BATCH_ADVANTAGES,
+    }
     assert not advantages.ADVANTAGES.keys() & advantages.BATCH_ADVANTAGES.keys()
     assert set(schema.LOSSES) == set(losses.LOSSES)
     for names, owner in ((schema.ADVANTAGES, advantages), (schema.LOSSES, losses)):

@@ -145,3 +145,12 @@ def test_empty_bounds_are_refused() -> None:
 def test_a_way_to_weigh_responses_needs_bounds() -> None:
     assert "algorithm.sequence_mask_by = 'max' masks nothing" in refusal(algorithm={"sequence_mask_by": "max"})
     assert experiment(algorithm={"sequence_mask_by": "max", "sequence_mask": (0.5, 2.0)})
+
+
+def test_advantages_of_whole_attempts_are_refused_where_they_say_nothing() -> None:
+    for advantage in ("length_weighted", "pass_at_k"):
+        said = refusal(algorithm={"advantage": advantage, "turn_discount": 1.0}, rollout={"group_size": 8})
+        assert f"algorithm.advantage = '{advantage}' compares whole attempts" in said
+    said = refusal(algorithm={"advantage": "pass_at_k", "advantage_k": 8}, rollout={"group_size": 8})
+    assert "algorithm.advantage_k = 8 of groups of 8" in said
+    assert experiment(algorithm={"advantage": "pass_at_k", "advantage_k": 7}, rollout={"group_size": 8})

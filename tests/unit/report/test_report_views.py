@@ -298,6 +298,7 @@ def test_plan_says_what_a_preset_came_to() -> None:
     )
     assert "weights at most 1.28, token_mean" in objective(preset="cispo")
     assert "dppo, advantage group_mean_std, tv divergence at most 0.15, weights at most 2" in objective(loss="dppo")
+    assert "dro, advantage group_mean_std, squared log ratio by 0.05, token_mean" in objective(loss="dro")
     assert "gmpo, advantage group_mean_std, log ratios clipped to -0.4 to 0.4, seq_mean" in objective(preset="gmpo")
     assert "sapo, advantage group_mean_std, gate 1 and 1.05, token_mean" in objective(loss="sapo")
     assert "KL 0.01 (k1, in the reward)" in objective(preset="reinforce++")
