@@ -31,6 +31,11 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
             f"{longest}: short ones would be penalised as well"
         )
+    if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
+        raise ValueError(
+            f"algorithm.early_stop_ratio = {algorithm.early_stop_ratio:g} leaves out the later updates of a batch, and "
+            "trainer.optimizer_steps_per_batch = 1 has none: 2 or more, or leave it out"
+        )
     if algorithm.sequence_mask_by != "mean" and algorithm.sequence_mask is None:
         raise ValueError(
             f"algorithm.sequence_mask_by = {algorithm.sequence_mask_by!r} masks nothing: set algorithm.sequence_mask = "

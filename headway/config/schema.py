@@ -171,6 +171,7 @@ class AlgorithmConfig(Section):
     dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
     divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
     divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may be so far by it
+    early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go

@@ -72,6 +72,7 @@ class Progress:
     micro_batches: int = 0
     flops: float = 0.0
     updates: list[Update] = field(default_factory=list)
+    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
     prepared: Prepared | None = None
 
     @classmethod
@@ -141,13 +142,31 @@ class PolicyGradient:
         self.clear()
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
-        for minibatch in split_by_group(arrays, self.trainer.optimizer_steps_per_batch):
+        minibatches = split_by_group(arrays, self.trainer.optimizer_steps_per_batch)
+        for number, minibatch in enumerate(minibatches):
+            if number and self._moved_too_far(progress, prepared):
+                progress.skipped_minibatches = len(minibatches) - number
+                break
             weights = self._weighting(arrays, minibatch)
             loss = self._accumulate(arrays, minibatch, weights, weights.divisor, prepared, progress, self.loss)
             progress.updates.append(self.learner.update(settings, loss))
             progress.loss += loss
         self._sum_over_ranks(progress)
         return progress
+
+    def _moved_too_far(self, progress: Progress, prepared: Prepared) -> bool:
+        """Whether mean |ratio - 1| of the step's loss tokens so far, masked ones left out, exceeds
+        ``early_stop_ratio``; equal on all ranks. The ratio is the loss's: to the policy that sampled, or to that of the
+        start of the step where it is recomputed."""
+        limit = self.algorithm.early_stop_ratio
+        if limit is None:
+            return False
+        at = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n)
+        away_m = (progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n))[at]
+        away = float(np.abs(np.expm1(away_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
+        sums = torch.tensor([away, len(at)], dtype=torch.float64, device=self.learner.device)
+        total, tokens = self.learner.ranks.sum_(sums).tolist()
+        return total > limit * tokens
 
     def forward_backward(
         self, arrays: SampleArrays, step: int, loss: str | None = None, divisor: float | None = None
@@ -385,6 +404,9 @@ class PolicyGradient:
         return {
             "loss": progress.loss / max(1, len(progress.updates)),
             "grad_norm": max(norms, default=0.0),
+            **(
+                {} if self.algorithm.early_stop_ratio is None else {"skipped_minibatches": progress.skipped_minibatches}
+            ),
             **token_metrics(
                 logprobs_m=progress.logprobs_n[at],
                 proximal_m=progress.proximal_n[at],

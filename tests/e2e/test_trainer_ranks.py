@@ -28,7 +28,8 @@ def client(folder: Path, ranks: int, run_id: str, **sections) -> TrainerClient:
     last = len(machine_cores()) - 1
     devices = [f"cpu:{min(rank, last)}" for rank in range(ranks)]
     trainer = {"devices": devices, "learning_rate": 1e-3, "micro_batch_tokens": 40, **sections}
-    experiment = validate_experiment(make_experiment(str(model), folder, trainer=trainer), "test")
+    algorithm = trainer.pop("algorithm", {})
+    experiment = validate_experiment(make_experiment(str(model), folder, trainer=trainer, algorithm=algorithm), "test")
     return TrainerClient(LocalLauncher(RealClock()), experiment, run_id)
 
 
@@ -62,6 +63,18 @@ def test_two_ranks_equal_one(tmp_path: Path, steps: int) -> None:
         two, two_path = await train(client(tmp_path, 2, "two", optimizer_steps_per_batch=steps), tmp_path, "two")
         for a, b in zip(one, two, strict=True):
             assert a == pytest.approx(b, abs=1e-4, rel=1e-4)
+        compare_weights(one_path, two_path)
+
+    asyncio.run(main())
+
+
+def test_two_ranks_end_the_updates_of_a_batch_together(tmp_path: Path) -> None:
+    async def main() -> None:
+        early = {"optimizer_steps_per_batch": 3, "algorithm": {"early_stop_ratio": 1e-6, "loss": "ppo_clip"}}
+        one, one_path = await train(client(tmp_path, 1, "one", **early), tmp_path, "one")
+        two, two_path = await train(client(tmp_path, 2, "two", **early), tmp_path, "two")
+        assert [found["skipped_minibatches"] for found in one] == [found["skipped_minibatches"] for found in two]
+        assert all(found["skipped_minibatches"] > 0 for found in one)
         compare_weights(one_path, two_path)
 
     asyncio.run(main())

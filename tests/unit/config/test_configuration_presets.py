@@ -154,3 +154,11 @@ def test_advantages_of_whole_attempts_are_refused_where_they_say_nothing() -> No
     said = refusal(algorithm={"advantage": "pass_at_k", "advantage_k": 8}, rollout={"group_size": 8})
     assert "algorithm.advantage_k = 8 of groups of 8" in said
     assert experiment(algorithm={"advantage": "pass_at_k", "advantage_k": 7}, rollout={"group_size": 8})
+
+
+def test_updates_end_early_only_where_a_batch_has_several() -> None:
+    said = refusal(algorithm={"early_stop_ratio": 0.1})
+    assert "algorithm.early_stop_ratio = 0.1 leaves out the later updates" in said
+    several = {"trainer": {"optimizer_steps_per_batch": 2}}
+    assert experiment(algorithm={"early_stop_ratio": 0.1}, **several)
+    assert "groups_per_part" in refusal(algorithm={"early_stop_ratio": 0.1}, queue={"groups_per_part": 1}, **several)

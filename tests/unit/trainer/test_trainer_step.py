@@ -20,6 +20,7 @@ from headway.records.errors import HookFailed
 from headway.records.training import TrainBatch
 from headway.trainer import losses
 from headway.trainer.learner import token_logprobs
+from headway.trainer.policy import Progress
 from headway.trainer.schedules import learning_rate
 from headway.trainer.service import TrainerService
 
@@ -121,6 +122,42 @@ def test_minibatches_clip_against_the_weights_before_the_first(model: str) -> No
     assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) < 2].max() < 1e-5
     assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) >= 4].max() > 1e-2
     assert progress.clipped_n.sum() > 0
+
+
+@pytest.mark.parametrize(("loss", "against"), [("decoupled_ppo", "proximal_n"), ("ppo_clip", "behaviour_n")])
+def test_updates_of_a_batch_end_once_the_ratio_has_moved(model: str, loss: str, against: str) -> None:
+    several = {"trainer": {"optimizer_steps_per_batch": 3, "learning_rate": 0.05, "max_grad_norm": 100.0}}
+    arrays = build_arrays(make_batch(4, groups=6))
+
+    def run(limit: float | None) -> tuple[Progress, dict[str, float]]:
+        trainer = service(model, algorithm={"loss": loss, "early_stop_ratio": limit}, **several)
+        progress = trainer.policy.run(arrays, trainer.learner.optimiser_settings(0.05))
+        return progress, trainer.policy.metrics(progress)
+
+    free, metrics = run(None)
+    assert "skipped_minibatches" not in metrics
+    away_n = np.abs(np.exp(free.logprobs_n - getattr(free, against)) - 1)
+    group_n = arrays.groups_s.repeat(arrays.lengths_s)
+    means = [float(away_n[(free.seen_n > 0) & (group_n < last)].mean()) for last in (2, 4)]  # after each update but one
+    assert means[0] < means[1]
+    for limit, skipped in ((means[1] * 1.001, 0), (means[1] * 0.999, 1), (means[0] * 1.001 + 1e-5, 1)):
+        progress, metrics = run(limit)
+        assert (metrics["skipped_minibatches"], len(progress.updates)) == (skipped, 3 - skipped)
+        assert set(group_n[progress.seen_n > 0]) == set(range(6 - 2 * skipped))
+        trained_n = progress.seen_n > 0
+        assert np.array_equal(
+            progress.logprobs_n[trained_n], free.logprobs_n[trained_n]
+        )  # what came before is as it was
+    if loss == "ppo_clip":  # far from the policy that sampled from the start
+        assert run(means[0] * 0.999)[1]["skipped_minibatches"] == 2
+
+
+def test_masked_batches_dont_end_early(model: str) -> None:
+    several = {"trainer": {"optimizer_steps_per_batch": 2}}
+    trainer = service(model, algorithm={"early_stop_ratio": 1e-9, "token_mask": (1e8, 1e9)}, **several)
+    progress = trainer.policy.run(build_arrays(make_batch(4)), trainer.learner.optimiser_settings(0.05))
+    assert trainer.policy.metrics(progress)["skipped_minibatches"] == 0
+    assert len(progress.updates) == 2
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
