@@ -75,7 +75,7 @@ def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
     chance_o = [
         math.comb(below, k - 2) / math.comb(members - 1, k - 1) for below in range(members - 1)
     ]  # of the others
-    others_go = [np.delete(ascending_g, np.searchsorted(ascending_g, reward)) for reward in rewards_g]
+    others_go = [np.delete(ascending_g, int(np.searchsorted(ascending_g, r))) for r in rewards_g.tolist()]
     best_g = np.maximum(np.array(others_go), rewards_g[:, None]) @ np.array(chance_o)
     return (best_g - mean) / (std + STD_FLOOR)
 

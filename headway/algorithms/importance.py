@@ -40,7 +40,7 @@ def sequence_mask(
     if by == "max":
         outside_s = np.bincount(sequence_m, weights=~_within(log_weight_m, bounds))
         return outside_s[sequence_m] == 0
-    total_s = np.bincount(sequence_m, weights=log_weight_m)
+    total_s = np.bincount(sequence_m, weights=log_weight_m).astype(np.float64)
     if by == "mean":
         total_s = total_s / np.maximum(np.bincount(sequence_m), 1)
     return _within(total_s, bounds)[sequence_m]

@@ -31,6 +31,11 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
             f"{longest}: short ones would be penalised as well"
         )
+    if algorithm.kl_target is not None and not algorithm.kl_coefficient:
+        raise ValueError(
+            f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
+            "algorithm.kl_coefficient = 0 stays 0: set the one to begin with, or leave the target out"
+        )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
         raise ValueError(
             f"algorithm.early_stop_ratio = {algorithm.early_stop_ratio:g} leaves out the later updates of a batch, and "

@@ -173,6 +173,8 @@ class AlgorithmConfig(Section):
     divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may be so far by it
     early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
+    kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token that the coefficient adapts to
+    kl_horizon: Annotated[float, Field(gt=0)] = 10000.0  # samples; a step's error is weighed by its share of them
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go
     overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out

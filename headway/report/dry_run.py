@@ -95,8 +95,9 @@ def _objective(experiment: Experiment) -> str:
     parts = [f"preset {algorithm.preset}"] if algorithm.preset else []
     parts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
     if algorithm.kl_coefficient:
+        target = "" if algorithm.kl_target is None else f" at first, for {algorithm.kl_target:g} nats per token"
         parts.append(
-            f"KL {algorithm.kl_coefficient:g} ({algorithm.kl_estimator}, in the {algorithm.kl_in}) to "
+            f"KL {algorithm.kl_coefficient:g}{target} ({algorithm.kl_estimator}, in the {algorithm.kl_in}) to "
             f"{experiment.model.reference or experiment.model.path}"
         )
     if algorithm.token_mask:

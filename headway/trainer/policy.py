@@ -31,7 +31,7 @@ from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
 from headway.records.training import OptimiserSettings
 from headway.runtime.hooks import Hook
-from headway.trainer.kl import kl_estimate
+from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner, Update
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
 
@@ -119,6 +119,7 @@ class PolicyGradient:
         queue = experiment.queue
         self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
+        self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.settings = LossSettings(**{key.name: getattr(self.algorithm, key.name) for key in fields(LossSettings)})
 
@@ -217,6 +218,15 @@ class PolicyGradient:
         progress.updates.append(update)
         return progress
 
+    def adapt_kl(self, kl: float | None, samples: int) -> None:
+        """Move the KL coefficient towards ``kl_target`` after an applied step of ``samples`` with the measured ``kl``,
+        in nats per token; None: nothing was measured. Does nothing without a target."""
+        target, horizon = self.algorithm.kl_target, self.algorithm.kl_horizon
+        if target is not None and kl is not None:
+            self.kl_coefficient = adapted_coefficient(
+                self.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
+            )
+
     def clear(self) -> None:
         """Forget the parts since the last step, and their gradients."""
         if self.parts:
@@ -278,7 +288,7 @@ class PolicyGradient:
             at = np.flatnonzero(arrays.loss_mask_n)
             to_go_m = reward_to_go((start_n - reference_n)[at].astype(np.float64), sequence_of_token(arrays)[at])
             advantages_n = advantages_n.copy()
-            advantages_n[at] -= (algorithm.kl_coefficient * to_go_m).astype(np.float32)
+            advantages_n[at] -= (self.kl_coefficient * to_go_m).astype(np.float32)
         keep_n = np.ones(arrays.tokens, np.bool_)
         if self.token_budget is not None:
             keep_n &= step - arrays.versions_n <= self.token_budget
@@ -327,7 +337,7 @@ class PolicyGradient:
             if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
                 reference_m = self._tensor(prepared.reference_n[at])
                 penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
-                loss_m = loss_m + self.algorithm.kl_coefficient * penalty_m
+                loss_m = loss_m + self.kl_coefficient * penalty_m
             loss_m = torch.where(self._tensor(prepared.keep_n[at]), loss_m, 0.0)
             weights_m = self._tensor(weights.weights_s[samples_n[at]].astype(np.float32))
             loss = (loss_m * weights_m).sum() / divisor
@@ -416,6 +426,7 @@ class PolicyGradient:
                 cap=self.settings.behaviour_weight_cap,
             ),
             **_prepared_metrics(progress, at),
+            **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.kl_coefficient}),
         }
 
 

@@ -153,7 +153,9 @@ class TrainerService(ModelService):
         """Make the version of the step that was just taken, unless it was skipped, and report it."""
         step, applied = self.version, sum(update.applied for update in progress.updates)
         metrics = self.policy.metrics(progress)
-        self.version += 1 if applied else 0
+        if applied:
+            self.version += 1
+            self.policy.adapt_kl(metrics.get("kl_reference"), samples)
         rest = {"learning_rate": settings.learning_rate, "skipped_updates": float(len(progress.updates) - applied)}
         return StepReport(
             step=step,
@@ -179,7 +181,9 @@ class TrainerService(ModelService):
             save_model(self.learner.model, folder / MODEL_FOLDER, self.experiment.model.path)
             save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
 
-        _write(path, fill, self._state(consumed, {}))
+        adapted = self.experiment.algorithm.kl_target is not None
+        kept = {"kl_coefficient": self.policy.kl_coefficient} if adapted else {}
+        _write(path, fill, self._state(consumed, kept))
         keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
         return CheckpointInfo(path=path, version=self.version)
 
@@ -201,6 +205,7 @@ class TrainerService(ModelService):
         self.learner.load_optimiser_tensors(optimiser)
         generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(generator.copy()))
+        self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
         self.version = state.version
         return self.version
 

@@ -16,7 +16,7 @@ from math import log
 import pytest
 import torch
 
-from headway.trainer.kl import kl_estimate
+from headway.trainer.kl import adapted_coefficient, kl_estimate
 
 BEHAVIOUR = [0.5, 0.1, 0.6, 0.8]
 REFERENCE = [0.25, 0.4, 0.3, 0.1]
@@ -159,3 +159,26 @@ def test_k3_is_never_negative_where_policy_and_reference_are_close() -> None:
     found = kl_estimate("k3", torch.zeros(4001), differences, torch.zeros(4001))
     assert (found >= 0).all()
     assert found[2200].item() == pytest.approx(5e-9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (0.1, 1.0),  # on target
+        (0.11, 1 + 0.1 * 0.05),  # a tenth above it, K = 32 / 640 = 0.05
+        (0.092, 1 - 0.08 * 0.05),
+        (0.12, 1.01),  # a fifth: the most that counts
+        (5.0, 1.01),
+        (0.08, 0.99),
+        (0.0, 0.99),
+        (-0.5, 0.99),  # an estimate may be negative
+    ],
+)
+def test_the_coefficient_moves_towards_its_target(kl: float, factor: float) -> None:
+    found = adapted_coefficient(0.04, kl, target=0.1, samples=32, horizon=640.0)
+    assert found == pytest.approx(0.04 * factor, abs=1e-15)
+
+
+def test_the_coefficient_is_never_negative() -> None:
+    assert adapted_coefficient(0.04, 0.0, target=0.1, samples=640, horizon=64.0) == 0.0
+    assert adapted_coefficient(0.04, 0.0, target=0.1, samples=0, horizon=64.0) == 0.04

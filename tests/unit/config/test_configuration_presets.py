@@ -162,3 +162,8 @@ def test_updates_end_early_only_where_a_batch_has_several() -> None:
     several = {"trainer": {"optimizer_steps_per_batch": 2}}
     assert experiment(algorithm={"early_stop_ratio": 0.1}, **several)
     assert "groups_per_part" in refusal(algorithm={"early_stop_ratio": 0.1}, queue={"groups_per_part": 1}, **several)
+
+
+def test_a_target_needs_a_coefficient_to_begin_with() -> None:
+    assert "algorithm.kl_target = 0.1 multiplies the coefficient" in refusal(algorithm={"kl_target": 0.1})
+    assert experiment(algorithm={"kl_target": 0.1, "kl_coefficient": 0.02})

@@ -302,6 +302,7 @@ def test_plan_says_what_a_preset_came_to() -> None:
     assert "gmpo, advantage group_mean_std, log ratios clipped to -0.4 to 0.4, seq_mean" in objective(preset="gmpo")
     assert "sapo, advantage group_mean_std, gate 1 and 1.05, token_mean" in objective(loss="sapo")
     assert "KL 0.01 (k1, in the reward)" in objective(preset="reinforce++")
+    assert "KL 0.04 at first, for 0.1 nats per token (k3, in the loss)" in objective(preset="grpo", kl_target=0.1)
     assert "clip" not in objective(preset="rloo")
 
 

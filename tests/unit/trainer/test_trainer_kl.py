@@ -14,6 +14,7 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.records.errors import ConfigurationError
 from headway.records.training import TrainBatch
+from headway.trainer.checkpoints import checkpoint_path
 from headway.trainer.policy import Progress
 from headway.trainer.service import TrainerService
 
@@ -222,3 +223,59 @@ def test_bfloat16_keeps_a_model_near_itself(folder: Path) -> None:
     batch = make_batch(30)
     assert 0.0 <= losses_of(trainer, batch) - losses_of(free, batch) < 1e-4
     assert not trainer.train_step(lay_out(batch)).skipped
+
+
+# --- to a target ------------------------------------------------------------------------------------------
+
+TARGET = {"kl_target": 0.1, "kl_horizon": 64.0, "trainer": {"learning_rate": 1e-2}}
+
+
+@pytest.mark.parametrize("kind", [{"kl_estimator": "k2"}, IN_REWARD])
+def test_the_coefficient_follows_the_measured_kl_and_is_what_the_next_step_uses(folder: Path, kind) -> None:
+    trainer = service(folder, "reference", **TARGET, **kind)
+    expected, batch = 0.5, make_batch(3)
+    for step in range(2):
+        metrics = trainer.train_step(lay_out(make_batch(step, step=step))).metrics
+        assert metrics["kl_coefficient"] == expected
+        error = min(max((metrics["kl_reference"] - 0.1) / 0.1, -0.2), 0.2)
+        expected *= 1 + error * len(make_batch(step).samples) / 64
+        assert error != 0
+        assert trainer.policy.kl_coefficient == pytest.approx(expected, abs=1e-12)
+    fixed = service(folder, "reference", kl_coefficient=expected, **kind)
+    fixed.learner.model.load_state_dict(trainer.learner.model.state_dict())
+    assert torch.allclose(gradient(trainer, build_arrays(batch)), gradient(fixed, build_arrays(batch)), atol=1e-7)
+
+
+def test_a_resumed_run_goes_on_with_its_coefficient(folder: Path, tmp_path: Path) -> None:
+    through, ended = (service(folder, "reference", **TARGET) for _ in range(2))
+    for step in range(2):
+        for trainer in (through, ended):
+            trainer.train_step(lay_out(make_batch(step, step=step)))
+    place = str(checkpoint_path(tmp_path, 2))
+    ended.save_checkpoint(place, {})
+    resumed = service(folder, "reference", **TARGET)
+    resumed.load_checkpoint(place)
+    assert resumed.policy.kl_coefficient == through.policy.kl_coefficient != 0.5
+    third = lay_out(make_batch(2, step=2))
+    assert resumed.train_step(third).metrics == through.train_step(third).metrics
+    assert resumed.policy.kl_coefficient == through.policy.kl_coefficient
+    # Back at an earlier point the same steps give the same numbers again: a replay.
+    again = resumed.policy.kl_coefficient
+    resumed.load_checkpoint(place)
+    resumed.train_step(third)
+    assert resumed.policy.kl_coefficient == again
+
+
+def test_steps_that_measure_nothing_or_are_skipped_leave_the_coefficient(folder: Path) -> None:
+    trainer = service(folder, "reference", **TARGET)
+    trainer.train_step(lay_out(make_batch(0, masked=True)))
+    assert trainer.policy.kl_coefficient == 0.5
+    trainer.learner.parameters[0].data.fill_(float("nan"))
+    assert trainer.train_step(lay_out(make_batch(1, step=trainer.version))).skipped
+    assert trainer.policy.kl_coefficient == 0.5
+
+
+def test_without_a_target_the_coefficient_stays(folder: Path) -> None:
+    trainer = service(folder, "reference")
+    assert "kl_coefficient" not in trainer.train_step(lay_out(make_batch(0))).metrics
+    assert trainer.policy.kl_coefficient == 0.5
