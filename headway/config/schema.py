@@ -246,6 +246,7 @@ class LedgerConfig(Section):
     table_every_steps: NonNegative = 10  # trackers: kept rollouts, text and all, as a table; 0: texts stay here
     prometheus: Address = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
     trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
+    pass_at: Annotated[tuple[Positive, ...], named_once("k")] = ()  # k of pass@k; (): 1, 2, 4, ... up to a group
     samples_per_step: NonNegative = 2  # rollouts kept per step for `headway show`
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
-from headway.orchestrator.source_scores import clustered_standard_error, source_scores
+from headway.orchestrator.source_scores import clustered_standard_error, pass_at, source_scores
 from headway.records.clients import PromptCodec, RolloutMaker, Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
@@ -76,13 +76,17 @@ def evaluation_record(
     tasks: Sequence[Task],
     duration_s: float,
     time_s: float,
+    ks: Sequence[int] = (),
 ) -> EvaluationRecord:
-    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under; ``tasks``:
-    what ``attempt_tasks`` was given. With no valid rollout nothing was measured: ``samples`` is 0 and the rates mean
-    nothing."""
+    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under; ``ks``: of
+    `pass_at`; ``tasks``: what ``attempt_tasks`` was given. With no valid rollout nothing was measured: ``samples`` is 0
+    and the rates mean nothing."""
     valid = [rollout for rollout in rollouts if rollout.failure is None]
     versions = [span.version for rollout in valid for span in rollout.versions]
     count = max(len(valid), 1)
+    attempts: dict[int, list[bool]] = {}
+    for rollout in valid:
+        attempts.setdefault(rollout.group, []).append(rollout.solved)
     solve_rate = sum(rollout.solved for rollout in valid) / count
     return EvaluationRecord(
         split=split,
@@ -95,6 +99,7 @@ def evaluation_record(
         samples=len(valid),
         solve_rate=solve_rate,
         standard_error=clustered_standard_error([(rollout.group, float(rollout.solved)) for rollout in valid]),
+        pass_at=pass_at(((sum(solved), len(solved)) for solved in attempts.values()), ks),
         reward_mean=sum(rollout.reward for rollout in valid) / count,
         length_mean=sum(rollout.response_tokens for rollout in valid) / count,
         failed=len(rollouts) - len(valid),
@@ -244,6 +249,7 @@ class Evaluations:
             tasks=tasks,
             duration_s=run.clock.now() - started,
             time_s=run.time_s(),
+            ks=run.experiment.ledger.pass_at,
         )
         run.record(record)
         return record

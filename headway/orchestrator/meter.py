@@ -19,7 +19,7 @@ from headway.control.pruning.rules import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile, solve_rate_histogram
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.flow import flow_of
-from headway.orchestrator.source_scores import source_scores
+from headway.orchestrator.source_scores import pass_at, source_scores
 from headway.orchestrator.state import RunState
 from headway.records.curriculum import CurriculumStep
 from headway.records.generation import ROUTER_COUNTERS, AppliedWeights, EngineStatistics, RouterStatistics
@@ -74,6 +74,7 @@ class Meter:
         self._experiment = experiment
         self._clock = clock
         self._token_budget = experiment.token_budget
+        self._pass_at = experiment.ledger.pass_at
         self._configured = first_knobs(experiment)
         self.peak_flops_per_s = peak_flops_per_s
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
@@ -239,7 +240,7 @@ class Meter:
             **_bias_fields(self.length_bias.statistics()),
             **_work_fields(report, step_s, self.peak_flops_per_s),
             **_verification_fields([r for group in interval.finished for r in group.rollouts]),
-            **_learning_fields(interval.finished),
+            **_learning_fields(interval.finished, self._pass_at),
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )
 
@@ -258,7 +259,7 @@ class Meter:
             token_staleness=token_staleness(trained, step, self._token_budget),
             environment_staleness=environment_staleness(trained, step),
             pruning=pruner_figures(trained),
-            **_learning_fields(trained),
+            **_learning_fields(trained, self._pass_at),
             **_length_fields([r for group in trained for r in group.valid]),
         )
 
@@ -430,7 +431,7 @@ def _verification_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _learning_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
+def _learning_fields(groups: Sequence[FinishedGroup], ks: Sequence[int]) -> dict[str, Any]:
     rewards = [r.reward for group in groups for r in group.valid]
     if not rewards:
         return {"solve_rate_histogram": [0] * 11}
@@ -440,6 +441,7 @@ def _learning_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
         "reward_std": float(np.std(rewards)),
         "solve_rate": float(np.mean([r.solved for members in valid for r in members])),
         "solve_rate_histogram": solve_rate_histogram((sum(r.solved for r in m), len(m)) for m in valid),
+        "pass_at": pass_at(((sum(r.solved for r in m), len(m)) for m in valid), ks),
         "zero_variance_share": float(np.mean([is_zero_variance([r.reward for r in m]) for m in valid])),
     }
 

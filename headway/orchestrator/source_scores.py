@@ -1,11 +1,13 @@
-"""How well each task source is solved, with the standard error that attempts at one task being alike calls for."""
+"""How well each task source is solved, with the standard error that attempts at one task being alike calls for, and
+pass@k."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 
-from headway.records.ledger import SourceScore
+from headway.records.ledger import PassAt, SourceScore
 from headway.records.rollout import Rollout
 
 
@@ -28,6 +30,23 @@ def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceSc
         )
         for label, found in observed.items()
     }
+
+
+def pass_at(groups: Iterable[tuple[int, int]], ks: Sequence[int] = ()) -> dict[str, PassAt]:
+    """pass@k by k, from (solved, valid) attempts of each group: the mean over groups of ``1 - C(n - c, k) / C(n, k)``,
+    the share of a group's subsets of k that hold a solved one (Chen et al., 2021, arXiv:2107.03374, Eq. 1).
+    Unbiased for each group of k attempts or more; smaller ones are left out, and a k without any group.
+
+    ``ks``: default 1, 2, 4, ... up to the largest group. Example: of (1, 4), pass@2 is 1 - 3 / 6 = 0.5."""
+    counts = list(groups)
+    largest = max((valid for _, valid in counts), default=0)
+    found: dict[str, PassAt] = {}
+    for k in ks or [1 << power for power in range(largest.bit_length())]:
+        shares = [1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n in counts if n >= k]
+        if shares:
+            error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
+            found[str(k)] = PassAt(groups=len(shares), value=statistics.fmean(shares), standard_error=error)
+    return found
 
 
 def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:

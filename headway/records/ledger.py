@@ -30,6 +30,14 @@ class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
     standard_error: float  # over tasks
 
 
+class PassAt(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the best of k attempts solves a task."""
+
+    groups: int  # with at least k valid attempts: those it is the mean over
+    value: float
+    standard_error: float  # over groups; 0 for fewer than two
+
+
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over one step from which the parameters of its queue are estimated (``control/tuning/ledger_model.py``).
     "Finished" is what finished since the step before, whenever it began."""
@@ -164,6 +172,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     reward_std: float = 0.0
     solve_rate: float = 0.0
     solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
+    pass_at: dict[str, PassAt] = {}  # k -> pass@k, for each k that a group has enough valid attempts for
     zero_variance_share: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
     group_meta: dict[str, float] = {}  # means over groups of what hooks.group_meta said of each
@@ -216,6 +225,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     samples: int
     solve_rate: float
     standard_error: float
+    pass_at: dict[str, PassAt] = {}  # k -> pass@k over its tasks
     reward_mean: float
     length_mean: float
     failed: int = 0

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -17,7 +17,7 @@ from rich.text import Text
 from headway.config.schema import Experiment
 from headway.control.summaries import pooled, weighted_mean
 from headway.control.tuning.drift import environment_share
-from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, SourceScore, StepRecord
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.verdict import judge_balance
@@ -120,7 +120,13 @@ def evaluation_line(record: EvaluationRecord) -> str:
     failed = f", {record.failed} failed" if record.failed else ""
     rate = score(record.solve_rate if record.samples else None, record.standard_error)
     sources = "".join(f"; {label} {shown_score(source)}" for label, source in record.by_source.items())
+    rate += "".join(f", {shown}" for shown in shown_pass_at(record.pass_at))
     return f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed}){sources}"
+
+
+def shown_pass_at(found: Mapping[str, PassAt]) -> list[str]:
+    """pass@k for each k above 1, which is the solve rate."""
+    return [f"pass@{k} {score(at.value, at.standard_error)}" for k, at in found.items() if k != "1"]
 
 
 def shown_score(source: SourceScore) -> str:

@@ -11,7 +11,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.incidents import HEADS, incident_rows
-from headway.report.live import shown_score
+from headway.report.live import shown_pass_at, shown_score
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
@@ -148,7 +148,19 @@ def _of(value: int, limit: int | None) -> str:
 def _evaluations(records: Sequence[EvaluationRecord]) -> str:
     if not records:
         return ""
-    heads = ["phase", "split", "versions", "tasks", "samples", "solve rate", "reward", "length", "failed", "took"]
+    heads = [
+        "phase",
+        "split",
+        "versions",
+        "tasks",
+        "samples",
+        "solve rate",
+        "pass@k",
+        "reward",
+        "length",
+        "failed",
+        "took",
+    ]
     rows: list[list[str]] = []
     for record in records:
         versions = f"{record.first_version}" if record.held else f"{record.first_version}–{record.last_version}"
@@ -158,19 +170,20 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             versions + (" (held)" if record.held else ""),
             f"{record.tasks:,}",
             f"{record.samples:,}",
-            *(_scores(record) if record.samples else ("–", "–", "–")),
+            *(_scores(record) if record.samples else ("–", "–", "–", "–")),
             f"{record.failed:,}",
             duration(record.duration_s),
         ]
         rows.append(row)
         for label, source in record.by_source.items():
             solved = shown_score(source)
-            rows.append(["", label, "", f"{source.tasks:,}", f"{source.samples:,}", solved, "", "", "", ""])
+            rows.append(["", label, "", f"{source.tasks:,}", f"{source.samples:,}", solved, "", "", "", "", ""])
     return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
 
 
-def _scores(record: EvaluationRecord) -> tuple[str, str, str]:
-    return score(record.solve_rate, record.standard_error), f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
+def _scores(record: EvaluationRecord) -> tuple[str, str, str, str]:
+    solved, best = score(record.solve_rate, record.standard_error), ", ".join(shown_pass_at(record.pass_at))
+    return solved, best or "–", f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
 
 
 def _plots(view: RunView) -> list[str]:

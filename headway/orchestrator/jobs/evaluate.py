@@ -77,6 +77,7 @@ class Scorer:
             tasks=self._tasks,
             duration_s=self._clock.now() - started,
             time_s=0.0,
+            ks=self._experiment.ledger.pass_at,
         )
 
 

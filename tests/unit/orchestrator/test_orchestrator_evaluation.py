@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, evaluation_record
+from headway.orchestrator.source_scores import pass_at
 from headway.records.errors import ConfigurationError
+from headway.records.ledger import PassAt
 from headway.records.task import Task
 from headway.report.live import evaluation_line
 from headway.rollout.fake import FakeVerifier
@@ -116,3 +119,39 @@ def test_an_evaluation_over_several_sources_says_how_each_is_solved() -> None:
     assert evaluation_line(record).endswith("; first 1.000 ± 0.000; rest 0.167 ± 0.069")
     alone = evaluation_record(solved[:5], split="test", phase="after", step=0, tasks=TASKS, duration_s=1.0, time_s=1.0)
     assert alone.by_source == {}
+
+
+def test_pass_at_k_by_hand_and_by_looking_at_every_subset() -> None:
+    # Of (1, 4): 1/4, 1 - C(3, 2) / C(4, 2) = 1/2, 1. Of (0, 4): 0. Of (3, 4): 3/4, 1, 1.
+    found = pass_at([(1, 4), (0, 4), (3, 4)])
+    assert list(found) == ["1", "2", "4"]
+    assert [found[k].value for k in found] == pytest.approx([1 / 3, 1 / 2, 2 / 3])
+    # deviations of (1/4, 0, 3/4), (1/2, 0, 1), (1, 0, 1), over sqrt(3)
+    errors = [math.sqrt(7 / 48 / 3), math.sqrt(1 / 4 / 3), math.sqrt(1 / 3 / 3)]
+    assert [found[k].standard_error for k in found] == pytest.approx(errors)
+    for solved in range(7):
+        for k in range(1, 7):
+            subsets = list(combinations([place < solved for place in range(6)], k))
+            (one,) = pass_at([(solved, 6)], [k]).values()
+            assert one == PassAt(
+                groups=1, value=pytest.approx(sum(map(any, subsets)) / len(subsets)), standard_error=0.0
+            )
+
+
+def test_pass_at_k_leaves_out_what_is_too_small() -> None:
+    assert pass_at([]) == pass_at([(0, 0)]) == {}
+    found = pass_at([(1, 3), (0, 1), (2, 5), (0, 0)])
+    assert {k: at.groups for k, at in found.items()} == {"1": 3, "2": 2, "4": 1}
+    assert list(pass_at([(1, 3)], [3, 7])) == ["3"]
+
+
+def test_an_evaluation_says_how_often_the_best_of_k_solves_a_task() -> None:
+    rollouts, _ = attempt_all(concurrent=40, timeout_s=30.0)
+    paired = [
+        msgspec.structs.replace(r, group=-1 - place // 2, solved=place % 4 == 0) for place, r in enumerate(rollouts)
+    ]
+    shared = {"split": "test", "phase": "after", "step": 0, "tasks": TASKS, "duration_s": 1.0, "time_s": 1.0}
+    record = evaluation_record(paired, **shared)
+    assert (record.solve_rate, record.pass_at["1"].value, record.pass_at["2"].value) == (0.25, 0.25, 0.5)
+    assert f"solve rate 0.250 ± {record.standard_error:.3f}, pass@2 0.500 ± 0.115 (" in evaluation_line(record)
+    assert list(evaluation_record(paired, **shared, ks=(2,)).pass_at) == ["2"]
