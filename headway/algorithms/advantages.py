@@ -75,8 +75,9 @@ def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
     chance_o = [
         math.comb(below, k - 2) / math.comb(members - 1, k - 1) for below in range(members - 1)
     ]  # of the others
-    others_go = [np.delete(ascending_g, int(np.searchsorted(ascending_g, r))) for r in rewards_g.tolist()]
-    best_g = np.maximum(np.array(others_go), rewards_g[:, None]) @ np.array(chance_o)
+    places_g = np.searchsorted(ascending_g, rewards_g)
+    others_go = np.stack([np.delete(ascending_g, place) for place in places_g])
+    best_g = np.maximum(others_go, rewards_g[:, None]) @ np.array(chance_o)
     return (best_g - mean) / (std + STD_FLOOR)
 
 
