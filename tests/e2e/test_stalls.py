@@ -167,8 +167,8 @@ def test_sandbox_host_out_of_pids_is_named_with_the_limit(tmp_path: Path, monkey
     ):
         stall = named(command, of="environment-0", laggards=True)
         assert re.search(
-            r"(rollout \S+ waits in environment\.reply for environment-0, which|the train loop waits for a batch, while "
-            r"environment-0) reports: "
+            r"(rollout \S+ waits in environment\.reply for environment-0, which|"
+            r"the train loop waits for a batch, while environment-0) reports: "
             r"sandbox host \S+ can't start a process: pids \d+ of 1, the control group \S+/headway-stall-\d+",
             stall.detail,
         )
