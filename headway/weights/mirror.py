@@ -213,7 +213,7 @@ class MirrorService:
     async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take another mirror: see `OnGuest`."""
         if hello.purpose != "mirror":
-            raise NotAdmitted(f"{hello.purpose} isn't served here")
+            raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         outlast(sock, self._orphan_s)
         await welcome(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
         threading.Thread(target=self._serve, args=(sock,), name=f"to {peer}", daemon=True).start()

@@ -82,7 +82,7 @@ def test_a_stopped_agent_is_lost_after_orphan_s_and_its_workers_end(tmp_path: Pa
             worker = await nodes.start(spec(device="b/cpu:0"))
             agents["b"].send_signal(signal.SIGSTOP)
             death = await worker.died
-            assert "no sign of life" in death.cause
+            assert "no heartbeat" in death.cause
             await until(lambda: not exists(worker.pid))  # though its agent can't end it
             assert events.of("node_lost")
             agents["b"].kill()
@@ -137,7 +137,7 @@ def test_a_wrong_key_is_found_by_both_sides(tmp_path: Path):
     ("hello", "refusal"),
     [
         (Hello(purpose="node", subject="x", software={"python": "2.7"}), "python 2.7 where the orchestrator has"),
-        (Hello(purpose="worker", subject="x"), "nobody waits"),
+        (Hello(purpose="worker", subject="x"), "no worker with this token"),
         (Hello(purpose="node", subject="x", epoch=7), "epoch 7 has ended"),
         (Hello(purpose="node", subject="x", protocol=9), "protocol 9"),
     ],

@@ -38,7 +38,7 @@ async def dial(
                 sock.close()
                 raise
     except TimeoutError:
-        raise ConnectionRefused(f"{address} gives no answer within {CONNECT_S:g} s: a firewall?") from None
+        raise ConnectionRefused(f"{address} doesn't answer within {CONNECT_S:g} s: a firewall?") from None
     except OSError as error:
         raise ConnectionRefused(f"{address} can't be reached: {error.strerror or error}") from None
 

@@ -173,14 +173,14 @@ class Nodes:
         if hello.purpose == "worker":
             awaited = self._awaited.get(hello.subject)
             if awaited is None or awaited.done():
-                raise NotAdmitted("nobody waits for this worker")
+                raise NotAdmitted("no worker with this token is expected")
             await welcome(sock, verdict)
             awaited.set_result(sock)
             return
         if hello.purpose != "node":
-            raise NotAdmitted(f"{hello.purpose} isn't served here")
+            raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         if (other := self.joined.get(hello.subject)) is not None:
-            raise NotAdmitted(f"there is a node {other.name} already, at {other.peer}", later=True)
+            raise NotAdmitted(f"node {other.name} has joined already, from {other.peer}", later=True)
         if self._closing:
             raise NotAdmitted("the run is over", later=self._keep_agents)
         if differences := _differences(hello.software):
@@ -195,8 +195,8 @@ class Nodes:
         node.watch(self._orphan_s, self._on_event)
         self._on_event(
             "node_joined",
-            f"{name} at {peer}: {facts.cores} cores, {facts.gpus} GPUs, {facts.memory_bytes / 2**30:.0f} GiB, clock "
-            f"{node.clock_offset_s:+.3f} s (± {1000 * node.clock_uncertainty_s:.1f} ms)",
+            f"{name} at {peer}: {facts.cores} cores, {facts.gpus} GPUs, {facts.memory_bytes / 2**30:.0f} GiB, "
+            f"monotonic clock offset {node.clock_offset_s:+.3f} s (± {1000 * node.clock_uncertainty_s:.1f} ms)",
             worker=name,
         )
         async with self._changed:
