@@ -20,7 +20,7 @@ class ClusterConfig(Section):
     """The machines of a run beside this one: docs/several_machines.md. Devices there are named NODE/cuda:0."""
 
     address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = (
-        ""  # of this machine, for nodes to connect to; "": no nodes
+        ""  # here, for nodes to connect to; "": no nodes
     )
     launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # what starts the nodes' agents; local: you do
     nodes: dict[str, str] = {}  # name -> where the launcher finds it; "": at its name

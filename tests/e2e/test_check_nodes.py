@@ -125,7 +125,7 @@ def test_an_address_of_no_interface_is_refused_with_those_that_are(inputs: Path,
 def test_a_silent_connection_is_told_with_the_node_that_is_missing(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.nodes.door.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("headway.runtime.nodes.listener.HANDSHAKE_S", 0.5)
     config = write(tmp_path, inputs, cluster={"join_timeout_s": 3.0, "address": (address := free_address())})
     host, port = address.split(":")
 

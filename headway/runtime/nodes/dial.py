@@ -8,8 +8,8 @@ import socket
 import struct
 
 from headway.runtime.addresses import split_address
-from headway.runtime.nodes.encryption import EncryptedSocket, encrypted_guest
-from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, introduce
+from headway.runtime.nodes.encryption import EncryptedSocket, encrypted_client
+from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, perform_handshake
 
 CONNECT_S = 10.0
 TIMEVAL = struct.Struct("@ll")  # s, µs: the value of SO_RCVTIMEO
@@ -31,9 +31,9 @@ async def dial(
                 outlast(sock, orphan_s)
                 await loop.sock_connect(sock, target)
                 if not encrypted:
-                    return sock, await introduce(sock, key, hello)
-                sock = secret = await encrypted_guest(sock)
-                return sock, await introduce(sock, key, hello, secret.binding)
+                    return sock, await perform_handshake(sock, key, hello)
+                sock = secret = await encrypted_client(sock)
+                return sock, await perform_handshake(sock, key, hello, secret.binding)
             except BaseException:
                 sock.close()
                 raise
