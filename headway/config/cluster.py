@@ -19,9 +19,7 @@ def _port_range(value: str) -> str:
 class ClusterConfig(Section):
     """The machines of a run beside this one: docs/several_machines.md. Devices there are named NODE/cuda:0."""
 
-    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = (
-        ""  # here, for nodes to connect to; "": no nodes
-    )
+    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # of this machine; "": the run has no nodes
     launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # what starts the nodes' agents; local: you do
     nodes: dict[str, str] = {}  # name -> where the launcher finds it; "": at its name
     command: Annotated[str, Field(min_length=1)] = "headway"  # command that starts Headway on the nodes (ssh, slurm)
