@@ -184,7 +184,7 @@ class _Interrupts:
 
     def _expire(self) -> None:
         if self.run is not None and not self.task.done():
-            self.run.context.event("interrupt", "run.stop_grace_s is over: stopping at once")
+            self.run.context.event("interrupt", "run.stop_grace_s is nearly over: stopping at once")
             self.stop()
 
     def stop(self, reason: str = "stopped at once") -> None:

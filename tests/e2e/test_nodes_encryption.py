@@ -75,7 +75,7 @@ def test_nothing_of_a_call_can_be_read_on_the_way(tmp_path: Path, certificate: s
         ):
             address = f"127.0.0.1:{tap.sockets[0].getsockname()[1]}"
             hello = Hello(purpose="worker", subject="a word in the clear")
-            with pytest.raises(ConnectionRefused, match="nobody waits"):
+            with pytest.raises(ConnectionRefused, match="no worker with this token"):
                 await dial(address, KEY, hello, 10.0, encrypted=bool(certificate))
         return bytes(carried)
 
