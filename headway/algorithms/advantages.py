@@ -6,6 +6,7 @@ Legend of shape suffixes: ``_g`` one value per member of the group, ``_s`` per s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,52 +23,45 @@ STD_FLOOR = 1e-6  # added to the standard deviation, in units of reward
 
 
 def group_mean(rewards_g: FloatArray) -> FloatArray:
-    """``r - mean(r)``: GRPO without its division by the deviation (Dr. GRPO, 2025). Shape [G] -> [G]."""
+    """``r - mean(r)``: GRPO without its division by the deviation (Dr. GRPO, 2025). Shape [G] -> [G]. Of equal rewards
+    exactly 0, not the rounding error of the mean."""
     rewards_g = np.asarray(rewards_g, dtype=np.float64)
-    if _uniform(rewards_g):
+    if rewards_g.size < 2 or np.all(rewards_g == rewards_g[0]):
         return np.zeros_like(rewards_g)
     return rewards_g - rewards_g.mean()
 
 
 def group_mean_std(rewards_g: FloatArray) -> FloatArray:
     """``(r - mean(r)) / (std(r) + 1e-6)``, population deviation (GRPO, 2024, Eq. 3). Shape [G] -> [G]."""
-    rewards_g = np.asarray(rewards_g, dtype=np.float64)
-    if _uniform(rewards_g):
-        return np.zeros_like(rewards_g)
-    return (rewards_g - rewards_g.mean()) / (rewards_g.std() + STD_FLOOR)
+    centred_g = group_mean(rewards_g)
+    return centred_g / (np.std(rewards_g, dtype=np.float64) + STD_FLOOR) if centred_g.any() else centred_g
 
 
 def leave_one_out(rewards_g: FloatArray) -> FloatArray:
     """``r_i - mean of the others``: an unbiased baseline (RLOO, 2024). Shape [G] -> [G]."""
-    rewards_g = np.asarray(rewards_g, dtype=np.float64)
-    if _uniform(rewards_g):
-        return np.zeros_like(rewards_g)
-    members = rewards_g.size
-    return (rewards_g - rewards_g.mean()) * (members / (members - 1))
+    members = len(rewards_g)
+    return group_mean(rewards_g) * (members / max(1, members - 1))
 
 
 def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
     """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group, so groups of one member carry
     signal too (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
-    rewards_s = np.asarray(rewards_s, dtype=np.float64)
-    if _uniform(rewards_s):
-        return np.zeros_like(rewards_s)
-    return (rewards_s - rewards_s.mean()) / (rewards_s.std() + STD_FLOOR)
+    return group_mean_std(rewards_s)
 
 
 def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
     """``r - mean of its group``, divided by (the batch's deviation of these differences + 1e-6): REINFORCE++ with
     baseline, 2025. Groups of one member get 0. Shapes [S], [S] -> [S]."""
-    centred_s = np.asarray(rewards_s, dtype=np.float64).copy()
-    for group in np.unique(groups_s):
-        members = groups_s == group
-        centred_s[members] = group_mean(centred_s[members])
+    centred_s = _by_group(group_mean, rewards_s, groups_s)
     return centred_s / (centred_s.std() + STD_FLOOR) if centred_s.any() else centred_s
 
 
-def _uniform(rewards_g: FloatArray) -> bool:
-    """Whether all rewards are equal: advantages are then set to exactly 0, not to the rounding error of the mean."""
-    return rewards_g.size < 2 or bool(np.all(rewards_g == rewards_g[0]))
+def _by_group(rule: Advantage, rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
+    advantages_s = np.zeros(len(rewards_s))
+    for group in np.unique(groups_s):
+        members = groups_s == group
+        advantages_s[members] = rule(rewards_s[members])
+    return advantages_s
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -89,15 +83,7 @@ def resolve(name: str) -> BatchAdvantage:
     if over_batch is not None:
         return over_batch
     rule = load_hook(KEY, name, ADVANTAGES, ("rewards_g",))
-
-    def by_group(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-        advantages_s = np.zeros(len(rewards_s))
-        for group in np.unique(groups_s):
-            members = groups_s == group
-            advantages_s[members] = advantages_of(rule, rewards_s[members])
-        return advantages_s
-
-    return by_group
+    return partial(_by_group, partial(advantages_of, rule))
 
 
 def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:
