@@ -199,9 +199,7 @@ class Nodes:
         node = Node(sock, name, peer, self._clock, self._lose)
         try:
             facts = await node.inquire()
-        except (
-            BaseException
-        ):  # also when the time for it is over: a socket closed under its link would still be watched
+        except BaseException:  # time-out too: a socket closed under its link would still be watched
             node.give_up("did not describe itself")
             raise
         self.joined[name] = node
