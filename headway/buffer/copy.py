@@ -16,7 +16,8 @@ class CopyService:
     """The worker object of a copy: a whole buffer.db at first, then every transaction of the original, in order."""
 
     def __init__(self, context: WorkerContext, *, folder: str, again: bool = False) -> None:
-        """Hold the copy in ``folder``; ``again``: what is there is this run's. Raises RunLocked while another process has its books there."""
+        """Hold the copy in ``folder``; ``again``: this run began it. Raises RunLocked while another process has
+        its books there."""
         self._path = Path(folder) / "buffer.db"
         self._fresh = self._path.with_suffix(".fresh")
         self._path.parent.mkdir(parents=True, exist_ok=True)
