@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 from node_processes import KEY, joined_nodes
 from worker_processes import run, spec, until
 
+from headway.runtime.clock import RealClock
+from headway.runtime.framing import HEADER, Kind
 from headway.runtime.nodes.dial import dial
 from headway.runtime.nodes.handshake import Hello, NotAdmitted, software
+from headway.runtime.nodes.node import Node
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
 
@@ -44,5 +48,21 @@ def test_of_two_nodes_of_one_name_that_join_at_once_one_is_put_off(tmp_path: Pat
                 await dial(nodes.address, KEY, HELLO, 10.0)
             assert refusal.value.later
             first.close()
+
+    run(main)
+
+
+def test_a_node_that_sends_what_can_not_be_read_is_lost_without_another_error():
+    async def main() -> None:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        here, there = socket.socketpair()
+        node = Node(here, "b", "127.0.0.1", RealClock(), lambda node, reason: None)
+        there.send(HEADER.pack(Kind.EVENT, 0, 0, 3) + b"abc")
+        await until(lambda: bool(node.lost))
+        await asyncio.sleep(0)
+        there.close()
+        assert "cannot be read" in node.lost
+        assert not errors
 
     run(main)
