@@ -200,6 +200,8 @@ def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
                         select.POLLOUT if target.holds else 0
                     )
                     poll.register(sock, mask)
+                    if not mask:  # a closed end would wake it again and again
+                        poll.unregister(sock)
                 poll.poll()
             if leaving.ended:  # closed at once, with bytes unread, the connection would lose what was sent last
                 outer.shutdown(socket.SHUT_WR)

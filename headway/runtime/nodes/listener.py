@@ -110,8 +110,9 @@ class Listener:
                 taken = True
         except TimeoutError:
             self._refused(f"{peer} connects, then is silent for {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
-        except HeadwayError as error:  # refused, or lost while it was taken
-            self._refused(f"{peer}: {error}")
+        except Exception as error:  # the boundary to a peer: refused, lost while it was taken, or it answers nonsense
+            what = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+            self._refused(f"{peer}: {what}")
         finally:
             if not taken:
                 with contextlib.suppress(OSError):

@@ -71,6 +71,7 @@ class Nodes:
         self._refused: deque[str] = deque(maxlen=3)
         self._listener = Listener(address, key, epoch, self._take_client, self._on_refusal, certificate)
         self._awaited: dict[str, asyncio.Future[socket.socket]] = {}  # workers' connections, by token
+        self._joining: set[str] = set()  # nodes that are welcome and have not described themselves
         self._changed = asyncio.Condition()
         self._closing = False
 
@@ -181,16 +182,26 @@ class Nodes:
             raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         if (other := self.joined.get(hello.subject)) is not None:
             raise NotAdmitted(f"node {other.name} has joined already, from {other.peer}", later=True)
+        if hello.subject in self._joining:
+            raise NotAdmitted(f"another node {hello.subject} is just joining", later=True)
         if self._closing:
             raise NotAdmitted("the run is over", later=self._keep_agents)
         if differences := _differences(hello.software):
             raise NotAdmitted(f"node {hello.subject} has {differences}: install the same there")
-        await admit(sock, verdict)
-        await self._join(sock, hello.subject, peer)
+        self._joining.add(hello.subject)
+        try:
+            await admit(sock, verdict)
+            await self._join(sock, hello.subject, peer)
+        finally:
+            self._joining.discard(hello.subject)
 
     async def _join(self, sock: socket.socket, name: str, peer: str) -> None:
         node = Node(sock, name, peer, self._clock, self._lose)
-        facts = await node.inquire()
+        try:
+            facts = await node.inquire()
+        except BaseException:  # time-out too: a socket closed under its link would still be watched
+            node.give_up("did not describe itself")
+            raise
         self.joined[name] = node
         node.watch(self._orphan_s, self._on_event)
         self._on_event(
