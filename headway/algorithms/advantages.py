@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,35 +24,32 @@ STD_FLOOR = 1e-6  # added to the standard deviation, in units of reward
 
 
 def group_mean(rewards_g: FloatArray) -> FloatArray:
-    """``r - mean(r)``: GRPO without its division by the deviation (Dr. GRPO, 2025). Shape [G] -> [G]."""
+    """``r - mean(r)``: GRPO without its division by the deviation (Dr. GRPO, 2025). Shape [G] -> [G]. Of equal rewards
+    exactly 0, not the rounding error of the mean."""
     rewards_g = np.asarray(rewards_g, dtype=np.float64)
-    if _uniform(rewards_g):
+    if rewards_g.size < 2 or np.all(rewards_g == rewards_g[0]):
         return np.zeros_like(rewards_g)
     return rewards_g - rewards_g.mean()
 
 
 def group_mean_std(rewards_g: FloatArray) -> FloatArray:
     """``(r - mean(r)) / (std(r) + 1e-6)``, population deviation (GRPO, 2024, Eq. 3). Shape [G] -> [G]."""
-    rewards_g = np.asarray(rewards_g, dtype=np.float64)
-    if _uniform(rewards_g):
-        return np.zeros_like(rewards_g)
-    return (rewards_g - rewards_g.mean()) / (rewards_g.std() + STD_FLOOR)
+    centred_g = group_mean(rewards_g)
+    return centred_g / (np.std(rewards_g, dtype=np.float64) + STD_FLOOR) if centred_g.any() else centred_g
 
 
 def leave_one_out(rewards_g: FloatArray) -> FloatArray:
     """``r_i - mean of the others``: an unbiased baseline (RLOO, 2024). Shape [G] -> [G]."""
-    rewards_g = np.asarray(rewards_g, dtype=np.float64)
-    if _uniform(rewards_g):
-        return np.zeros_like(rewards_g)
-    members = rewards_g.size
-    return (rewards_g - rewards_g.mean()) * (members / (members - 1))
+    members = len(rewards_g)
+    return group_mean(rewards_g) * (members / max(1, members - 1))
 
 
 def length_weighted(rewards_g: FloatArray, tokens_g: IntArray) -> FloatArray:
     """``r - sum(l r) / sum(l)``, l the sampled tokens of each response: the baseline of least variance if the squared
     gradient of a response grows with its length (OPO, 2025, arXiv:2505.23585). Shapes [G], [G] -> [G]."""
-    if _uniform(rewards_g) or not tokens_g.any():
-        return group_mean(rewards_g)
+    centred_g = group_mean(rewards_g)
+    if not centred_g.any() or not tokens_g.any():
+        return centred_g
     return rewards_g - np.average(rewards_g, weights=tokens_g)
 
 
@@ -84,25 +82,23 @@ def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
 def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
     """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group, so groups of one member carry
     signal too (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
-    rewards_s = np.asarray(rewards_s, dtype=np.float64)
-    if _uniform(rewards_s):
-        return np.zeros_like(rewards_s)
-    return (rewards_s - rewards_s.mean()) / (rewards_s.std() + STD_FLOOR)
+    return group_mean_std(rewards_s)
 
 
 def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
     """``r - mean of its group``, divided by (the batch's deviation of these differences + 1e-6): REINFORCE++ with
     baseline, 2025. Groups of one member get 0. Shapes [S], [S] -> [S]."""
-    centred_s = np.asarray(rewards_s, dtype=np.float64).copy()
-    for group in np.unique(groups_s):
-        members = groups_s == group
-        centred_s[members] = group_mean(centred_s[members])
+    centred_s = _by_group(group_mean, groups_s, rewards_s)
     return centred_s / (centred_s.std() + STD_FLOOR) if centred_s.any() else centred_s
 
 
-def _uniform(rewards_g: FloatArray) -> bool:
-    """Whether all rewards are equal: advantages are then set to exactly 0, not to the rounding error of the mean."""
-    return rewards_g.size < 2 or bool(np.all(rewards_g == rewards_g[0]))
+def _by_group(rule: Callable[..., FloatArray], groups_s: IntArray, *values_s: FloatArray | IntArray) -> FloatArray:
+    """Apply ``rule`` to each group's part of ``values_s``, arrays [S]. Shape [S]."""
+    advantages_s = np.zeros(len(groups_s))
+    for group in np.unique(groups_s):
+        members = groups_s == group
+        advantages_s[members] = rule(*(values[members] for values in values_s))
+    return advantages_s
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -125,22 +121,14 @@ def resolve(name: str, k: int = 2, tokens_s: IntArray | None = None) -> BatchAdv
     over_batch = BATCH_ADVANTAGES.get(name)
     if over_batch is not None:
         return over_batch
-    rule = None if name in ADVANTAGES_OF_MORE else load_hook(KEY, name, ADVANTAGES, ("rewards_g",))
-
-    def by_group(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-        advantages_s = np.zeros(len(rewards_s))
-        lengths_s = np.ones(len(rewards_s), np.int64) if tokens_s is None else tokens_s
-        for group in np.unique(groups_s):
-            members = groups_s == group
-            if rule is not None:
-                advantages_s[members] = advantages_of(rule, rewards_s[members])
-            elif name == "pass_at_k":
-                advantages_s[members] = pass_at_k(rewards_s[members], k)
-            else:
-                advantages_s[members] = length_weighted(rewards_s[members], lengths_s[members])
-        return advantages_s
-
-    return by_group
+    if name == "pass_at_k":
+        return lambda rewards_s, groups_s: _by_group(partial(pass_at_k, k=k), groups_s, rewards_s)
+    if name == "length_weighted":
+        return lambda rewards_s, groups_s: _by_group(
+            length_weighted, groups_s, rewards_s, np.ones_like(groups_s) if tokens_s is None else tokens_s
+        )
+    rule = load_hook(KEY, name, ADVANTAGES, ("rewards_g",))
+    return lambda rewards_s, groups_s: _by_group(partial(advantages_of, rule), groups_s, rewards_s)
 
 
 def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:

@@ -14,6 +14,7 @@ import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def audit_database(connection: sqlite3.Connection) -> AuditReport:
     _audit_groups(report, groups, trained_at)
     _audit_rollouts(connection, report, groups, trained_at, meta.get("released_version", 0))
     return report
+
+
+def audit_file(database: Path) -> list[str]:
+    """Violations in a ``buffer.db``, read over a connection of its own: any thread may call it, and should where an
+    event loop would wait for it (some 10 s after 200,000 rollouts)."""
+    with closing(sqlite3.connect(database, timeout=10.0)) as connection:
+        connection.execute("PRAGMA query_only=ON")
+        return audit_database(connection).violations
 
 
 def _audit_batches(

@@ -15,13 +15,15 @@ from headway.runtime.file_lock import FileLock
 class CopyService:
     """The worker object of a copy: a whole buffer.db at first, then every transaction of the original, in order."""
 
-    def __init__(self, context: WorkerContext, *, folder: str) -> None:
-        """Hold the copy in ``folder``. Raises RunLocked while another process has its books there."""
+    def __init__(self, context: WorkerContext, *, folder: str, again: bool = False) -> None:
+        """Hold the copy in ``folder``; ``again``: this run began it. Raises RunLocked while another process has
+        its books there."""
         self._path = Path(folder) / "buffer.db"
         self._fresh = self._path.with_suffix(".fresh")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._path.with_name("lock"), "cluster.replicate_to", folder)
         self._lock.acquire()
+        self._keep = not again
         self._fresh.unlink(missing_ok=True)  # of a process that was killed
         self._connection: sqlite3.Connection | None = None
         self._number = 0  # of the last transaction applied
@@ -36,10 +38,16 @@ class CopyService:
         kept as buffer.db.old: it may be the only copy of another run."""
         if self._connection is not None:
             self._connection.close()
-        for suffix in ("-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        if self._path.exists() and self._connection is None:
-            self._path.replace(self._path.with_suffix(".db.old"))
+        old = self._path.with_suffix(".db.old")
+        log, old_log = (path.with_name(f"{path.name}-wal") for path in (self._path, old))
+        if self._path.exists() and self._keep:
+            self._path.replace(old)
+            old_log.unlink(missing_ok=True)
+            if log.exists():  # of a process that was killed: it holds the last transactions
+                log.replace(old_log)
+        self._keep = False
+        log.unlink(missing_ok=True)
+        self._path.with_name(f"{self._path.name}-shm").unlink(missing_ok=True)
         self._fresh.replace(self._path)
         self._connection, self._number = open_database(self._path), number
 

@@ -89,7 +89,7 @@ class EpochRegister:
         except (OSError, msgspec.DecodeError):
             return None
 
-    def introduce(self, name: str, orphan_s: float) -> None:
+    def register(self, name: str, orphan_s: float) -> None:
         """Write who ``name`` is, before it holds anything. Raises OSError."""
         place = os.stat(self.folder).st_ino
         this = EpochHolder(host=socket.gethostname(), pid=os.getpid(), boot=_boot(), place=place, orphan_s=orphan_s)
@@ -184,7 +184,7 @@ async def take_epoch(
             waited = True
             await clock.sleep(min(1.0, claim.wait_s / 10))
             record = register.look()
-        register.introduce(name, orphan_s)
+        register.register(name, orphan_s)
         started_s, wanted = clock.now(), successor(record, name)
         if not register.swap(record, wanted):
             (register.folder / f"{name}.json").unlink()

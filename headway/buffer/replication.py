@@ -37,7 +37,7 @@ class BooksCopy:
         self._original, self._on_event, self._place = original, on_event, place
         device = f"{node}/cpu:all" if node else "cpu:all"
         spec = WorkerSpec(name="books-copy", factory=_FACTORY, arguments={"folder": folder}, device=device)
-        self._slot = WorkerSlot(spec, launcher, clock, on_event)
+        self._slot = WorkerSlot(spec, launcher, clock, on_event, restart_arguments={"again": True})
         self._waiting: list[Sequence[Statement]] = []  # transactions not yet at the copy
         self._journalled = self._copied = 0  # numbers of the last transaction here and there
         self._synchronised = False

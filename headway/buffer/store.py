@@ -85,17 +85,17 @@ class GroupBuffer:
         (see ``open_database``)."""
         if capacity_groups < 1:
             raise ValueError(f"capacity_groups {capacity_groups} must be at least 1")
-        self._path = Path(path)
+        self.path = Path(path)
         self._capacity = capacity_groups
         self._clock: Clock = clock or RealClock()
         self._fence, self._journal = fence, journal
-        self._connection = open_database(self._path)
+        self._connection = open_database(self.path)
         self._entries: dict[int, _Entry] = {}
         self._buffered_s: dict[int, float] = {}  # clock when a buffered group finished, oldest first
         self._encoder = encoder()
         self._admissions: list[tuple[object, ...]] = []  # rows of groups that the next transaction writes
         try:
-            with reading(self._path):
+            with reading(self.path):
                 self._recover()
         except HeadwayError:
             self._connection.close()
@@ -341,17 +341,17 @@ class GroupBuffer:
         """
         if version < self._released_version:
             raise BufferCorrupt(
-                f"{self._path}: can't replay from version {version}: the payloads of steps before "
+                f"{self.path}: can't replay from version {version}: the payloads of steps before "
                 f"{self._released_version} were released, so a checkpoint of at least that version is needed"
             )
         if version > (last := self._completed_steps + (self._pending is not None)):
-            raise BufferCorrupt(f"{self._path}: the log ends at step {last}, the checkpoint has version {version}")
+            raise BufferCorrupt(f"{self.path}: the log ends at step {last}, the checkpoint has version {version}")
         with self._reading():
             query = "SELECT step, attempt, groups, outcome FROM batches WHERE step >= ? AND outcome IS NOT 'skipped'"
             rows = self._connection.execute(f"{query} ORDER BY step, attempt", (version,)).fetchall()
         for expected, (step, attempt, groups, outcome) in enumerate(rows, start=version):
             if step != expected:
-                raise BufferCorrupt(f"{self._path}: step {expected} is missing in the batch log")
+                raise BufferCorrupt(f"{self.path}: step {expected} is missing in the batch log")
             parts = tuple(map(self.load, parts_of(groups)))
             yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts)
 
@@ -389,9 +389,9 @@ class GroupBuffer:
         with self._reading():
             return read_length_bias(self._connection, groups_per_step)
 
-    def audit(self) -> list[str]:
-        """Violations of the invariants, on disk and in memory, as text; empty when there are none."""
-        problems = audit_database(self._connection).violations
+    def audit(self, on_disk: Sequence[str] | None = None) -> list[str]:
+        """Violations of the invariants, on disk (or as `audit_file` found them) and in memory, as text."""
+        problems = list(audit_database(self._connection).violations if on_disk is None else on_disk)
         stored = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
         stored |= {row[0]: "open" for row in self._admissions}
         if stored != {index: entry.state for index, entry in self._entries.items()}:
@@ -412,7 +412,7 @@ class GroupBuffer:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with transaction(self._connection, self._path, self._fence, self._journal) as connection:
+        with transaction(self._connection, self.path, self._fence, self._journal) as connection:
             if self._admissions:
                 connection.executemany(INSERT_GROUP, self._admissions)
             yield connection
@@ -427,7 +427,7 @@ class GroupBuffer:
     def _reading(self) -> Iterator[None]:
         """Read what was admitted as well; errors as `reading`."""
         self._write_admissions()
-        with reading(self._path):
+        with reading(self.path):
             yield
 
     def _meta(self, key: str) -> int:
@@ -443,7 +443,7 @@ class GroupBuffer:
         ).fetchone()[0]
         pending = execute("SELECT step, attempt, groups FROM batches WHERE outcome IS NULL").fetchall()
         if len(pending) > 1:
-            raise BufferCorrupt(f"{self._path}: {len(pending)} batches are pending at once")
+            raise BufferCorrupt(f"{self.path}: {len(pending)} batches are pending at once")
         self._pending: tuple[int, int, list[list[int]]] | None = None  # step, attempt, the groups of each part
         for step, attempt, groups in pending:
             self._pending = (step, attempt, parts_of(groups))

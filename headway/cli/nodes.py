@@ -15,14 +15,14 @@ def add_commands(app: typer.Typer) -> None:
 
 def node(
     join: Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="The run's cluster.address.")],
-    name: Annotated[str, typer.Option(help="Name of this node in the run's file; default: this machine's.")] = "",
+    name: Annotated[str, typer.Option(help="Name of this node in the run's cluster.nodes; default: this host's.")] = "",
     key_file: Annotated[Path | None, typer.Option(help="File that holds the run's key; mode 0600.")] = None,
     key_stdin: Annotated[bool, typer.Option(help="Read the key from the first line of standard input.")] = False,
     offer: Annotated[
         list[str] | None,
         typer.Option(metavar="DEVICE", help="Run a replica of the generator here, like cuda:0; may be repeated."),
     ] = None,
-    give_up_s: Annotated[float, typer.Option(help="End when no run answers for so many seconds.")] = 600.0,
+    give_up_s: Annotated[float, typer.Option(help="Exit when no run has answered for this many seconds.")] = 600.0,
 ) -> None:
     """Serve a run with this machine's devices, until the run is over.
 

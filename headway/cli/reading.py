@@ -48,7 +48,7 @@ def doctor(
         None, "--usd-per-device-hour", metavar="USD", help="What an hour of one device costs; default: no money."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
-    live: bool = typer.Option(False, "--live", help="Print who waits for whom now, in a run that goes on."),
+    live: bool = typer.Option(False, "--live", help="Print who waits for whom now, in an active run."),
 ) -> None:
     """Say what bounds a run, where its device-hours go, and the three changes with the largest predicted gain."""
     if live:

@@ -27,7 +27,7 @@ def train(
     config: str = experiments.CONFIG,
     resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
     take_over: bool = typer.Option(
-        False, "--take-over", help="With --resume: the machine that ran it has ended, although nothing here shows it."
+        False, "--take-over", help="With --resume of a copied run: declare that its former process has ended."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),

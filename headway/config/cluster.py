@@ -19,17 +19,17 @@ def _port_range(value: str) -> str:
 class ClusterConfig(Section):
     """The machines of a run beside this one: docs/several_machines.md. Devices there are named NODE/cuda:0."""
 
-    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # of this machine; "": no other has a part
-    launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # starts the nodes' agents; local: you do
-    nodes: dict[str, str] = {}  # name -> where the launcher finds it; "": by its name
-    command: Annotated[str, Field(min_length=1)] = "headway"  # that starts Headway on the nodes: ssh, slurm
-    key_file: str | None = None  # of the run's key, mode 0600; unset: HEADWAY_CLUSTER_KEY; made if launched
-    encryption: Literal["none", "tls"] = "none"  # of all connections between machines
-    environment: dict[str, str] = {}  # of workers on other nodes, added to their agent's
-    port_range: Annotated[str, AfterValidator(_port_range)] = "29500-29599"  # where nodes reach each other
-    join_timeout_s: Seconds = 300.0  # by then the nodes that the run needs must have joined
-    orphan_s: Annotated[float, Field(ge=5)] = 60.0  # outages up to this restart nothing; then a node is lost
-    books_directory: str | None = None  # of buffer.db, on a local disk; unset: in run.directory
+    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # of this machine; "": the run has no nodes
+    launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # what starts the nodes' agents; local: you do
+    nodes: dict[str, str] = {}  # name -> where the launcher finds it; "": at its name
+    command: Annotated[str, Field(min_length=1)] = "headway"  # command that starts Headway on the nodes (ssh, slurm)
+    key_file: str | None = None  # holds the run's key, mode 0600; unset: HEADWAY_CLUSTER_KEY; launchers make one
+    encryption: Literal["none", "tls"] = "none"  # of connections between machines, but not between a trainer's ranks
+    environment: dict[str, str] = {}  # variables for workers on nodes, beside their agent's
+    port_range: Annotated[str, AfterValidator(_port_range)] = "29500-29599"  # for connections between nodes
+    join_timeout_s: Seconds = 300.0  # limit for the nodes that the run needs to join
+    orphan_s: Annotated[float, Field(ge=5)] = 60.0  # outages up to this restart nothing; beyond, a node is lost
+    books_directory: str | None = None  # folder of buffer.db, on a local disk; unset: run.directory
     replicate_to: str | None = None  # NODE:PATH of a copy of the books, from which another machine can resume
 
     @model_validator(mode="before")

@@ -35,7 +35,7 @@ class EnvironmentConfig(Section):
     name: str = "single_turn"  # one of the above, one of docs/environments.md, or your own module:Class
     parameters: dict[str, Any] = {}  # keyword arguments of an environment that is a class
     workers: Positive = 1  # processes that run environments
-    nodes: tuple[str, ...] = ()  # of the cluster, on which they run in turn; "" is this machine; (): all here
+    nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
     concurrency: Positive | None = None  # rollouts in environments at once; unset: all that the generator has
     starts_per_s: Rate | None = None  # rollouts started per second, all workers together; unset: no limit
     max_turns: Positive = 16  # most answers in a rollout; then it ends

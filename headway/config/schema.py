@@ -64,8 +64,8 @@ class RunConfig(Section):
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
     worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
-    stop_grace_s: Seconds = 120.0  # of Ctrl-C, SIGTERM or SIGUSR1: by then the run has ended, resumable
-    on_stall: Literal["warn", "restart", "end"] = "warn"  # once it is named: restart its worker, or end resumable
+    stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable
+    on_stall: Literal["warn", "restart", "end"] = "warn"  # what follows a stall: restart the worker, or end resumable
 
 
 class ModelConfig(Section):
@@ -94,7 +94,7 @@ class VerifierConfig(VerifierSettings):
     """Scores the responses to every task that chooses no other."""
 
     workers: Positive = 1  # processes; each can score with every verifier
-    nodes: tuple[str, ...] = ()  # of the cluster, on which they run in turn; "" is this machine; (): all here
+    nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
 
 
 class RolloutConfig(Section):

@@ -76,7 +76,9 @@ def workers_to_look_at(
     waits: Sequence[Wait], silent_s: Mapping[str, float], expectations: Expectations, now_s: float, limits: StallLimits
 ) -> set[str]:
     """Names of the workers, keys of ``silent_s``, whose state matters: silent, waited for too long, or ranks of a group
-    in which one is waited for, which may be missing in the others' collective."""
+    in which one is waited for, which may be missing in the others' collective; all while a loop waits for too long."""
+    if _first_overdue([wait for wait in waits if wait.owner == LOOPS], expectations, now_s) is not None:
+        return set(silent_s)
     chosen = {name for name, silence_s in silent_s.items() if silence_s >= limits.fact_s / 2}
     for wait in waits:
         waited_s = now_s - wait.since_s
@@ -116,7 +118,8 @@ def find_stalls(
             stalls.append(_overdue(overdue, looks.get(owner), expectations))
     if not stalls:
         overdue = _first_overdue([one for one in waits if one.owner == LOOPS], expectations, now_s)
-        stalls += [] if overdue is None else [_overdue(overdue, None, expectations)]
+        troubled = next((look for look in looks.values() if look.trouble), None)
+        stalls += [] if overdue is None else [_overdue(overdue, troubled, expectations)]
     return stalls
 
 
@@ -229,8 +232,10 @@ def _first_overdue(waits: Sequence[Wait], expectations: Expectations, now_s: flo
 
 def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) -> Stall:
     place, stacks = ("", ()) if look is None else place_of(look)
+    owner = wait.owner
     if look is not None and look.trouble:
-        cause = f"which reports: {look.trouble}"
+        cause = f"{f'while {look.worker}' if owner == LOOPS else 'which'} reports: {look.trouble}"
+        owner = look.worker
     elif look is not None and look.blocked_events:
         cause = "which waits until its events are read here"
     else:
@@ -239,13 +244,13 @@ def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) ->
         )
     for_whom = "" if wait.owner == LOOPS else f" for {wait.owner}"
     return Stall(
-        owner=wait.owner,
+        owner=owner,
         kind=wait.kind,
         since_s=wait.since_s,
         what=f"{_waiting(wait)}{for_whom}, {cause}",
         expected_s=expectations.expected_s(wait.kind),
         hard=False,
-        stacks=tuple((wait.owner, stack) for stack in stacks),
+        stacks=tuple((owner, stack) for stack in stacks),
     )
 
 

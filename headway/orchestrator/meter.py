@@ -61,7 +61,6 @@ class Meter:
         self,
         experiment: Experiment,
         clock: Clock,
-        peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
         curriculum: Callable[[], CurriculumStep] = CurriculumStep,
         cpu_s: Callable[[], float] = time.process_time,
@@ -76,7 +75,7 @@ class Meter:
         self._token_budget = experiment.token_budget
         self._pass_at = experiment.ledger.pass_at
         self._configured = first_knobs(experiment)
-        self.peak_flops_per_s = peak_flops_per_s
+        self.peak_flops_per_s = 0.0  # of the trainer's device; 0: not measured
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
         self._interval = self._fresh()

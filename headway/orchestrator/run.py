@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from headway.buffer.audit import audit_file
 from headway.orchestrator.collect import Collect
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import ControlLoop
@@ -108,16 +111,16 @@ class Run:
         await self._train.checkpoint()
         if not run.state.interrupted and run.experiment.evaluation.after:
             await self._evaluations.after()
-        self._close_books()
+        await self._close_books()
         if not run.state.interrupted:
             run.event(EVENT_END, f"version {run.state.version}")
 
-    def _close_books(self) -> None:
+    async def _close_books(self) -> None:
         """Check that every rollout is open (left at the end) or ended once, against the buffer's own count.
         Raises BooksUnbalanced when not, after the ledger has it."""
         run = self.context
         books = run.state.books
-        problems = run.buffer.audit()
+        problems = run.buffer.audit(await asyncio.to_thread(audit_file, run.buffer.path))
         try:
             books.check(**run.buffer.rollout_counts())
         except BooksUnbalanced as error:

@@ -15,7 +15,7 @@ _STOP_WORKERS_S = 20.0  # the end of the grace, in which workers that don't answ
 
 def longest_drain_s(grace_s: float) -> float:
     """Seconds after an interrupt when the run is stopped at once, so that its workers have ended when ``grace_s`` is
-    over. The checkpoint after the parking has a quarter of the grace or more."""
+    over. At least an eighth of the grace is left for the checkpoint after the parking."""
     return grace_s - min(_STOP_WORKERS_S, grace_s / 4)
 
 

@@ -39,6 +39,7 @@ from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
+from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import Ledger, read_ledger
 from headway.telemetry.summary import last_step, recorded_steps, summarise
@@ -50,7 +51,7 @@ from headway.weights.leftovers import reap
 
 STALLS = WatchSettings()
 OnLine = Callable[[LedgerLine], None]
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
+_SIGNALS = (*INTERRUPTS, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
 
 
 def train(
@@ -184,7 +185,7 @@ class _Interrupts:
 
     def _expire(self) -> None:
         if self.run is not None and not self.task.done():
-            self.run.context.event("interrupt", "run.stop_grace_s is over: stopping at once")
+            self.run.context.event("interrupt", "run.stop_grace_s is nearly over: stopping at once")
             self.stop()
 
     def stop(self, reason: str = "stopped at once") -> None:
@@ -195,21 +196,16 @@ class _Interrupts:
 @asynccontextmanager
 async def _interruptible() -> AsyncIterator[_Interrupts]:
     """Handle the signals of the block, the starting and stopping of workers included."""
-    loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     interrupts = _Interrupts(task)
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, interrupts.strike)
     try:
-        yield interrupts
+        with handled_signals(interrupts.strike, _SIGNALS):
+            yield interrupts
     except asyncio.CancelledError:
         if not interrupts.stopping:
             raise
         raise Interrupted(f"{interrupts.reason}; continue with: headway train ... --resume") from None
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 class _WorkerEvents:

@@ -39,10 +39,9 @@ def dry_run_rows(experiment: Experiment) -> Rows:
             f"{_count(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
         ),
         "objective": _objective(experiment),
-        "weights": f"published every {_every(experiment.weights.steps_per_publish, 'step')}",
+        "weights": f"published every {_every(experiment.weights.steps_per_publish)}",
         "checkpoints": (
-            f"every {_every(experiment.checkpoint.every_steps, 'step')}, the last {experiment.checkpoint.keep_last} "
-            "kept"
+            f"every {_every(experiment.checkpoint.every_steps)}, the last {experiment.checkpoint.keep_last} kept"
         ),
         "verifier": f"{experiment.verifier.name}, {experiment.verifier.timeout_s:g} s limit",
     }
@@ -79,7 +78,7 @@ def _evaluation(experiment: Experiment) -> str:
     tasks, evaluation = experiment.tasks, experiment.evaluation
     parts: list[str] = []
     if tasks.validation is not None and (evaluation.every_steps or evaluation.every_s is not None):
-        when = [f"every {_every(evaluation.every_steps, 'step')}"] if evaluation.every_steps else []
+        when = [f"every {_every(evaluation.every_steps)}"] if evaluation.every_steps else []
         when += [f"every {duration(evaluation.every_s)}"] if evaluation.every_s is not None else []
         parts.append(f"validation ({_sources(tasks.validation)}) {' and '.join(when)}")
     if tasks.test is not None and (evaluation.before or evaluation.after):
@@ -144,5 +143,5 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _every(count: int, noun: str) -> str:
-    return noun if count == 1 else _count(count, noun)
+def _every(steps: int) -> str:
+    return "step" if steps == 1 else f"{steps} steps"

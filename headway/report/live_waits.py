@@ -31,11 +31,11 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def picture_of(run: str, now_s: float | None = None) -> RunPicture:
-    """The picture of the run in a folder. Raises ConfigurationError when it isn't going on."""
+    """The picture of the run in a folder. Raises ConfigurationError when none is active there."""
     try:
         picture = msgspec.json.decode((Path(run) / _FILE).read_bytes(), type=LivePicture)
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigurationError(f"{run} has no run that goes on: there is no {Path(run) / _FILE}") from None
+        raise ConfigurationError(f"no run is active in {run}: there is no {Path(run) / _FILE}") from None
     stalls = [e for e in read_ledger(run) if isinstance(e, EventRecord) and e.event == EVENT_STALLED]
     return RunPicture(
         picture=picture,
@@ -50,10 +50,10 @@ def picture_text(found: RunPicture) -> str:
     picture = found.picture
     if not found.alive:
         last = f"; its last stall: {found.last_stall}" if found.last_stall else ""
-        return f"the orchestrator (process {picture.pid}) has gone without an end, {duration(found.age_s)} ago{last}"
+        return f"the orchestrator (process {picture.pid}) has died; it was last seen {duration(found.age_s)} ago{last}"
     lines: list[str] = []
     if found.age_s > _STALE_S:
-        silent = f"the orchestrator (process {picture.pid}) gives no sign of life since {duration(found.age_s)}"
+        silent = f"the orchestrator (process {picture.pid}) has been silent for {duration(found.age_s)}"
         lines.append(f"{silent}: {found.last_stall or 'its event loop is blocked'}")
     lines += [stall.sentence(picture.now_s) for stall in picture.stalls]
     if not lines:

@@ -162,7 +162,7 @@ class Link:
 
     def _on_readable(self) -> None:
         for _ in range(READS_PER_WAKEUP):
-            if self._held or not self._read_once():
+            if self._held or self._socket.fileno() < 0 or not self._read_once():  # a frame may have closed it
                 return
 
     def _read_once(self) -> bool:

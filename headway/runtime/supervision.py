@@ -7,13 +7,16 @@ error; a loop that returns although it should not is an error too, with its name
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from headway.records.errors import HeadwayError
 
 Loop = Callable[[], Coroutine[Any, Any, Any]]
 T = TypeVar("T")
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LoopReturned(HeadwayError):
@@ -26,6 +29,19 @@ class LoopReturned(HeadwayError):
 
 class _Finished(Exception):
     """Ends the task group when the loop named by ``until`` has returned."""
+
+
+@contextmanager
+def handled_signals(strike: Callable[[], object], numbers: Sequence[int] = INTERRUPTS) -> Iterator[None]:
+    """Call ``strike`` in the running loop at each of these signals that arrives during the block."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, strike)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:

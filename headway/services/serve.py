@@ -7,7 +7,6 @@ import functools
 import hmac
 import itertools
 import secrets
-import signal
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -36,6 +35,7 @@ from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
+from headway.runtime.supervision import handled_signals
 from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
@@ -177,7 +177,7 @@ async def served_pool(
 @asynccontextmanager
 async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
     """An event that the first Ctrl-C or SIGTERM sets; a second one cancels the block."""
-    loop, stopped, task = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
+    stopped, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
     struck = False
 
@@ -188,17 +188,12 @@ async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
         struck = True
         stopped.set()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, strike)
     try:
-        yield stopped
+        with handled_signals(strike):
+            yield stopped
     except asyncio.CancelledError:
         if not struck:
             raise
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> Callable[[str], SampleTurn]:

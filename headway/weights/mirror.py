@@ -26,8 +26,8 @@ import msgspec
 from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
-from headway.runtime.nodes.door import Door
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, welcome
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, admit
+from headway.runtime.nodes.listener import Listener
 from headway.weights.leftovers import stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
 
@@ -94,13 +94,13 @@ class MirrorService:
         self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
         self._certificate = certificate
         self.served_bytes = 0
-        self._loop = asyncio.new_event_loop()  # of the door alone
+        self._loop = asyncio.new_event_loop()  # of the listener alone
         threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True).start()
-        self._door = self._listen(host, ports)
+        self._listener = self._listen(host, ports)
 
     def address(self) -> str:
         """Where other mirrors reach it."""
-        return self._door.address
+        return self._listener.address
 
     def serve_published(self, published: PublishedWeights) -> None:
         """Serve a version that was published on this machine, from the publisher's own file."""
@@ -153,7 +153,7 @@ class MirrorService:
 
     def close(self) -> None:
         """Stop listening and remove the files; replicas that still map one keep what they have."""
-        asyncio.run_coroutine_threadsafe(self._door.close(), self._loop).result(HANDSHAKE_S)
+        asyncio.run_coroutine_threadsafe(self._listener.close(), self._loop).result(HANDSHAKE_S)
         for path, _ in self._slots.values():
             path.unlink(missing_ok=True)
 
@@ -198,24 +198,24 @@ class MirrorService:
 
     # --- serving --------------------------------------------------------------------------------------------
 
-    def _listen(self, host: str, ports: Sequence[int]) -> Door:
-        """Open the door on the first free port."""
+    def _listen(self, host: str, ports: Sequence[int]) -> Listener:
+        """Listen on the first free port."""
         for port in ports:
-            door = Door(f"{host}:{port}", self._key, self._epoch, self._take, self._log.warning, self._certificate)
+            found = Listener(f"{host}:{port}", self._key, self._epoch, self._take, self._log.warning, self._certificate)
             try:
-                asyncio.run_coroutine_threadsafe(door.open(), self._loop).result()
+                asyncio.run_coroutine_threadsafe(found.open(), self._loop).result()
             except ConfigurationError as error:
                 reason = error
             else:
-                return door
+                return found
         raise ConfigurationError(f"cluster.port_range {ports[0]}-{ports[-1]}: none is free for a mirror ({reason})")
 
     async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> None:
-        """Take another mirror: see `OnGuest`."""
+        """Take another mirror: see `OnClient`."""
         if hello.purpose != "mirror":
-            raise NotAdmitted(f"{hello.purpose} isn't served here")
+            raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         outlast(sock, self._orphan_s)
-        await welcome(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
+        await admit(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
         threading.Thread(target=self._serve, args=(sock,), name=f"to {peer}", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:

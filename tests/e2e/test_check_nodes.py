@@ -96,7 +96,7 @@ def test_an_agent_is_checked_calibrated_and_serves_the_run_that_follows(inputs: 
         assert trained.returncode == 0, trained.stderr
         assert agent.wait(10) == 0
     log = (tmp_path / "b.log").read_text()
-    assert log.count("was checked, and waits for the run") == 2
+    assert log.count("the check is over; waiting for the run") == 2
     assert log.endswith("joined the run at 10.77.0.1:7400 as b, epoch 1\nthe run is over\n")
     assert tiny_run.audited(tmp_path / "run").completed_steps == 6
 
@@ -125,7 +125,7 @@ def test_an_address_of_no_interface_is_refused_with_those_that_are(inputs: Path,
 def test_a_silent_connection_is_told_with_the_node_that_is_missing(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.nodes.door.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("headway.runtime.nodes.listener.HANDSHAKE_S", 0.5)
     config = write(tmp_path, inputs, cluster={"join_timeout_s": 3.0, "address": (address := free_address())})
     host, port = address.split(":")
 
@@ -161,7 +161,9 @@ def test_a_clock_that_is_off_is_found(inputs: Path, tmp_path: Path) -> None:
     config = write(tmp_path, inputs)
     with agent_of(config, python="import time\nreal = time.time\ntime.time = lambda: real() - 90.0"):
         found = look(config)
-    assert only(found, "warning", "cluster.nodes").startswith("node b: its clock is -90 s off: set it by NTP")
+    assert only(found, "warning", "cluster.nodes").startswith(
+        "node b: its system clock is -90 s off: synchronise it by NTP"
+    )
     assert not errors(found)
 
 

@@ -82,7 +82,7 @@ def test_a_stopped_agent_is_lost_after_orphan_s_and_its_workers_end(tmp_path: Pa
             worker = await nodes.start(spec(device="b/cpu:0"))
             agents["b"].send_signal(signal.SIGSTOP)
             death = await worker.died
-            assert "no sign of life" in death.cause
+            assert "no heartbeat" in death.cause
             await until(lambda: not exists(worker.pid))  # though its agent can't end it
             assert events.of("node_lost")
             agents["b"].kill()
@@ -103,7 +103,7 @@ def test_the_end_of_the_run_ends_agents_and_workers(tmp_path: Path):
 @pytest.mark.parametrize(
     "first_bytes", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00", b"\xff\xff" + b"x" * 4096, b"\x05"]
 )
-def test_strangers_are_refused(tmp_path: Path, first_bytes: bytes):
+def test_connection_that_is_no_handshake_is_refused(tmp_path: Path, first_bytes: bytes):
     async def main() -> None:
         async with joined_nodes(tmp_path, "b") as (nodes, events, _):
             host, port = nodes.address.split(":")
@@ -137,7 +137,7 @@ def test_a_wrong_key_is_found_by_both_sides(tmp_path: Path):
     ("hello", "refusal"),
     [
         (Hello(purpose="node", subject="x", software={"python": "2.7"}), "python 2.7 where the orchestrator has"),
-        (Hello(purpose="worker", subject="x"), "nobody waits"),
+        (Hello(purpose="worker", subject="x"), "no worker with this token"),
         (Hello(purpose="node", subject="x", epoch=7), "epoch 7 has ended"),
         (Hello(purpose="node", subject="x", protocol=9), "protocol 9"),
     ],

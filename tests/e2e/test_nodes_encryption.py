@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import ssl
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from worker_processes import exists, run, spec, until
 
 from headway.records.errors import ConfigurationError
 from headway.runtime.clock import RealClock
+from headway.runtime.nodes import encryption
 from headway.runtime.nodes.dial import dial
 from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello
@@ -75,7 +80,7 @@ def test_nothing_of_a_call_can_be_read_on_the_way(tmp_path: Path, certificate: s
         ):
             address = f"127.0.0.1:{tap.sockets[0].getsockname()[1]}"
             hello = Hello(purpose="worker", subject="a word in the clear")
-            with pytest.raises(ConnectionRefused, match="nobody waits"):
+            with pytest.raises(ConnectionRefused, match="no worker with this token"):
                 await dial(address, KEY, hello, 10.0, encrypted=bool(certificate))
         return bytes(carried)
 
@@ -140,3 +145,29 @@ def tap_to(address: str, carried: bytearray, **how: Any) -> Any:
         await asyncio.gather(copy(reader, to), copy(there, writer), return_exceptions=True)
 
     return carry
+
+
+def test_a_relay_sleeps_while_what_a_process_sent_last_can_not_leave():
+    outer, network = socket.socketpair()
+    inner, process = socket.socketpair()
+    for end in (outer, inner, process):
+        end.setblocking(False)
+    relay = threading.Thread(target=encryption._relay, args=(outer, inner), daemon=True)  # pyright: ignore
+    relay.start()
+    sent = 0
+    for _ in range(200):  # until nothing moves: the network is out
+        with contextlib.suppress(BlockingIOError):
+            sent += process.send(bytes(1 << 16))
+        time.sleep(0.001)
+    process.close()
+    time.sleep(0.1)
+    before_s = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before_s < 0.1
+    arrived = 0
+    while data := network.recv(1 << 20):
+        arrived += len(data)
+    assert arrived == sent
+    network.close()
+    relay.join(10.0)
+    assert not relay.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from node_processes import Events, joined_nodes
+from node_processes import Events, joined_nodes, start_agent
 from worker_processes import run, spec
 
 from headway.orchestrator.nodes.files import FilesLauncher
@@ -128,3 +129,18 @@ def missing_on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 def elsewhere_on_nodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr("headway.orchestrator.nodes.files._FACTORY", "runtime_worker_classes:ElsewhereFiles")
     monkeypatch.setenv("HEADWAY_TEST_ELSEWHERE", str(folder))
+
+
+def test_a_worker_that_waits_for_its_node_gets_the_copys_path_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = write_model(tmp_path / "model")
+    missing_on_nodes(monkeypatch)
+
+    async def main() -> None:
+        async with joined_nodes(tmp_path) as (nodes, events, agents):
+            launcher = FilesLauncher(nodes, {"model.path": str(model)}, events, cache=str(tmp_path / "cache"))
+            asking = asyncio.create_task(seen_path(launcher, model))
+            await asyncio.sleep(0)
+            agents["b"] = start_agent(nodes.address, "b", log=tmp_path / "b.log")
+            assert Path(await asking).parent == tmp_path / "cache"
+
+    run(main)

@@ -156,7 +156,7 @@ def test_after_a_partition_one_trainer_is_left(inputs: Any, tmp_path: Path, orph
         assert left == [str(first.pid)], "the trainer that was cut off has ended itself"
         command.until(lambda: time.monotonic() > cut_until_s, "the end of the cut")
         set_link(there, 1, up=True)
-        refusal = "10.77.0.2: there is a node b already, at 10.77.0.3"
+        refusal = "10.77.0.2: node b has joined already, from 10.77.0.3"
         refused = "the refusal of the first node"
         command.until(
             lambda: refusal in [event.detail for event in tiny_run.events_of(run_folder, "connection_refused")], refused

@@ -45,10 +45,15 @@ def running(
         yield command
 
 
-def named(command: Command, *, of: str = "") -> EventRecord:
-    """The first stall that is reported, of worker ``of`` if given; there may be no other before."""
-    command.until(lambda: events_of(command.run, "stalled"), "a stall's name")
-    stall = events_of(command.run, "stalled")[0]
+def named(command: Command, *, of: str = "", laggards: bool = False) -> EventRecord:
+    """The first stall that is reported, of worker ``of`` if given; there may be no other before. ``laggards``: but for
+    the orchestrator's, whose loop has short limits here and lags beside other tests."""
+
+    def stalls() -> list[EventRecord]:
+        return [e for e in events_of(command.run, "stalled") if not (laggards and e.worker == "orchestrator")]
+
+    command.until(stalls, "a stall's name")
+    stall = stalls()[0]
     assert stall.worker == of or not of, stall.detail
     assert "\n" not in stall.detail
     assert re.match(r"stalled \d+ s: ", stall.detail)
@@ -160,9 +165,10 @@ def test_sandbox_host_out_of_pids_is_named_with_the_limit(tmp_path: Path, monkey
         ) as command,
         without_pids(command.pid_of("environment-0")),
     ):
-        stall = named(command, of="environment-0")
+        stall = named(command, of="environment-0", laggards=True)
         assert re.search(
-            r"rollout \S+ waits in environment\.reply for environment-0, which reports: "
+            r"(rollout \S+ waits in environment\.reply for environment-0, which|"
+            r"the train loop waits for a batch, while environment-0) reports: "
             r"sandbox host \S+ can't start a process: pids \d+ of 1, the control group \S+/headway-stall-\d+",
             stall.detail,
         )

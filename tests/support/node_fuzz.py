@@ -1,4 +1,4 @@
-"""Attacks on the ports that other machines connect to: what strangers, eavesdroppers and broken peers may send."""
+"""Attacks on the ports for other machines: what clients without the key, eavesdroppers and broken peers may send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attack:
         self._purpose: Purpose = purpose
         self._host, self._port = split_address(address)
         self._random = random.Random(seed)
-        self._recorded = b""  # the guest's part of a handshake that was let in
+        self._recorded = b""  # the client's part of a handshake that was admitted
         self._number = 0
 
     async def record(self) -> None:
@@ -101,7 +101,7 @@ class Attack:
             await self._after_key(frame(1, 4 << 30) + SIZE.pack(4 << 30) + EVIL)
 
     async def _send(self, data: bytes) -> None:
-        """Send as a stranger, in two pieces, and wait for the end."""
+        """Send without the key, in two pieces, and wait for the end."""
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
             cut = self._random.randrange(len(data) + 1)

@@ -173,6 +173,10 @@ class Session:
         return self._sealed
 
 
+def _new_key() -> str:
+    return "hw-" + secrets.token_urlsafe(32)
+
+
 class Sessions:
     """Sessions of a run's rollouts (records.conversations.Conversations). Each has a random key of 256 bits for its
     calls and another to post its reward, because code that a model has its agent run may find the first.
@@ -186,8 +190,6 @@ class Sessions:
         settings: EndpointConfig,
         context_tokens: int,
         on_event: OnEvent = lambda name, detail: None,
-        *,
-        new_key: Callable[[], str] = lambda: "hw-" + secrets.token_urlsafe(32),
     ) -> None:
         """``context_tokens``: limit of a call's prompt and response. ``on_event(name, detail)`` reports, once for each
         parameter, clients that ask for sampling parameters other than the experiment's."""
@@ -196,7 +198,6 @@ class Sessions:
         self._settings = settings
         self._context_tokens = context_tokens
         self._on_event = on_event
-        self._new_key = new_key
         self._open: dict[bytes, Session] = {}
         self._rewarding: dict[bytes, Session] = {}  # the same sessions, by their reward keys
         self._sealed: OrderedDict[bytes, None] = OrderedDict()
@@ -207,14 +208,14 @@ class Sessions:
 
     def open(self, rollout: str, sample: SampleTurn) -> Session:
         """See :class:`headway.records.conversations.Conversations`."""
-        key = self._new_key()
+        key = _new_key()
         session = Session(
             rollout,
             Recorder(self._chat, self._settings, self._context_tokens),
             sample,
             self._settings.call_timeout_s,
             key=key,
-            reward_key=self._new_key(),
+            reward_key=_new_key(),
             on_client_sampling=self._note,
             on_seal=self._revoke,
         )

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.records.errors import ConfigurationError, RemoteError
+from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.runtime.devices import split_node
 from headway.runtime.nodes.files import file_digests, file_names, file_parts, folder_digest
-from headway.runtime.nodes.nodes import Node, Nodes
+from headway.runtime.nodes.nodes import Node, NodeLost, Nodes
 from headway.runtime.workers import EventCallback, Worker, WorkerSpec
 
 _DIGESTS_S = 600.0  # limit: a model's samples from a slow file system
@@ -44,9 +44,14 @@ class FilesLauncher:
 
     async def start(self, spec: WorkerSpec) -> Worker:
         """See :meth:`Launcher.start`. Raises ConfigurationError for files of a node that aren't this machine's."""
-        node = self._nodes.joined.get(split_node(spec.device)[0])
-        if node is None:
+        name = split_node(spec.device)[0]
+        if not name:
             return await self._nodes.start(spec)
+        try:
+            await self._nodes.await_host(name)  # it may be another machine when it comes back
+        except NodeLost as lost:
+            raise WorkerDied(spec.name, str(lost)) from None
+        node = self._nodes.joined[name]
         if node not in self._looked or _failed(self._looked[node]):
             self._looked = {known: task for known, task in self._looked.items() if not known.lost}
             self._looked[node] = asyncio.create_task(self._look(node.name), name=f"files of {node.name}")

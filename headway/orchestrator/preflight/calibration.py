@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -28,6 +27,7 @@ from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import lends
+from headway.runtime.supervision import handled_signals
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
@@ -85,7 +85,7 @@ async def _calibrate(
 @asynccontextmanager
 async def _interruptible() -> AsyncIterator[None]:
     """Ctrl-C or SIGTERM ends the block with Interrupted, its workers stopped in order; once more kills them."""
-    loop, task, struck = asyncio.get_running_loop(), asyncio.current_task(), False
+    task, struck = asyncio.current_task(), False
     assert task is not None
 
     def strike() -> None:
@@ -93,17 +93,13 @@ async def _interruptible() -> AsyncIterator[None]:
         struck = True
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, strike)
     try:
-        yield
+        with handled_signals(strike):
+            yield
     except asyncio.CancelledError:
         if not struck:
             raise
         raise Interrupted("the calibration was stopped; nothing is left of it") from None
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 class _Calibrating:

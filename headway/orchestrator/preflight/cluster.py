@@ -22,7 +22,7 @@ from headway.runtime.nodes.node import Node
 from headway.runtime.workers import Worker, WorkerSpec
 from headway.weights.leftovers import SHARED_MEMORY
 
-LARGEST_TIME_OFFSET_S = 5.0  # nothing of a run compares Unix times across machines; logs, tokens and people do
+LARGEST_TIME_OFFSET_S = 5.0  # a run compares no Unix times of two machines; access tokens and readers of logs do
 LEAST_DISK_BYTES = 256 << 20  # of a node's temporary folder: logs and what its workers keep there
 _KEY = "cluster.nodes"
 
@@ -94,7 +94,7 @@ async def _look_at(node: Node, machines: Machines, deep: bool) -> Findings:
             finally:
                 await worker.stop()
     except (HeadwayError, TimeoutError) as error:
-        found.error(_KEY, f"node {node.name}: {error or 'gives no answer'}")
+        found.error(_KEY, f"node {node.name}: {error or 'no answer'}")
     return found
 
 
@@ -103,9 +103,9 @@ def _look_at_conditions(node: Node, seen: NodeConditions, experiment: Experiment
     assert facts is not None  # it has joined
     memory, shared, disk = seen.memory_free_bytes, seen.shared_memory_free_bytes, seen.disk_free_bytes
     free = f"{gibibytes(memory)} of memory, {gibibytes(shared)} of {SHARED_MEMORY}, {gibibytes(disk)} of disk free"
-    found.info(_KEY, f"{name}: {facts.cores} cores, {facts.gpus} GPUs, clock {offset_s:+.3f} s, {free}")
+    found.info(_KEY, f"{name}: {facts.cores} cores, {facts.gpus} GPUs, system clock {offset_s:+.3f} s, {free}")
     if abs(offset_s) > LARGEST_TIME_OFFSET_S:
-        found.warning(_KEY, f"{name}: its clock is {offset_s:+.0f} s off: set it by NTP, as logs and tokens go by it")
+        found.warning(_KEY, f"{name}: its system clock is {offset_s:+.0f} s off: synchronise it by NTP")
     if disk < LEAST_DISK_BYTES:
         found.error(_KEY, f"{name}: only {gibibytes(disk)} free at {facts.scratch}: make room, or set TMPDIR there")
     for key, device in ((key, parse_device(each)) for key, names in device_names(experiment) for each in names):

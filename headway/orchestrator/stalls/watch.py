@@ -33,6 +33,7 @@ from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 _PICTURE_EVERY_S = 2.0
 _PROBE_EVERY_S = 5.0
 _MOST_WAITS = 300  # in the picture
+_END_S = 5.0  # for the process that watches the loop
 
 
 class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +70,10 @@ class StallWatch:
             before_s = clock.now()
             await clock.sleep(tick_s)
             lag_s = clock.now() - before_s - tick_s
-            if lag_s >= self._settings.lag_s:
-                self._ended(SUBJECT, "event loop", f"the event loop turns again, after {lag_s:.0f} s", lag_s)
-            await self.judge()
+            with contextlib.suppress(HeadwayError):  # a full disk: without beats the loop would be called blocked
+                if lag_s >= self._settings.lag_s:
+                    self._ended(SUBJECT, "event loop", f"the event loop turns again, after {lag_s:.0f} s", lag_s)
+                await self.judge()
 
     async def probe(self) -> None:
         """Ask the replicas for their statistics now and then, until cancelled: one that answers health checks and never
@@ -165,7 +167,12 @@ def loop_watched(run: RunContext, directory: RunDirectory, lag_s: float) -> Iter
             yield beat
         finally:
             process.stdin.close()
-            process.wait()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or writes to a disk or a terminal that hangs
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
             faulthandler.unregister(DUMP_SIGNAL)
 
 

@@ -51,17 +51,15 @@ def longest_s(scorer: Scorer) -> float:
     return scorer.longest_s if isinstance(scorer, ManyScorer) else 0.0
 
 
-def score_guarded(
-    score: Callable[[Task, str], object], task: Task, response: str, now: Callable[[], float] = time.monotonic
-) -> Verdict:
+def score_guarded(score: Callable[[Task, str], object], task: Task, response: str) -> Verdict:
     """Score one response; whatever the verifier raises becomes a failed Verdict with the traceback in detail.
 
     An OSError (a refused connection, a timeout) is infrastructure, worth another try; the rest is its own defect."""
-    started = now()
+    started = time.monotonic()
     try:
         verdict = to_verdict(score(task, response))
     except (Exception, SystemExit) as error:  # the reward boundary's one capture point
         detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
         cause = f"the verifier raised {type(error).__name__}: {error}"
         verdict = failed_verdict(cause[:300], infrastructure=isinstance(error, OSError), detail=detail)
-    return msgspec.structs.replace(verdict, verify_s=now() - started)
+    return msgspec.structs.replace(verdict, verify_s=time.monotonic() - started)

@@ -6,7 +6,7 @@ import faulthandler
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -76,16 +76,15 @@ class Watchdog:
     has between 1.0 and 1.1 x ``timeout_s``.
     """
 
-    def __init__(self, timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._now = now
         self._armed_s = -math.inf
 
     def __enter__(self) -> Watchdog:
         return self
 
     def restart(self) -> None:
-        now = self._now()
+        now = time.monotonic()
         if now - self._armed_s > 0.1 * self._timeout_s:
             faulthandler.dump_traceback_later(1.1 * self._timeout_s, exit=True, file=sys.__stderr__ or 2)
             self._armed_s = now

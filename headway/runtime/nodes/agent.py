@@ -36,7 +36,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # between attempts to join
 class Agent:
     """A node's agent during one epoch of a run.
 
-    Lifecycle: *joined* -> *ended*, when the orchestrator says so, closes the connection or gives no sign of life for
+    Lifecycle: *joined* -> *ended*, when the orchestrator says so, closes the connection or sends no heartbeat for
     ``orphan_s``; the workers' processes of the node are then killed. Its coroutine methods without an underscore are
     what the orchestrator calls.
     """
@@ -71,7 +71,7 @@ class Agent:
                 clock=clock,
                 interval_s=HEARTBEAT_S,
                 timeout_s=self._orphan_s,
-                on_silence=lambda silent_s: self._lost(f"gave no sign of life for {silent_s:.0f} s"),
+                on_silence=lambda silent_s: self._lost(f"sent no heartbeat for {silent_s:.0f} s"),
             )
         )
         telling = asyncio.create_task(self._tell_conditions(clock))
@@ -133,7 +133,7 @@ class Agent:
     async def end(self, over: bool = True) -> None:
         """End: the run is ``over``; else only a check of it is, and the agent waits for the run."""
         if not self._ended.done():
-            self._ended.set_result(("the run is over" if over else "was checked, and waits for the run", over))
+            self._ended.set_result(("the run is over" if over else "the check is over; waiting for the run", over))
 
     def _on_exit(self, pid: int, end: ProcessExit) -> None:
         del self._processes[pid]
@@ -190,7 +190,7 @@ async def run_agent(
                 failures += 1
                 encrypted = False
                 if failures == 1:
-                    say(f"{error}; trying again for {give_up_s:g} s")
+                    say(f"{error}; retrying for {give_up_s:g} s")
                 await clock.sleep(backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
                 continue
             outlast(sock, verdict.orphan_s)

@@ -8,8 +8,8 @@ import socket
 import struct
 
 from headway.runtime.addresses import split_address
-from headway.runtime.nodes.encryption import EncryptedSocket, encrypted_guest
-from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, introduce
+from headway.runtime.nodes.encryption import EncryptedSocket, encrypted_client
+from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, perform_handshake
 
 CONNECT_S = 10.0
 TIMEVAL = struct.Struct("@ll")  # s, µs: the value of SO_RCVTIMEO
@@ -31,14 +31,14 @@ async def dial(
                 outlast(sock, orphan_s)
                 await loop.sock_connect(sock, target)
                 if not encrypted:
-                    return sock, await introduce(sock, key, hello)
-                sock = secret = await encrypted_guest(sock)
-                return sock, await introduce(sock, key, hello, secret.binding)
+                    return sock, await perform_handshake(sock, key, hello)
+                sock = secret = await encrypted_client(sock)
+                return sock, await perform_handshake(sock, key, hello, secret.binding)
             except BaseException:
                 sock.close()
                 raise
     except TimeoutError:
-        raise ConnectionRefused(f"{address} gives no answer within {CONNECT_S:g} s: a firewall?") from None
+        raise ConnectionRefused(f"{address} doesn't answer within {CONNECT_S:g} s: a firewall?") from None
     except OSError as error:
         raise ConnectionRefused(f"{address} can't be reached: {error.strerror or error}") from None
 

@@ -3,7 +3,7 @@
 An `ssl` object belongs to one process and one thread, where links are handed to workers' processes and are read and
 written by threads of their own. So a relay, a thread for each connection, carries bytes between the TLS connection and
 a socket pair; who uses the connection holds the pair's other end. The certificate is the run's own and nobody signs it:
-its digest is part of what both ends prove by the run's key (`handshake`), so that nobody can stand between them.
+its digest is part of what both ends prove by the run's key (`handshake`), so that a man in the middle is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EncryptedSocket(socket.socket):
     """The end of a relay: a socket like any other, whose bytes travel encrypted."""
 
     outer: ssl.SSLSocket  # the connection itself, for its options
-    binding: bytes  # digest of the host's certificate
+    binding: bytes  # digest of the server's certificate
 
 
 def make_certificate() -> str:
@@ -54,8 +54,8 @@ def make_certificate() -> str:
         return "".join(file.read_text() for file in files)
 
 
-class HostEncryption:
-    """The host's side of encrypted connections."""
+class ServerEncryption:
+    """The server's side of encrypted connections."""
 
     def __init__(self, certificate: str) -> None:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -77,17 +77,17 @@ class HostEncryption:
             raise ConnectionRefused(f"the connection broke: {error}") from None
         if not first or not _TLS_HANDSHAKE.startswith(first):
             return None
-        outer = await _handshake(self._context, sock, host=True)
+        outer = await _handshake(self._context, sock, server=True)
         return _relayed(outer, self._binding)
 
 
-async def encrypted_guest(sock: socket.socket) -> EncryptedSocket:
-    """Encrypt the connection to a host. Raises ConnectionRefused."""
+async def encrypted_client(sock: socket.socket) -> EncryptedSocket:
+    """Encrypt the connection to a server. Raises ConnectionRefused."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # nobody signed it: the handshake that follows proves it by the run's key
-    outer = await _handshake(context, sock, host=False)
+    outer = await _handshake(context, sock, server=False)
     certificate = outer.getpeercert(binary_form=True)
     assert certificate is not None
     return _relayed(outer, _digest(certificate))
@@ -97,9 +97,9 @@ def _digest(certificate: bytes) -> bytes:
     return hashlib.sha256(certificate).digest()
 
 
-async def _handshake(context: ssl.SSLContext, sock: socket.socket, *, host: bool) -> ssl.SSLSocket:
+async def _handshake(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
     try:
-        outer = context.wrap_socket(sock, server_side=host, do_handshake_on_connect=False)
+        outer = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     except (OSError, ValueError) as error:  # gone already
         raise ConnectionRefused(f"no encryption: {error}") from None
     try:
@@ -200,6 +200,8 @@ def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
                         select.POLLOUT if target.holds else 0
                     )
                     poll.register(sock, mask)
+                    if not mask:  # a closed end would wake it again and again
+                        poll.unregister(sock)
                 poll.poll()
             if leaving.ended:  # closed at once, with bytes unread, the connection would lose what was sent last
                 outer.shutdown(socket.SHUT_WR)

@@ -1,11 +1,11 @@
 """The handshake of a connection between machines: both ends prove that they know the run's key.
 
 Before it is done, nothing that arrives is unpickled: messages are short JSON records behind a length of two bytes. The
-guest, who connected, sends a `Hello`; the host answers with a `Challenge`; the guest proves itself; the host's
-`Admission` lets it in or says why not. Each proof is HMAC-SHA256 by the key over all bytes exchanged so far: both ends'
+client, which connected, sends a `Hello`; the server answers with a `Challenge`; the client proves the key; the server's
+`Admission` admits it or says why not. Each proof is HMAC-SHA256 by the key over all bytes exchanged so far: both ends'
 fresh nonces are among them, so that a recorded handshake is worth nothing, and the certificate of an encrypted
-connection, so that nobody can stand between. It keeps out who doesn't know the key; what follows is only as secret as
-the connection.
+connection, so that nobody in the middle can relay it. It keeps out who doesn't know the key; what follows is only as
+secret as the connection.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ConnectionRefused(HeadwayError):
-    """The other end isn't let in, or doesn't let us in: wrong key, garbage, another version, an ended epoch."""
+    """A handshake failed at either end: wrong key, garbage, another version, an ended epoch."""
 
     exit_code = 3
 
 
 class EncryptionRequired(ConnectionRefused):
-    """The other end speaks over TLS alone."""
+    """The server accepts connections over TLS alone."""
 
 
 class NotAdmitted(ConnectionRefused):
-    """A guest that has proved the key isn't let in. ``later``: it may be, once what is in the way has gone."""
+    """A client that has proved the key isn't admitted. ``later``: it may be, once the obstacle has gone."""
 
     def __init__(self, why: str, *, later: bool = False) -> None:
         super().__init__(why)
@@ -57,7 +57,7 @@ class NotAdmitted(ConnectionRefused):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The guest's first message."""
+    """The client's first message."""
 
     protocol: int = PROTOCOL
     purpose: Purpose
@@ -68,26 +68,26 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True):
-    """The host's answer: its nonce, and its own proof."""
+    """The server's answer: its nonce, and its own proof."""
 
     nonce: str
     proof: str
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """The guest's proof."""
+    """The client's proof of the key."""
 
     proof: str
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the guest is let in."""
+    """The server's last message: whether the client is admitted."""
 
-    refused: str = ""  # why; empty: it is let in
-    later: bool = False  # it may be let in later: what is in the way can go
-    epoch: int = 0  # the host's
-    encryption: Literal["none", "tls"] = "none"  # that the host wants, where it lacks
-    orphan_s: float = 60.0  # silence of the host after which its guests end themselves
+    refused: str = ""  # why; empty: it is admitted
+    later: bool = False  # it may be admitted later: the obstacle can go
+    epoch: int = 0  # the server's
+    encryption: Literal["none", "tls"] = "none"  # that the server requires and the connection lacks
+    orphan_s: float = 60.0  # silence of the server after which its clients end themselves
 
 
 def software() -> dict[str, str]:
@@ -130,8 +130,8 @@ def checked_key(key: str, source: str) -> str:
     return key
 
 
-async def let_in(sock: socket.socket, key: str, epoch: int, binding: bytes = b"") -> Hello:
-    """Run the host's part on a non-blocking ``sock``; returns the guest's greeting, which it has proved. ``binding``:
+async def authenticate(sock: socket.socket, key: str, epoch: int, binding: bytes = b"") -> Hello:
+    """Run the server's part on a non-blocking ``sock``; returns the client's `Hello`, now authenticated. ``binding``:
     the certificate of an encrypted connection. Raises ConnectionRefused."""
     hello_bytes = await _receive(sock)
     hello = _decode(hello_bytes, Hello)
@@ -140,9 +140,9 @@ async def let_in(sock: socket.socket, key: str, epoch: int, binding: bytes = b""
         raise ConnectionRefused(f"speaks protocol {hello.protocol}, not {PROTOCOL}")
     nonce = secrets.token_hex(16)
     seen = hello_bytes + nonce.encode() + binding
-    await _send(sock, Challenge(nonce=nonce, proof=_proof(key, b"host", seen)))
+    await _send(sock, Challenge(nonce=nonce, proof=_proof(key, b"server", seen)))
     proof = _decode(await _receive(sock), Proof).proof
-    if not hmac.compare_digest(proof.encode(), _proof(key, b"guest", seen).encode()):
+    if not hmac.compare_digest(proof.encode(), _proof(key, b"client", seen).encode()):
         raise ConnectionRefused("did not prove the run's key")
     if hello.epoch not in (0, epoch):
         await _send(sock, Admission(refused=f"epoch {hello.epoch} has ended, this is {epoch}", epoch=epoch))
@@ -150,19 +150,19 @@ async def let_in(sock: socket.socket, key: str, epoch: int, binding: bytes = b""
     return hello
 
 
-async def welcome(sock: socket.socket, verdict: Admission) -> None:
-    """Send the host's verdict on a guest that has proved itself."""
+async def admit(sock: socket.socket, verdict: Admission) -> None:
+    """Send the server's verdict on a client that has proved the key."""
     await _send(sock, verdict)
 
 
-async def want_encryption(sock: socket.socket) -> None:
-    """Refuse a guest that speaks in the clear: the host's connections are encrypted."""
+async def require_tls(sock: socket.socket) -> None:
+    """Refuse a client that connects without TLS, where the server requires it."""
     await _receive(sock)
     await _send(sock, Admission(refused="this run's connections are encrypted", encryption="tls"))
 
 
-async def introduce(sock: socket.socket, key: str, hello: Hello, binding: bytes = b"") -> Admission:
-    """Run the guest's part on a non-blocking ``sock``. Raises ConnectionRefused; NotAdmitted with the host's reason."""
+async def perform_handshake(sock: socket.socket, key: str, hello: Hello, binding: bytes = b"") -> Admission:
+    """Run the client's part on a non-blocking ``sock``. Raises ConnectionRefused; NotAdmitted with its reason."""
     hello_bytes = msgspec.json.encode(hello)
     await _send_bytes(sock, hello_bytes)
     answer = await _receive(sock)
@@ -172,9 +172,9 @@ async def introduce(sock: socket.socket, key: str, hello: Hello, binding: bytes 
         raise kind(f"refused: {verdict.refused}")
     challenge = _decode(answer, Challenge)
     seen = hello_bytes + challenge.nonce.encode() + binding
-    if not hmac.compare_digest(challenge.proof.encode(), _proof(key, b"host", seen).encode()):
+    if not hmac.compare_digest(challenge.proof.encode(), _proof(key, b"server", seen).encode()):
         raise ConnectionRefused("the other end has another key: is it this run's, and is the key the same?")
-    await _send(sock, Proof(proof=_proof(key, b"guest", seen)))
+    await _send(sock, Proof(proof=_proof(key, b"client", seen)))
     verdict = _decode(await _receive(sock), Admission)
     if verdict.refused:
         raise NotAdmitted(f"refused: {verdict.refused}", later=verdict.later)

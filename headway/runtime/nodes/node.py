@@ -78,7 +78,7 @@ class NodeProcess:
 class Node:
     """A node that has joined.
 
-    Lifecycle: *joined* -> *lost* (no sign of life for ``orphan_s``, its connection broke) or *left* (it was told to
+    Lifecycle: *joined* -> *lost* (no heartbeat for ``orphan_s``, its connection broke) or *left* (it was told to
     end). Its processes have ended then, by their own clocks at the latest.
     """
 
@@ -89,12 +89,12 @@ class Node:
         self.conditions: NodeConditions | None = None  # the last ones it told
         self.clock_offset_s = 0.0  # to be added to its monotonic clock to get ours
         self.clock_uncertainty_s = 0.0
-        self.time_offset_s = 0.0  # by which its clock of Unix time is ahead of ours
+        self.time_offset_s = 0.0  # by which its system clock (Unix time) is ahead of ours
         self.lost = ""  # why
         self._clock = clock
         self._on_lost = on_lost
         self._events: Channel[Any] = Channel(256, f"{name}.events", clock)
-        self._link = Link(name, sock, self._events, self._give_up, self._give_up)
+        self._link = Link(name, sock, self._events, self.give_up, self.give_up)
         self._processes: dict[int, NodeProcess] = {}
         self._ends: dict[int, ProcessExit] = {}  # of processes whose start isn't known here yet
         self._kills: set[asyncio.Task[None]] = set()
@@ -112,13 +112,13 @@ class Node:
                 clock=self._clock,
                 interval_s=HEARTBEAT_S,
                 timeout_s=orphan_s + 2 * HEARTBEAT_S,  # its agent and workers have given us up by then
-                on_silence=lambda silent_s: self._give_up(f"gave no sign of life for {silent_s:.0f} s"),
+                on_silence=lambda silent_s: self.give_up(f"sent no heartbeat for {silent_s:.0f} s"),
                 on_event=on_event,
             )
         )
 
     async def inquire(self) -> NodeFacts:
-        """Ask for its facts and measure its clock."""
+        """Ask for the node's facts and measure the offsets of its two clocks."""
         asked_s = time.time()
         facts: NodeFacts = await self.call("facts")
         self.time_offset_s = facts.time_s - (asked_s + time.time()) / 2
@@ -165,7 +165,7 @@ class Node:
         if self.reachable:
             with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
                 await self.call("end", over)
-        self._give_up("the run is over")
+        self.give_up("the run is over")
 
     async def _absorb(self) -> None:
         async for event in self._events:
@@ -180,7 +180,8 @@ class Node:
         else:
             self._ends[pid] = end
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Count it as lost for ``reason``: close its connection, and end its processes. No-op the second time."""
         if self.lost:
             return
         self.lost = reason

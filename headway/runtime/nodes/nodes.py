@@ -18,8 +18,8 @@ from headway.runtime.clock import Clock
 from headway.runtime.devices import split_node
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader
 from headway.runtime.nodes.dial import outlast
-from headway.runtime.nodes.door import Door
-from headway.runtime.nodes.handshake import Admission, Hello, NotAdmitted, software, welcome
+from headway.runtime.nodes.handshake import Admission, Hello, NotAdmitted, admit, software
+from headway.runtime.nodes.listener import Listener
 from headway.runtime.nodes.node import Node, NodeLost
 from headway.runtime.worker_process import WorkerProcess
 from headway.runtime.workers import EventCallback, LocalLauncher, Worker, WorkerSpec
@@ -28,7 +28,7 @@ _CALL_S = 30.0  # for what an agent does at once
 
 
 class Nodes:
-    """The nodes of a run: its door, those who have joined, and the launcher of workers on them.
+    """The nodes of a run: the port they connect to, those that have joined, and the launcher of workers on them.
 
     Example::
 
@@ -69,18 +69,19 @@ class Nodes:
         self._on_event = on_event
         self._keep_agents = keep_agents
         self._refused: deque[str] = deque(maxlen=3)
-        self._door = Door(address, key, epoch, self._take_guest, self._on_refusal, certificate)
+        self._listener = Listener(address, key, epoch, self._take_client, self._on_refusal, certificate)
         self._awaited: dict[str, asyncio.Future[socket.socket]] = {}  # workers' connections, by token
+        self._joining: set[str] = set()  # nodes that are welcome and have not described themselves
         self._changed = asyncio.Condition()
         self._closing = False
 
     @property
     def address(self) -> str:
         """Where nodes connect to."""
-        return self._door.address
+        return self._listener.address
 
     async def __aenter__(self) -> Nodes:
-        await self._door.open()
+        await self._listener.open()
         self._looking = asyncio.create_task(self._look_around(), name="conditions")
         return self
 
@@ -89,7 +90,7 @@ class Nodes:
         for task in (self._looking, *self._offers):
             task.cancel()
         await asyncio.gather(*(node.leave(not self._keep_agents) for node in list(self.joined.values())))
-        await self._door.close()
+        await self._listener.close()
 
     def host_of(self, name: str) -> str:
         """The address of a node that has joined (of this machine: "") by which the others reach it. Raises NodeLost."""
@@ -166,37 +167,47 @@ class Nodes:
         self._refused.append(cause)
         self._on_event("connection_refused", cause)
 
-    async def _take_guest(self, sock: socket.socket, hello: Hello, peer: str) -> None:
-        """Take a guest that has proved the key: see `OnGuest`."""
+    async def _take_client(self, sock: socket.socket, hello: Hello, peer: str) -> None:
+        """Take a client that has proved the key: see `OnClient`."""
         outlast(sock, self._orphan_s)
         verdict = Admission(epoch=self._epoch, orphan_s=self._orphan_s)
         if hello.purpose == "worker":
             awaited = self._awaited.get(hello.subject)
             if awaited is None or awaited.done():
-                raise NotAdmitted("nobody waits for this worker")
-            await welcome(sock, verdict)
+                raise NotAdmitted("no worker with this token is expected")
+            await admit(sock, verdict)
             awaited.set_result(sock)
             return
         if hello.purpose != "node":
-            raise NotAdmitted(f"{hello.purpose} isn't served here")
+            raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         if (other := self.joined.get(hello.subject)) is not None:
-            raise NotAdmitted(f"there is a node {other.name} already, at {other.peer}", later=True)
+            raise NotAdmitted(f"node {other.name} has joined already, from {other.peer}", later=True)
+        if hello.subject in self._joining:
+            raise NotAdmitted(f"another node {hello.subject} is just joining", later=True)
         if self._closing:
             raise NotAdmitted("the run is over", later=self._keep_agents)
         if differences := _differences(hello.software):
             raise NotAdmitted(f"node {hello.subject} has {differences}: install the same there")
-        await welcome(sock, verdict)
-        await self._join(sock, hello.subject, peer)
+        self._joining.add(hello.subject)
+        try:
+            await admit(sock, verdict)
+            await self._join(sock, hello.subject, peer)
+        finally:
+            self._joining.discard(hello.subject)
 
     async def _join(self, sock: socket.socket, name: str, peer: str) -> None:
         node = Node(sock, name, peer, self._clock, self._lose)
-        facts = await node.inquire()
+        try:
+            facts = await node.inquire()
+        except BaseException:  # time-out too: a socket closed under its link would still be watched
+            node.give_up("did not describe itself")
+            raise
         self.joined[name] = node
         node.watch(self._orphan_s, self._on_event)
         self._on_event(
             "node_joined",
-            f"{name} at {peer}: {facts.cores} cores, {facts.gpus} GPUs, {facts.memory_bytes / 2**30:.0f} GiB, clock "
-            f"{node.clock_offset_s:+.3f} s (± {1000 * node.clock_uncertainty_s:.1f} ms)",
+            f"{name} at {peer}: {facts.cores} cores, {facts.gpus} GPUs, {facts.memory_bytes / 2**30:.0f} GiB, "
+            f"monotonic clock offset {node.clock_offset_s:+.3f} s (± {1000 * node.clock_uncertainty_s:.1f} ms)",
             worker=name,
         )
         async with self._changed:

@@ -38,15 +38,15 @@ def metric_name(name: str) -> str:
 
 _CONDITIONS = {
     "cpu_ratio": "share of its cores' time in use",
-    "memory_free_bytes": "of memory",
-    "shared_memory_free_bytes": "in /dev/shm, where weights are published",
-    "disk_free_bytes": "of the disk with its temporary files",
-    "processes": "of workers that run there",
+    "memory_free_bytes": "free memory",
+    "shared_memory_free_bytes": "free in /dev/shm, where weights are published",
+    "disk_free_bytes": "free on the disk with its temporary files",
+    "processes": "worker processes that run there",
 }
 _GPU_CONDITIONS = {
     "busy_ratio": "share of the last second in which it computed",
-    "memory_used_bytes": "of its memory",
-    "memory_bytes": "of its memory, in all",
+    "memory_used_bytes": "memory in use on the GPU",
+    "memory_bytes": "memory of the GPU in total",
     "ecc_errors": "memory errors that could not be corrected",
 }
 
@@ -158,8 +158,8 @@ class Prometheus(Exporter, Collector):
 
     def _stall_families(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         labels = ["worker", "wait"]
-        stalls = CounterMetricFamily("headway_stalls", "stalls, by whose work was missing and in what", labels=labels)
-        lasting = GaugeMetricFamily("headway_stalled_s", "of a stall that lasts: for how long", labels=labels)
+        stalls = CounterMetricFamily("headway_stalls", "stalls, by worker waited for and kind of wait", labels=labels)
+        lasting = GaugeMetricFamily("headway_stalled_s", "seconds that a present stall has lasted", labels=labels)
         for stall, count in list(self._stalls.items()):
             stalls.add_metric(stall, count)
         for stall, since_s in list(self._stalled_at_s.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any, cast
@@ -115,3 +116,27 @@ def test_copy_refuses_a_gap_and_a_second_holder_and_sets_another_runs_books_asid
     with pytest.raises(RunLocked):
         CopyService(CONTEXT, folder=str(folder))
     copy.close()
+
+
+def test_books_set_aside_are_whole_also_after_a_kill_and_stay_when_the_copys_process_is_replaced(
+    tmp_path: Path,
+) -> None:
+    journal: list[Any] = []
+    buffer = GroupBuffer(tmp_path / "buffer.db", 24, journal=journal.append)
+    empty = (tmp_path / "buffer.db").read_bytes()
+    copy = CopyService(CONTEXT, folder=str(tmp_path / "copy"))
+    copy.store(empty)
+    copy.replace(0)
+    buffer.admit(group(0, 0))
+    buffer.make_durable()
+    copy.apply(1, journal)
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "copy", killed)  # what a kill now would leave
+    copy.close()
+    buffer.close()
+    for again in (False, True):
+        successor = CopyService(CONTEXT, folder=str(killed), again=again)
+        successor.store(empty)
+        successor.replace(0)
+        successor.close()
+        assert rows(killed / "buffer.db.old") == rows(tmp_path / "buffer.db")

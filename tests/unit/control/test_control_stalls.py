@@ -156,3 +156,13 @@ def test_worker_that_knows_what_is_wrong_is_quoted_instead_of_its_line() -> None
     (stall,) = found(waits, [look("environment-0", trouble="sandbox host a can't start a process: pids 9 of 9")], 700.0)
     assert stall.what.endswith("for environment-0, which reports: sandbox host a can't start a process: pids 9 of 9")
     assert not stall.hard
+
+
+def test_loop_that_waits_for_too_long_has_every_worker_asked_for_its_trouble() -> None:
+    waits, silent_s = [wait(LOOPS, "a batch")], {"environment-0": 0.0, "generator-0": 0.0}
+    assert workers_to_look_at(waits, silent_s, expecting(), 599.0, LIMITS) == set()
+    assert workers_to_look_at(waits, silent_s, expecting(), 601.0, LIMITS) == set(silent_s)
+    looks = [look("generator-0"), look("environment-0", trouble="sandbox host a can't start a process")]
+    [stall] = found(waits, looks, 601.0)
+    assert stall.owner == "environment-0"
+    assert stall.what.endswith("a batch, while environment-0 reports: sandbox host a can't start a process")

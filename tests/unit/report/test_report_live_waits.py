@@ -32,13 +32,13 @@ def test_picture_groups_waits_of_one_sort(tmp_path: Path) -> None:
 
 def test_picture_that_is_old_means_a_blocked_loop(tmp_path: Path) -> None:
     text = picture_text(picture_of(kept(tmp_path), now_s=130.0))
-    assert text.startswith(
-        f"the orchestrator (process {os.getpid()}) gives no sign of life since 30.0 s: its event loop"
-    )
+    assert text.startswith(f"the orchestrator (process {os.getpid()}) has been silent for 30.0 s: its event loop")
 
 
 def test_run_that_was_killed_is_said_to_be_gone(tmp_path: Path) -> None:
-    assert "has gone without an end" in picture_text(picture_of(kept(tmp_path, pid=2**22 + 1), now_s=101.0))
+    assert "has died; it was last seen 1.0 s ago" in picture_text(
+        picture_of(kept(tmp_path, pid=2**22 + 1), now_s=101.0)
+    )
 
 
 def test_run_that_does_not_go_on_is_refused(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.runtime.nodes.launchers.agents import AgentEnd, LaunchedAgents
 from headway.runtime.nodes.launchers.choose import srun_prefixes, ssh_prefixes
-from headway.runtime.nodes.launchers.commands import agent_arguments
+from headway.runtime.nodes.launchers.commands import CommandLauncher, agent_arguments
 from headway.runtime.nodes.launchers.ray import bundle
 
 
@@ -99,3 +100,34 @@ def test_command_lines_name_the_place_and_not_the_key():
 def test_bundle_has_cores_gpus_and_the_machines_resource():
     assert bundle(0, 0, "") == {"CPU": 1.0}
     assert bundle(2, 4, "node:10.0.0.2") == {"CPU": 2.0, "GPU": 4.0, "node:10.0.0.2": 0.001}
+
+
+def test_agent_that_can_not_be_started_is_reported_and_started_again():
+    class NoProcesses(FakeLauncher):
+        async def run(self, name: str, address: str, key: str) -> AgentEnd:
+            if not self.starts_s:
+                self.starts_s.append(0.0)
+                raise OSError(24, "Too many open files")
+            return await super().run(name, address, key)
+
+    async def main(clock: VirtualClock) -> None:
+        events: list[str] = []
+        launcher = NoProcesses(clock)
+        agents = launched(launcher, clock, events)
+        await agents.start("a:1")
+        await clock.sleep(10)
+        assert events == ["b: its agent could not be run: Too many open files; started again in 1 s"]
+        assert len(launcher.starts_s) == 2
+        await agents.stop()
+
+    run_virtual(main)
+
+
+def test_full_disk_under_an_agents_log_does_not_end_the_agent(tmp_path: Path):
+    (tmp_path / "node-b.log").symlink_to("/dev/full")
+
+    async def main() -> None:
+        launcher = CommandLauncher({"b": []}, "sh -c 'echo said; exit 7'", quoted=False, logs=tmp_path)
+        assert await launcher.run("b", "a:1", "k" * 32) == AgentEnd(code=7, output="said")
+
+    asyncio.run(main())

@@ -98,7 +98,11 @@ class LaunchedAgents:
         failures = 0
         while not self._over:
             started = self._clock.now()
-            end = self.last_end[name] = await self._launcher.run(name, address, self._key)
+            try:
+                end = await self._launcher.run(name, address, self._key)
+            except OSError as error:  # no process or descriptor left here, say
+                end = AgentEnd(code=None, output=f"its agent could not be run: {error.strerror or error}")
+            self.last_end[name] = end
             if self._over:
                 return
             failures = 1 if self._clock.now() - started > _STEADY_S else failures + 1

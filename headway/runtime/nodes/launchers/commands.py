@@ -79,7 +79,8 @@ class CommandLauncher:
         last: deque[str] = deque(maxlen=_OUTPUT_LINES)
         with self._open_log(name) as log:
             while data := await stream.read(_LINE_BYTES):
-                log.write(data)
+                with contextlib.suppress(OSError):  # a full disk is no reason to end the agent
+                    log.write(data)
                 last.append(data.decode(errors="replace"))
         return "\n".join("".join(last).strip().splitlines()[-_OUTPUT_LINES:])
 

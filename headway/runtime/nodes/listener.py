@@ -1,4 +1,4 @@
-"""The one port to which everything on other machines connects, and the admission of who knows the run's key."""
+"""A port that other machines of the run connect to: clients are admitted once they have proved the run's key."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Awaitable, Callable
 
 from headway.records.errors import HeadwayError
 from headway.runtime.addresses import listening, split_address
-from headway.runtime.nodes.encryption import HostEncryption
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, let_in, want_encryption, welcome
+from headway.runtime.nodes.encryption import ServerEncryption
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, admit, authenticate, require_tls
 
-MOST_STRANGERS = 64  # connections that haven't proved themselves; one more ends the oldest
+MOST_HANDSHAKES = 64  # under way at once; one more ends the oldest
 _REPORTED_EVERY_S = 60.0
 _MOST_CAUSES = 16  # reported in that time; further ones are counted together
 
-OnGuest = Callable[[socket.socket, Hello, str], Awaitable[None]]
-"""Takes a guest, given its connection, its greeting and its address, and welcomes it. Raises NotAdmitted."""
+OnClient = Callable[[socket.socket, Hello, str], Awaitable[None]]
+"""Takes a client that has proved the key, given its socket, `Hello` and address, and admits it. Raises NotAdmitted."""
 OnRefusal = Callable[[str], object]
 
 
-class Door:
-    """Listens, runs the handshake with everyone who connects, and hands over those who pass.
+class Listener:
+    """Listens, runs the handshake on every connection, and hands over the clients that have proved the key.
 
-    Strangers cost no more than `MOST_STRANGERS` connections and `HANDSHAKE_S` seconds each; their refusals are
-    reported once a minute for each cause, with their number.
+    Others cost no more than `MOST_HANDSHAKES` connections and `HANDSHAKE_S` seconds each; refusals are reported once a
+    minute for each cause, with their number.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Door:
         address: str,
         key: str,
         epoch: int,
-        on_guest: OnGuest,
+        on_client: OnClient,
         on_refusal: OnRefusal = lambda cause: None,
         certificate: str = "",
     ) -> None:
@@ -43,52 +43,52 @@ class Door:
         self._address = address
         self._key = key
         self._epoch = epoch
-        self._encryption = HostEncryption(certificate) if certificate else None
-        self._on_guest = on_guest
+        self._encryption = ServerEncryption(certificate) if certificate else None
+        self._on_client = on_client
         self._on_refusal = on_refusal
-        self._listener: socket.socket | None = None
+        self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
+        self._handshakes: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
         self._refusals: Counter[str] = Counter()  # not reported yet, by cause
         self._reported_s: dict[str, float] = {}
 
     @property
     def address(self) -> str:
         """Where it listens, with the port that the system chose for port 0."""
-        assert self._listener is not None
-        return f"{split_address(self._address)[0]}:{self._listener.getsockname()[1]}"
+        assert self._socket is not None
+        return f"{split_address(self._address)[0]}:{self._socket.getsockname()[1]}"
 
     async def open(self) -> None:
         """Begin to listen. Raises ConfigurationError where that isn't possible."""
         listener = listening(self._address, "cluster.address")
-        self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener), name="door")
+        self._socket = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name="listener")
 
     async def close(self) -> None:
         """Close the port and end the handshakes under way."""
-        tasks = [task for task in (self._accepting, *self._strangers) if task is not None]
+        tasks = [task for task in (self._accepting, *self._handshakes) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        if self._socket is not None:
+            self._socket.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, peer = await loop.sock_accept(listener)
-            except OSError:  # no descriptors left, or the guest is gone again
+            except OSError:  # no descriptors left, or the client is gone again
                 await asyncio.sleep(0.1)
                 continue
             sock.setblocking(False)
-            if len(self._strangers) >= MOST_STRANGERS:
-                oldest, _ = self._strangers.popitem(last=False)
+            if len(self._handshakes) >= MOST_HANDSHAKES:
+                oldest, _ = self._handshakes.popitem(last=False)
                 oldest.cancel()
-                self._refused(f"more than {MOST_STRANGERS} connections at once that say nothing")
+                self._refused(f"more than {MOST_HANDSHAKES} unfinished handshakes at once")
             task = asyncio.create_task(self._admit(sock, peer[0]), name=f"handshake with {peer[0]}")
-            self._strangers[task] = None
-            task.add_done_callback(lambda done: self._strangers.pop(done, None))
+            self._handshakes[task] = None
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     async def _admit(self, sock: socket.socket, peer: str) -> None:
         taken = False
@@ -98,20 +98,21 @@ class Door:
                 if self._encryption is not None:
                     secret = await self._encryption.encrypted(sock)
                     if secret is None:
-                        await want_encryption(sock)
+                        await require_tls(sock)
                         return
                     sock, binding = secret, secret.binding
-                hello = await let_in(sock, self._key, self._epoch, binding)
+                hello = await authenticate(sock, self._key, self._epoch, binding)
                 try:
-                    await self._on_guest(sock, hello, peer)
+                    await self._on_client(sock, hello, peer)
                 except NotAdmitted as refusal:
-                    await welcome(sock, Admission(refused=str(refusal), later=refusal.later, epoch=self._epoch))
+                    await admit(sock, Admission(refused=str(refusal), later=refusal.later, epoch=self._epoch))
                     raise
                 taken = True
         except TimeoutError:
             self._refused(f"{peer} connects, then is silent for {HANDSHAKE_S:g} s: a firewall, or no node of Headway")
-        except HeadwayError as error:  # refused, or lost while it was taken
-            self._refused(f"{peer}: {error}")
+        except Exception as error:  # the boundary to a peer: refused, lost while it was taken, or it answers nonsense
+            what = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+            self._refused(f"{peer}: {what}")
         finally:
             if not taken:
                 with contextlib.suppress(OSError):
