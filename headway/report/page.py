@@ -183,7 +183,7 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
 
 def _scores(record: EvaluationRecord) -> tuple[str, str, str, str]:
     solved, best = score(record.solve_rate, record.standard_error), ", ".join(shown_pass_at(record.pass_at))
-    return solved, best or "–", f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
+    return solved, best, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
 
 
 def _plots(view: RunView) -> list[str]:

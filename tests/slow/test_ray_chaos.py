@@ -101,7 +101,8 @@ def wait_until(condition: Any, cause: Any) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
 def test_ten_faults_by_seed(tmp_path: Path, seed: int) -> None:
     rng, journal = random.Random(seed), []
     run = tmp_path / "run"
