@@ -133,11 +133,50 @@ def run(nodes: int, hours: float, lost_per_hour: float, seed: int) -> Found:
         return run_virtual(lambda clock: _run(clock, Path(folder), nodes, hours, lost_per_hour, seed, apart))
 
 
+class Failures:
+    """Nodes that fail in turn for good, and are replaced, or for a while."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        pool: GeneratorPool,
+        launcher: NodesLauncher,
+        nodes: int,
+        lost_per_hour: float,
+        draw: random.Random,
+    ) -> None:
+        self.lost = 0
+        self._clock, self._pool, self._launcher, self._draw = clock, pool, launcher, draw
+        self._per_s = nodes * lost_per_hour / 3600
+        self._newcomers = itertools.count(nodes)
+
+    async def loop(self) -> None:
+        """Runs until it is cancelled."""
+        replacing: list[asyncio.Task[None]] = []
+        try:
+            while True:
+                await self._clock.sleep(self._draw.expovariate(self._per_s))
+                node, worker = self._draw.choice(sorted((n, w) for n, w in self._launcher.on_node.items() if w.alive))
+                self.lost += 1
+                if self.lost % 2:
+                    self._launcher.gone.add(node)
+                    replacing.append(asyncio.create_task(self._replace()))
+                else:
+                    self._launcher.back_s[node] = self._clock.now() + AWAY_S
+                worker.kill(f"node {node} is lost")
+        finally:
+            for task in replacing:
+                task.cancel()
+
+    async def _replace(self) -> None:
+        await self._clock.sleep(REPLACED_S)
+        await self._pool.join(f"n{next(self._newcomers)}/cpu:0")
+
+
 async def _run(
     clock: Clock, folder: Path, nodes: int, hours: float, lost_per_hour: float, seed: int, apart: Any
 ) -> Found:
     settings = experiment(folder, nodes, hours)
-    draw = random.Random(seed)
     lines: list[LedgerLine] = []
     counts = {"events": 0, "joined": 0}
     verdicts = itertools.count()
@@ -172,30 +211,7 @@ async def _run(
         train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(_TASKS)],
         record=lines.append,
     )
-    lost = 0
-    newcomers = itertools.count(nodes)
-
-    async def replace() -> None:
-        await clock.sleep(REPLACED_S)
-        await pool.join(f"n{next(newcomers)}/cpu:0")
-
-    async def fail() -> None:
-        nonlocal lost
-        replacing: list[asyncio.Task[None]] = []
-        try:
-            while True:
-                await clock.sleep(draw.expovariate(nodes * lost_per_hour / 3600))
-                node, worker = draw.choice(sorted((n, w) for n, w in launcher.on_node.items() if w.alive))
-                lost += 1
-                if lost % 2:
-                    launcher.gone.add(node)
-                    replacing.append(asyncio.create_task(replace()))
-                else:
-                    launcher.back_s[node] = clock.now() + AWAY_S
-                worker.kill(f"node {node} is lost")
-        finally:
-            for task in replacing:
-                task.cancel()
+    failures = Failures(clock, pool, launcher, nodes, lost_per_hour, random.Random(seed))
 
     with ExitStack() as stack:
         whole = assemble(settings, actors, clock, folder / "buffer.db", stack)
@@ -203,7 +219,7 @@ async def _run(
             await actor.start()
         await whole.begin()
         before_s = time.process_time() - apart.spent_s
-        failing = asyncio.create_task(fail())
+        failing = asyncio.create_task(failures.loop())
         await whole.train()
         spent_s = time.process_time() - apart.spent_s - before_s
         failing.cancel()
@@ -217,7 +233,7 @@ async def _run(
         with contextlib.suppress(HeadwayError):
             await pool.stop()
     steps = sum(isinstance(line, StepRecord) for line in lines)
-    return Found(spent_s, counts["events"], lost, counts["joined"], steps, complaints)
+    return Found(spent_s, counts["events"], failures.lost, counts["joined"], steps, complaints)
 
 
 def main(arguments: list[str]) -> None:

@@ -70,9 +70,8 @@ def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
     chance_g = np.array([math.comb(below, k - 1) / math.comb(members, k) for below in range(members)])  # to be the best
     mean = chance_g @ ascending_g
     std = math.sqrt(chance_g @ (ascending_g - mean) ** 2)
-    chance_o = [
-        math.comb(below, k - 2) / math.comb(members - 1, k - 1) for below in range(members - 1)
-    ]  # of the others
+    # The same for each of the others, in subsets that hold the member.
+    chance_o = [math.comb(below, k - 2) / math.comb(members - 1, k - 1) for below in range(members - 1)]
     places_g = np.searchsorted(ascending_g, rewards_g)
     others_go = np.stack([np.delete(ascending_g, place) for place in places_g])
     best_g = np.maximum(others_go, rewards_g[:, None]) @ np.array(chance_o)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +25,7 @@ from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBat
 from headway.runtime.channel import Channel
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
+Result = TypeVar("Result")
 _SURPLUS = "surplus: a batch was full"
 
 
@@ -70,7 +73,7 @@ class TrainLoop:
             run.state.batch_group(group.group.index)
         while (left := queue.groups_per_step - sum(map(len, parts))) > 0:
             if parts:
-                await self._compute(parts, finish=False)
+                await self._compute(lambda: self._accumulate(parts))
             taken = min(queue.groups_per_part or left, left)
             with run.waits.on("a batch", LOOPS, "the train loop"):
                 groups = await self._next_part(NextPart(groups=taken, left=left - taken))
@@ -171,7 +174,7 @@ class TrainLoop:
         state.training = True
         step, groups = state.version, [group for part in parts for group in part]
         self._settle_surplus()
-        report = await self._compute(parts)
+        report = await self._compute(lambda: self._train(parts))
         batch = build_batch(step, groups, run.experiment)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"
@@ -200,24 +203,30 @@ class TrainLoop:
         run.parking.open_gate()
         state.changed.notify()
 
-    async def _compute(self, parts: list[list[FinishedGroup]], finish: bool = True) -> StepReport:
-        """The trainer's step, of a batch in one part or several; where it shares devices with the generator, they are
-        its own meanwhile. Without ``finish`` it only computes the gradients of the ``parts`` so far."""
+    async def _accumulate(self, parts: list[list[FinishedGroup]]) -> None:
+        """Have the trainer compute the gradients of those ``parts`` of the next step that it hasn't computed: after a
+        restart all of them."""
         run = self._run
-        step, trainer = run.state.version, run.trainer
+        for part in parts[run.trainer.accumulated_parts :]:
+            await run.trainer.forward_backward(build_batch(run.state.version, part, run.experiment))
 
-        async def call() -> StepReport:
-            if finish and len(parts) == 1 and not trainer.accumulated_parts:
-                return await trainer.train_step(build_batch(step, parts[0], run.experiment))
-            for part in parts[trainer.accumulated_parts :]:  # all of them after a restart
-                await trainer.forward_backward(build_batch(step, part, run.experiment))
-            return await trainer.optim_step() if finish else StepReport(step=step, version=step)
+    async def _train(self, parts: list[list[FinishedGroup]]) -> StepReport:
+        """The trainer's step."""
+        run = self._run
+        if len(parts) == 1:
+            return await run.trainer.train_step(build_batch(run.state.version, parts[0], run.experiment))
+        await self._accumulate(parts)
+        return await run.trainer.optim_step()
 
+    async def _compute(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of a ``call`` that trains; where the trainer shares devices with the generator, they are its own
+        meanwhile."""
+        run = self._run
         asked_s = run.clock.now()
         await run.generator.lend_devices()
         run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
         try:
-            return await call_with_restart(run, call, step)
+            return await call_with_restart(run, call, run.state.version)
         finally:
             await run.generator.reclaim_devices()
 

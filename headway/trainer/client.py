@@ -96,6 +96,7 @@ class TrainerClient:
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """Train on ``batch``. Raises ValueError for a rollout whose parts differ in length."""
+        self.accumulated_parts = 0  # it forgets them
         reports: list[StepReport] = await self._all("train_step", lay_out(batch))
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
@@ -103,8 +104,13 @@ class TrainerClient:
         self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
     ) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""
-        report: PartReport = (await self._all("forward_backward", lay_out(part), loss, divisor))[0]
-        self.accumulated_parts += 1
+        before, self.accumulated_parts = self.accumulated_parts, 0  # what an error leaves, unless nothing was changed
+        try:
+            report: PartReport = (await self._all("forward_backward", lay_out(part), loss, divisor))[0]
+        except ValueError:
+            self.accumulated_parts = before
+            raise
+        self.accumulated_parts = before + 1
         return report
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:

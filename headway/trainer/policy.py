@@ -6,9 +6,9 @@ Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -32,65 +32,9 @@ from headway.models.decoder import Decoder
 from headway.records.training import OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
-from headway.trainer.learner import Learner, Update
+from headway.trainer.learner import Learner
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Per-token constants of a batch, computed before its first gradient."""
-
-    advantages_n: np.ndarray  # with a KL penalty inside the reward: minus its sum to go
-    keep_n: np.ndarray  # bool: not masked for staleness or importance
-    start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, where needed
-    reference_n: np.ndarray | None = None  # log-probabilities under the reference model, where there is a KL penalty
-    old_n: np.ndarray | None = None  # bool: trained as if the proximal weights had sampled it
-
-    @classmethod
-    def joined(cls, parts: Sequence[Prepared]) -> Prepared:
-        """The parts of a step as one."""
-        found: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
-        arrays: dict[str, Any] = {
-            name: None if values[0] is None else np.concatenate(values) for name, values in found.items()
-        }
-        return cls(**arrays)
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Per-token values and totals of the passes over one batch on this rank; `metrics` sums them over the ranks."""
-
-    behaviour_n: np.ndarray  # at sampling
-    logprobs_n: np.ndarray  # under the weights each token was trained with
-    proximal_n: np.ndarray  # under the weights at the start of the step (or the same as logprobs_n)
-    entropies_n: np.ndarray
-    clipped_n: np.ndarray
-    seen_n: np.ndarray  # 1 where a value was computed
-    loss: float = 0.0  # sum over optimiser steps
-    tokens: int = 0  # fed tokens of the samples
-    computed_tokens: int = 0  # the same, shared prefixes counted once
-    micro_batches: int = 0
-    flops: float = 0.0
-    updates: list[Update] = field(default_factory=list)
-    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
-    prepared: Prepared | None = None
-
-    @classmethod
-    def over(cls, arrays: SampleArrays) -> Progress:
-        return cls(
-            **dict(zip(_COMPUTED, np.zeros((5, arrays.tokens)), strict=True)), behaviour_n=arrays.behaviour_logprobs_n
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[Progress]) -> Progress:
-        """The parts of a step as one."""
-        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
-        counts: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
-        return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
-
-
-_COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
-_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
+from headway.trainer.progress import Prepared, Progress, prepared_metrics, sum_progress, token_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +42,9 @@ class AccumulatedPart:
     """A part whose gradients are accumulated."""
 
     step: int
-    samples: int
+    samples: int  # attempts, branches not counted
     loss_tokens: int
+    compute_s: float
     loss: str  # name of the loss function
     divisor: float | None  # applied to its gradients; None: they are sums
     total: float  # the divisor it would have as a batch
@@ -175,17 +120,24 @@ class PolicyGradient:
         """Accumulate the gradients of a part of ``step``, for `optim_step`. ``loss``: name of the loss function
         (default: the run's). ``divisor``: of its weighted token losses; by default `optim_step` divides by that of all
         parts together. Raises ValueError, with nothing changed, for a part that doesn't go with those before it, and
-        where the algorithm needs the whole batch."""
+        where the algorithm needs the whole batch; after any other error the parts before it are forgotten as well, as
+        its gradients may be half there."""
+        started = time.perf_counter()
         name = loss or self.algorithm.loss
         self._require_part(step, name, divisor)
         function = self.loss if name == self.algorithm.loss else resolve(name)
         weights = self._weighting(arrays, np.arange(arrays.samples))
-        progress = self._accumulate_whole(arrays, step, weights, divisor or 1.0, function)
-        self._sum_over_ranks(progress)
+        try:
+            progress = self._accumulate_whole(arrays, step, weights, divisor or 1.0, function)
+            self._sum_over_ranks(progress)
+        except BaseException:
+            self.clear()
+            raise
         part = AccumulatedPart(
             step=step,
-            samples=arrays.samples,
+            samples=arrays.samples if arrays.rollouts_s is None else int(arrays.rollouts_s[-1]) + 1,
             loss_tokens=arrays.loss_tokens,
+            compute_s=time.perf_counter() - started,
             loss=name,
             divisor=divisor,
             total=weights.total,
@@ -228,10 +180,9 @@ class PolicyGradient:
             )
 
     def clear(self) -> None:
-        """Forget the parts since the last step, and their gradients."""
-        if self.parts:
-            self.parts.clear()
-            self.learner.clear_gradients()
+        """Forget the parts since the last step, and all gradients."""
+        self.parts.clear()
+        self.learner.clear_gradients()
 
     def _accumulate_whole(
         self, arrays: SampleArrays, step: int, weights: Weighting, divisor: float, function: Hook
@@ -243,6 +194,8 @@ class PolicyGradient:
         return progress
 
     def _require_part(self, step: int, loss: str, divisor: float | None) -> None:
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(f"divisor {divisor}: valid: a number above 0, or None")
         if self.algorithm.second_moment_limit is not None:
             raise ValueError("algorithm.second_moment_limit bounds a mean over the whole batch: no parts")
         if self.trainer.optimizer_steps_per_batch > 1:
@@ -405,7 +358,7 @@ class PolicyGradient:
 
     def _sum_over_ranks(self, progress: Progress) -> None:
         if self.learner.ranks.size > 1:
-            _sum_progress(progress, self.learner.ranks.sum_, self.learner.device)
+            sum_progress(progress, self.learner.ranks.sum_, self.learner.device)
 
     def metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the whole batch, or part, equal on every rank."""
@@ -425,68 +378,6 @@ class PolicyGradient:
                 clipped_m=progress.clipped_n[at],
                 cap=self.settings.behaviour_weight_cap,
             ),
-            **_prepared_metrics(progress, at),
+            **prepared_metrics(progress, at),
             **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.kl_coefficient}),
         }
-
-
-def _prepared_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
-    """Metrics of masks and KL. masked_share: share of the loss tokens that staleness and importance masks drop.
-    kl_reference: k3 estimate of the KL from the reference model, if there is one, in nats per token."""
-    prepared = progress.prepared
-    if prepared is None or not len(at):
-        return {"masked_share": 0.0}
-    found = {"masked_share": float(1.0 - prepared.keep_n[at].mean())}
-    if prepared.reference_n is not None:
-        away_m = prepared.reference_n[at] - progress.logprobs_n[at]
-        found["kl_reference"] = float((np.expm1(away_m.clip(max=MAX_LOG_RATIO)) - away_m).mean())
-    return found
-
-
-def token_metrics(
-    *,
-    logprobs_m: np.ndarray,
-    proximal_m: np.ndarray,
-    behaviour_m: np.ndarray,
-    entropies_m: np.ndarray,
-    clipped_m: np.ndarray,
-    cap: float | None,
-) -> dict[str, float]:
-    """Means, quantiles and extremes over the loss tokens, as if of one token with all values 0 when there is none.
-
-    ratio_*: pi_theta / pi_behav. behaviour_weight_*: pi_prox / pi_behav before truncation. mismatch_k3: the
-    estimator ``w - 1 - log w`` of KL(behaviour || proximal), w = pi_prox / pi_behav; mismatch_max: the largest
-    |log w|. kl: mean of log pi_behav - log pi_theta.
-    """
-    if not len(logprobs_m):
-        logprobs_m = proximal_m = behaviour_m = entropies_m = clipped_m = np.zeros(1)
-    log_ratio = logprobs_m - behaviour_m
-    p01, p50, p99, largest = np.exp(np.quantile(log_ratio, (0.01, 0.5, 0.99, 1.0)).clip(max=700.0)).tolist()
-    log_weight = proximal_m - behaviour_m
-    weight = np.exp(log_weight.clip(max=700.0))
-    return {
-        "entropy": float(entropies_m.mean()),
-        "clip_fraction": float(clipped_m.mean()),
-        "ratio_p01": p01,
-        "ratio_p50": p50,
-        "ratio_p99": p99,
-        "ratio_max": largest,
-        "behaviour_weight_mean": float(weight.mean()),
-        "behaviour_weight_max": float(weight.max()),
-        "behaviour_weight_truncated": float((weight > (math.inf if cap is None else cap)).mean()),
-        "mismatch_k3": float((weight - 1.0 - log_weight).mean()),
-        "mismatch_max": float(np.abs(log_weight).max()),
-        "kl": float(-log_ratio.mean()),
-    }
-
-
-def _sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-    """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so the sums
-    assemble the whole batch."""
-    arrays = [getattr(progress, name) for name in _COMPUTED]
-    stacked = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
-    for name, row in zip(_COMPUTED, stacked, strict=True):
-        setattr(progress, name, row)
-    counts = torch.tensor([getattr(progress, name) for name in _COUNTED], dtype=torch.float64, device=device)
-    for name, total in zip(_COUNTED, sum_(counts).tolist(), strict=True):
-        setattr(progress, name, type(getattr(progress, name))(total))

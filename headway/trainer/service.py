@@ -25,7 +25,8 @@ from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
-from headway.trainer.policy import PolicyGradient, Progress
+from headway.trainer.policy import PolicyGradient
+from headway.trainer.progress import Progress
 from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
 from headway.weights.shared_memory import Publisher
@@ -107,7 +108,6 @@ class TrainerService(ModelService):
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
-        self._parts_s, self._part_samples = 0.0, 0  # of the parts since the last step
 
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises ValueError when its step isn't the present version."""
@@ -123,16 +123,13 @@ class TrainerService(ModelService):
         when its step isn't the present version."""
         if part.step != self.version:
             raise ValueError(f"a part of step {part.step} given to a trainer at version {self.version}")
-        started = time.perf_counter()
         done = self.policy.forward_backward(part.arrays(), part.step, loss, divisor)
-        self._parts_s += (spent_s := time.perf_counter() - started)
-        self._part_samples += part.samples
         return PartReport(
-            samples=part.samples,
+            samples=done.samples,
             tokens=done.progress.tokens,
             loss=done.progress.loss,
             loss_tokens=done.loss_tokens,
-            compute_s=spent_s,
+            compute_s=done.compute_s,
             logprobs=TokenLogprobs(done.progress.logprobs_n.astype(np.float32)),
             metrics=self.policy.metrics(done.progress),
         )
@@ -140,11 +137,10 @@ class TrainerService(ModelService):
     def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
         """Apply the gradients of all parts since the last step, which makes a version; see
         `PolicyGradient.optim_step`. ``settings``: by default the run's."""
-        started = time.perf_counter() - self._parts_s
-        settings, samples = settings or self._settings(), self._part_samples
-        loss_tokens = sum(part.loss_tokens for part in self.policy.parts)
+        settings, parts = settings or self._settings(), tuple(self.policy.parts)
+        started = time.perf_counter() - sum(part.compute_s for part in parts)
         progress = self.policy.optim_step(settings)
-        self._parts_s, self._part_samples = 0.0, 0
+        samples, loss_tokens = sum(part.samples for part in parts), sum(part.loss_tokens for part in parts)
         return self._report(progress, settings, started, samples=samples, loss_tokens=loss_tokens)
 
     def _report(
@@ -200,7 +196,6 @@ class TrainerService(ModelService):
         except (OSError, SafetensorError) as error:
             raise CheckpointCorrupt(f"{Path(path) / OPTIMISER_FILE}: {error}") from None
         self.policy.clear()
-        self._parts_s, self._part_samples = 0.0, 0
         self.learner.load_weights(Path(path) / MODEL_FOLDER)
         self.learner.load_optimiser_tensors(optimiser)
         generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)

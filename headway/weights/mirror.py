@@ -108,9 +108,8 @@ class MirrorService:
             self._published.pop(published.version, None)
             self._published[published.version] = published
             if len(self._published) > SLOTS:
-                first = next(
-                    iter(self._published)
-                )  # not the lowest version: the best one is published again at the end
+                # The first, not the lowest version: the best one is published again at the end.
+                first = next(iter(self._published))
                 del self._published[first]
                 self._gone = max(self._gone, first)
             self._changed.notify_all()

@@ -43,7 +43,10 @@ def cluster_findings(experiment: Experiment) -> Findings:
             "isn't set: the books are on this machine alone; should it be lost, no other can resume the run",
         )
     if given:
-        shown = (f"{n}={'***' if n.endswith(('KEY', 'TOKEN', 'SECRET')) else v}" for n, v in given.items())
+        shown = (
+            f"{n}={'***' if n.upper().endswith(('KEY', 'TOKEN', 'SECRET', 'PASSWORD')) else v}"
+            for n, v in given.items()
+        )
         findings.info("cluster.environment", f"workers on nodes get {', '.join(shown)}")
     return findings
 

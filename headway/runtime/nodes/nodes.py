@@ -32,7 +32,7 @@ class Nodes:
 
     Example::
 
-        async with Nodes(experiment.cluster, key, epoch, clock, local) as nodes:
+        async with Nodes("10.0.0.1:7400", key, epoch, clock, local) as nodes:
             await nodes.wait_for("b", timeout_s=60)
             worker = await nodes.start(WorkerSpec(name="generator-0", device="b/cuda:0", ...))
     """

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headway.config.load import validate_experiment
-from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.client import GeneratorPool
-from headway.generator.routing.router import Router
 from headway.records.errors import HeadwayError, RemoteError, StorageFailed, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
@@ -503,30 +498,3 @@ def test_a_death_says_who_why_and_how_many_requests_moved_and_the_restart_what_i
     died, back = (fields for name, fields in events if name in ("generator_died", "generator_restarted"))
     assert (died["worker"], back["worker"], back["lost_s"] >= 0) == ("generator-0", "generator-0", True)
     assert (died["cause"], died["found_by"], died["lost_samples"]) == ("killed by SIGKILL (9)", "exit", 2)
-
-
-LOADED = st.tuples(
-    st.sampled_from(["serving", "serving", "lent", "resting", "down", "behind"]), st.integers(0, 9), st.integers(0, 9)
-)  # (standing, tenths of its capacity that are used, tokens that it saves)
-
-
-@given(st.lists(LOADED, min_size=1, max_size=6), st.integers(0, 40))
-def test_candidates_alone_give_the_choice_among_all_replicas(replicas: list[tuple[Any, int, int]], needed: int) -> None:
-    known: Any = [
-        SimpleNamespace(index=index, outstanding_tokens=10 * used, capacity_tokens=100)
-        for index, (_, used, _) in enumerate(replicas)
-    ]
-    saved = {index: tokens for index, (_, _, tokens) in enumerate(replicas) if tokens}
-    loads = [
-        ReplicaLoad(standing=how, outstanding_tokens=10 * used, saved_tokens=tokens, capacity_tokens=100)
-        for how, used, tokens in replicas
-    ]
-    router: Any = SimpleNamespace(
-        _replicas=known, standings=lambda now, those: [replicas[one.index][0] for one in those]
-    )
-    few = Router._candidates(router, 0.0, saved, needed)  # pyright: ignore[reportPrivateUsage]
-    chosen = choose_replica([loads[one.index] for one in few], needed)
-    among_all = choose_replica(loads, needed)
-    assert (chosen is None) == (among_all is None)
-    if chosen is not None and among_all is not None:
-        assert (few[chosen.replica].index, chosen.spilled) == (among_all.replica, among_all.spilled)

@@ -18,8 +18,6 @@ from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import StepRecord
-from headway.records.rollout import FinishedGroup
-from headway.records.training import StepReport
 from headway.rollout.makers.custom import Attempt
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 
@@ -201,11 +199,11 @@ def test_nobody_generates_while_the_trainer_works_on_a_parked_run(
     running: list[int] = []
     compute = TrainLoop._compute
 
-    async def watched(self: TrainLoop, parts: list[list[FinishedGroup]], finish: bool = True) -> StepReport:
+    async def watched(self: TrainLoop, call: Any) -> Any:
         for _ in range(4):
             await self._run.clock.sleep(0.05)
             running.append((await self._run.generator.statistics())[0].running)
-        return await compute(self, parts, finish)
+        return await compute(self, call)
 
     monkeypatch.setattr(TrainLoop, "_compute", watched)
     outcome = run_of(

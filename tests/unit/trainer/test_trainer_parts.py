@@ -192,6 +192,36 @@ def test_what_needs_the_whole_batch_is_refused_by_name(service: Any, section: st
         service(**{section: values}).forward_backward(lay_out(make_batch(1)))
 
 
+@pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf])
+def test_a_divisor_that_divides_nothing_is_refused(service: Any, divisor: float) -> None:
+    with pytest.raises(ValueError, match="a number above 0"):
+        service().forward_backward(lay_out(make_batch(1)), divisor=divisor)
+
+
+def test_a_part_that_fails_amid_its_micro_batches_leaves_no_gradient(service: Any) -> None:
+    trainer, fresh = service(trainer={"micro_batch_tokens": 20}), service(trainer={"micro_batch_tokens": 20})
+    trainer.forward_backward(lay_out(make_batch(5)))
+    backward, calls = trainer.learner.backward, iter(range(3))
+
+    def fail(loss: torch.Tensor) -> None:
+        next(calls)  # StopIteration at the third
+        backward(loss)
+
+    trainer.learner.backward = fail
+    for _ in range(2):
+        next(calls)
+    with pytest.raises(StopIteration):
+        trainer.forward_backward(lay_out(make_batch(6)))
+    trainer.learner.backward = backward
+    with pytest.raises(ValueError, match="optim_step without gradients"):
+        trainer.optim_step()
+    for one in (trainer, fresh):
+        one.forward_backward(lay_out(make_batch(1)))
+        report = one.optim_step()
+        assert (report.samples, report.version) == (12, 1)
+    assert same(weights_of(trainer), weights_of(fresh))
+
+
 def test_different_losses_go_together_where_each_has_its_divisor(service: Any) -> None:
     trainer = service()
     trainer.forward_backward(lay_out(make_batch(1)), "gspo", 10.0)

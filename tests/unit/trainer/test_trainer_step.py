@@ -20,7 +20,7 @@ from headway.records.errors import HookFailed
 from headway.records.training import TrainBatch
 from headway.trainer import losses
 from headway.trainer.learner import token_logprobs
-from headway.trainer.policy import Progress
+from headway.trainer.progress import Progress
 from headway.trainer.schedules import learning_rate
 from headway.trainer.service import TrainerService
 

@@ -47,7 +47,7 @@ class LaunchedAgents:
 
     Example::
 
-        agents = LaunchedAgents(SshLauncher(...), ["b", "c"], key, clock, joined=nodes.joined.__contains__)
+        agents = LaunchedAgents(CommandLauncher(...), ["b", "c"], key, clock, joined=nodes.joined.__contains__)
         await agents.start(nodes.address)
         ...
         agents.run_is_over()  # before the nodes are told so: what ends from now on stays ended

@@ -1,0 +1,137 @@
+"""The values that a policy-gradient step computes per token, and its metrics.
+
+Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that carries loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.algorithms.samples import IntArray, SampleArrays
+from headway.trainer.learner import Update
+from headway.trainer.losses import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Per-token constants of a batch, computed before its first gradient."""
+
+    advantages_n: np.ndarray  # with a KL penalty inside the reward: minus its sum to go
+    keep_n: np.ndarray  # bool: not masked for staleness or importance
+    start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, where needed
+    reference_n: np.ndarray | None = None  # log-probabilities under the reference model, where there is a KL penalty
+    old_n: np.ndarray | None = None  # bool: trained as if the proximal weights had sampled it
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prepared]) -> Prepared:
+        """The parts of a step as one."""
+        found: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
+        arrays: dict[str, Any] = {
+            name: None if values[0] is None else np.concatenate(values) for name, values in found.items()
+        }
+        return cls(**arrays)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Per-token values and totals of the passes over one batch on this rank; `metrics` sums them over the ranks."""
+
+    behaviour_n: np.ndarray  # at sampling
+    logprobs_n: np.ndarray  # under the weights each token was trained with
+    proximal_n: np.ndarray  # under the weights at the start of the step (or the same as logprobs_n)
+    entropies_n: np.ndarray
+    clipped_n: np.ndarray
+    seen_n: np.ndarray  # 1 where a value was computed
+    loss: float = 0.0  # sum over optimiser steps
+    tokens: int = 0  # fed tokens of the samples
+    computed_tokens: int = 0  # the same, shared prefixes counted once
+    micro_batches: int = 0
+    flops: float = 0.0
+    updates: list[Update] = field(default_factory=list)
+    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
+    prepared: Prepared | None = None
+
+    @classmethod
+    def over(cls, arrays: SampleArrays) -> Progress:
+        return cls(
+            **dict(zip(_COMPUTED, np.zeros((5, arrays.tokens)), strict=True)), behaviour_n=arrays.behaviour_logprobs_n
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Progress]) -> Progress:
+        """The parts of a step as one."""
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
+        counts: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
+        return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
+
+
+_COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
+_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
+
+
+def prepared_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
+    """Metrics of masks and KL. masked_share: share of the loss tokens that staleness and importance masks drop.
+    kl_reference: k3 estimate of the KL from the reference model, if there is one, in nats per token."""
+    prepared = progress.prepared
+    if prepared is None or not len(at):
+        return {"masked_share": 0.0}
+    found = {"masked_share": float(1.0 - prepared.keep_n[at].mean())}
+    if prepared.reference_n is not None:
+        away_m = prepared.reference_n[at] - progress.logprobs_n[at]
+        found["kl_reference"] = float((np.expm1(away_m.clip(max=MAX_LOG_RATIO)) - away_m).mean())
+    return found
+
+
+def token_metrics(
+    *,
+    logprobs_m: np.ndarray,
+    proximal_m: np.ndarray,
+    behaviour_m: np.ndarray,
+    entropies_m: np.ndarray,
+    clipped_m: np.ndarray,
+    cap: float | None,
+) -> dict[str, float]:
+    """Means, quantiles and extremes over the loss tokens, as if of one token with all values 0 when there is none.
+
+    ratio_*: pi_theta / pi_behav. behaviour_weight_*: pi_prox / pi_behav before truncation. mismatch_k3: the
+    estimator ``w - 1 - log w`` of KL(behaviour || proximal), w = pi_prox / pi_behav; mismatch_max: the largest
+    |log w|. kl: mean of log pi_behav - log pi_theta.
+    """
+    if not len(logprobs_m):
+        logprobs_m = proximal_m = behaviour_m = entropies_m = clipped_m = np.zeros(1)
+    log_ratio = logprobs_m - behaviour_m
+    p01, p50, p99, largest = np.exp(np.quantile(log_ratio, (0.01, 0.5, 0.99, 1.0)).clip(max=700.0)).tolist()
+    log_weight = proximal_m - behaviour_m
+    weight = np.exp(log_weight.clip(max=700.0))
+    return {
+        "entropy": float(entropies_m.mean()),
+        "clip_fraction": float(clipped_m.mean()),
+        "ratio_p01": p01,
+        "ratio_p50": p50,
+        "ratio_p99": p99,
+        "ratio_max": largest,
+        "behaviour_weight_mean": float(weight.mean()),
+        "behaviour_weight_max": float(weight.max()),
+        "behaviour_weight_truncated": float((weight > (math.inf if cap is None else cap)).mean()),
+        "mismatch_k3": float((weight - 1.0 - log_weight).mean()),
+        "mismatch_max": float(np.abs(log_weight).max()),
+        "kl": float(-log_ratio.mean()),
+    }
+
+
+def sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so the sums
+    assemble the whole batch."""
+    arrays = [getattr(progress, name) for name in _COMPUTED]
+    stacked = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
+    for name, row in zip(_COMPUTED, stacked, strict=True):
+        setattr(progress, name, row)
+    counts = torch.tensor([getattr(progress, name) for name in _COUNTED], dtype=torch.float64, device=device)
+    for name, total in zip(_COUNTED, sum_(counts).tolist(), strict=True):
+        setattr(progress, name, type(getattr(progress, name))(total))
