@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.adapter import AdapterConfig
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
 from headway.config.curriculum import CurriculumConfig
@@ -72,6 +73,7 @@ class ModelConfig(Section):
     path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
+    adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
 
 
 class TasksConfig(Section):

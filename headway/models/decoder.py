@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.models.attention import packed_attention
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import DecoderConfig
-from headway.models.experts import mix, mix_in_fixed_shapes, route
+from headway.models.experts import LayerAdapter, mix, mix_in_fixed_shapes, route
 from headway.models.kernels import GATED, linear, norm_rotate, rms_norm, with_offset
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
@@ -32,6 +32,7 @@ class DecoderLayer(nn.Module):
         c = self.config = config
         self.family = config.family
         self.kind = config.layer(index)
+        self.adapter: LayerAdapter | None = None  # adds to the products: see `lora.use`
         self.fixed_shapes = False  # a mixture's products have the same shapes wherever tokens are sent
         self.input_norm = nn.Parameter(torch.ones(c.width))
         self.qkv_weight = nn.Parameter(torch.empty((c.heads + 2 * c.kv_heads) * c.head_dim, c.width))
@@ -59,7 +60,7 @@ class DecoderLayer(nn.Module):
         """Query, key and value side by side, [N, (Hq + 2 Hkv) Dh]."""
         c, offset, rope = self.config, self.family.norm_offset, self.kind.rope
         hidden_nd = rms_norm(x_nd, self.input_norm, c.norm_epsilon, offset)
-        qkv = linear(hidden_nd, self.qkv_weight, self.qkv_bias)
+        qkv = self._product("qkv", hidden_nd)
         sizes = (c.heads, c.kv_heads, c.head_dim, c.norm_epsilon)
         q_norm, k_norm = self.q_norm, self.k_norm
         if offset and q_norm is not None and k_norm is not None:
@@ -79,26 +80,30 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x_nd: Tensor, attention_nhd: Tensor) -> Tensor:
         """Compute the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
-        x_nd = self._add(x_nd, attention_nhd, self.output_weight, self.output_bias, self.attention_output_norm)
+        x_nd = self._add("output", x_nd, attention_nhd, self.attention_output_norm)
         hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon, self.family.norm_offset)
         gated = GATED[self.family.activation]
         if self.config.mixture is not None and self.kind.sparse:
             return x_nd + self._mix(hidden_nd, gated)
-        gate_up = linear(hidden_nd, self.gate_up_weight, self.gate_up_bias)
-        return self._add(x_nd, gated(gate_up), self.down_weight, self.down_bias, self.mlp_output_norm)
+        return self._add("down", x_nd, gated(self._product("gate_up", hidden_nd)), self.mlp_output_norm)
 
     def _mix(self, hidden_nd: Tensor, gated: Callable[[Tensor], Tensor]) -> Tensor:
         assert self.config.mixture is not None
         m = self.config.mixture
-        chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised)
+        chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised, self.adapter)
         how = mix_in_fixed_shapes if self.fixed_shapes else mix
-        return how(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated)
+        return how(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated, self.adapter)
 
-    def _add(self, x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+    def _product(self, name: str, x_nd: Tensor, add: Tensor | None = None) -> Tensor:
+        """Input rows times the matrix of this name, plus its bias, the adapter's part and ``add``."""
+        out_nf = linear(x_nd, getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias"), add)
+        return out_nf if self.adapter is None else self.adapter.add(name, out_nf, x_nd)
+
+    def _add(self, name: str, x_nd: Tensor, inner: Tensor, norm: Tensor | None) -> Tensor:
         """Residual stream plus a product, which is normed first where the family has output norms."""
         if norm is None:
-            return linear(inner, weight, bias, add=x_nd)
-        out_nd = linear(inner, weight, bias)
+            return self._product(name, inner, add=x_nd)
+        out_nd = self._product(name, inner)
         return x_nd + rms_norm(out_nd, norm, self.config.norm_epsilon, self.family.norm_offset)
 
     def forward(self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:

@@ -10,6 +10,7 @@ f intermediate size of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,17 @@ from torch.nn import functional
 from headway.models.kernels import product_dtype
 
 
-def route(hidden_nd: Tensor, router_xd: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+class LayerAdapter(Protocol):
+    """Additions to the products of a decoder's layer; see `lora.LayerLora`, where all rows have the same adapter."""
+
+    def add(self, product: str, out_nf: Tensor, x_nd: Tensor) -> Tensor: ...
+
+    def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor: ...
+
+
+def route(
+    hidden_nd: Tensor, router_xd: Tensor, per_token: int, normalised: bool, adapter: LayerAdapter | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token, likeliest first, and their weights: int64 and float [N, K].
 
     Weights are probabilities of the softmax over all experts; ``normalised`` makes the chosen ones add up to 1.
@@ -27,7 +38,11 @@ def route(hidden_nd: Tensor, router_xd: Tensor, per_token: int, normalised: bool
     """
     wide = torch.promote_types(hidden_nd.dtype, torch.float32)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        probabilities_nx = torch.softmax(functional.linear(hidden_nd.to(wide), router_xd.to(wide)), dim=-1)
+        hidden_nd = hidden_nd.to(wide)
+        logits_nx = functional.linear(hidden_nd, router_xd.to(wide))
+        if adapter is not None:
+            logits_nx = adapter.add("router", logits_nx, hidden_nd)
+        probabilities_nx = torch.softmax(logits_nx, dim=-1)
         weights_nk, chosen_nk = probabilities_nx.topk(per_token, dim=-1)
         if normalised:
             weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
@@ -41,6 +56,7 @@ def mix(
     gate_up_xfd: Tensor,
     down_xdf: Tensor,
     gated: Callable[[Tensor], Tensor],
+    adapter: LayerAdapter | None = None,
 ) -> Tensor:
     """The weighted sum of each token's expert outputs, [N, d].
 
@@ -50,8 +66,14 @@ def mix(
     sorted_m, order_m = torch.sort(chosen_nk.reshape(-1), stable=True)
     # Where each expert's rows end; a bincount would make the host wait for a GPU.
     ends_x = torch.searchsorted(sorted_m, torch.arange(len(gate_up_xfd), device=sorted_m.device), right=True)
-    inner_mf = gated(_grouped_linear(hidden_nd.index_select(0, order_m // k), gate_up_xfd, ends_x))
-    out_md = _grouped_linear(inner_mf, down_xdf, ends_x)
+    row_m = order_m // k
+
+    def product(name: str, x_md: Tensor, weights: Tensor) -> Tensor:
+        out = grouped_linear(x_md, weights, ends_x)
+        return out if adapter is None else adapter.add_experts(name, out, x_md, sorted_m, row_m)
+
+    inner_mf = gated(product("gate_up", hidden_nd.index_select(0, row_m), gate_up_xfd))
+    out_md = product("down", inner_mf, down_xdf)
     # Back to the tokens' order first, then summed: the same bits however the pairs were sorted.
     position_m = torch.empty_like(order_m).scatter_(0, order_m, torch.arange(n * k, device=order_m.device))
     out_nkd = out_md.index_select(0, position_m).view(n, k, -1)
@@ -65,20 +87,27 @@ def mix_in_fixed_shapes(
     gate_up_xfd: Tensor,
     down_xdf: Tensor,
     gated: Callable[[Tensor], Tensor],
+    adapter: LayerAdapter | None = None,
 ) -> Tensor:
     """`mix` in products whose shapes don't depend on the routing: every chosen expert on all rows. Slower; a row's
     bits don't depend on where its neighbours are sent."""
     out_nd = torch.zeros_like(hidden_nd)
     weights_nx = weights_nk.new_zeros(len(hidden_nd), len(gate_up_xfd)).scatter_(1, chosen_nk, weights_nk)
+    row_n = torch.arange(len(hidden_nd), device=hidden_nd.device)
+
+    def product(name: str, x_nd: Tensor, weights: Tensor, expert: int) -> Tensor:
+        out = functional.linear(x_nd, weights[expert])
+        return out if adapter is None else adapter.add_experts(name, out, x_nd, torch.full_like(row_n, expert), row_n)
+
     for expert in torch.unique(chosen_nk).tolist():
-        inner_nf = gated(functional.linear(hidden_nd, gate_up_xfd[expert]))
+        inner_nf = gated(product("gate_up", hidden_nd, gate_up_xfd, expert))
         weight_n1 = weights_nx[:, expert, None].to(hidden_nd.dtype)
-        mine_nd = functional.linear(inner_nf, down_xdf[expert]) * weight_n1
+        mine_nd = product("down", inner_nf, down_xdf, expert) * weight_n1
         out_nd += torch.where(weight_n1 > 0, mine_nd, 0.0)
     return out_nd
 
 
-def _grouped_linear(rows_md: Tensor, weights_xfd: Tensor, ends_x: Tensor) -> Tensor:
+def grouped_linear(rows_md: Tensor, weights_xfd: Tensor, ends_x: Tensor) -> Tensor:
     """Rows [M, d], those before ``ends_x[0]`` through the first matrix and so on, [M, f]."""
     dtype = product_dtype(rows_md)
     rows_md, weights_xfd = rows_md.to(dtype), weights_xfd.to(dtype)

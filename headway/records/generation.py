@@ -12,7 +12,10 @@ from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32
-UpdateMode = Literal["keep", "recompute", "abort"]  # what a weight update does to requests in flight (DESIGN rule 4)
+# What a weight update does to requests in flight (DESIGN rule 4); "finish": of an adapter, they end on its old weights.
+UpdateMode = Literal["keep", "recompute", "abort", "finish"]
+POLICY_ADAPTER = "policy"  # the adapter that a run trains
+BASE_MODEL = "base"  # the model without an adapter
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
     partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
     interruptible: bool = True  # False: an "abort" update doesn't park it (limit of parkings reached)
+    adapter: str = ""  # BASE_MODEL or an adapter's name; "": the policy in training, with its adapter if it has one
     session: str = ""  # requests of one name extend one another: routed to its KV; "": none
 
 
@@ -97,13 +101,14 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of the weights that subscribers can fetch."""
+    """A version of the weights that subscribers can fetch: of the whole model, or of an adapter alone."""
 
     version: int
     path: str  # file in shared memory (or on disk) that holds it
     checksum: str  # xxh3-128 of the payload, hex
     size_bytes: int
     publish_s: float = 0.0  # time the publisher took
+    adapter: str = ""  # name of the adapter whose weights these are; "": the model's
 
 
 class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,39 @@
+"""`[model.adapter]`: low-rank weights that are trained beside a frozen model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from headway.config.section import Positive, Section
+
+TARGETS = ("all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class AdapterConfig(Section):
+    """With this section the model's own weights stay as they are. The keys mean what they mean in PEFT's
+    ``LoraConfig``."""
+
+    kind: Literal["lora"] = "lora"
+    path: str = ""  # folder of an adapter in PEFT's format to continue; its rank, alpha and targets then count
+    rank: Positive | None = None  # columns of B and rows of A
+    alpha: Annotated[float, Field(gt=0)] | None = None  # the adapter's product is scaled by alpha / rank
+    rslora: bool = False  # ... by alpha / sqrt(rank)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input; headway sft alone
+    # Ends of Hugging Face's names of matrices; "all-linear": all but the head and the experts of a mixture.
+    targets: tuple[str, ...] = ("all-linear",)
+    # Ends of names of parameters that hold all experts of a layer, e.g. "mlp.experts.gate_up_proj".
+    target_parameters: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _complete(self) -> AdapterConfig:
+        own = self.model_fields_set & {"rank", "alpha", "rslora", "targets", "target_parameters"}
+        if self.path and own:
+            raise ValueError(f"path and {', '.join(sorted(own))}: the adapter in the folder has its own")
+        if not self.path and (self.rank is None or self.alpha is None):
+            missing = "rank" if self.rank is None else "alpha"
+            raise ValueError(f"{missing} is missing: valid: rank and alpha, say 16 and 32, or path")
+        if not self.path and not self.targets and not self.target_parameters:
+            raise ValueError("targets and target_parameters are empty: nothing would be trained")
+        return self

@@ -1,0 +1,188 @@
+"""Adapters on disk in PEFT's format, both ways: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headway.config.adapter import AdapterConfig
+from headway.models.adapter_targets import AdaptedTarget, AdapterTarget, adapted_targets, chosen_targets
+from headway.models.configuration import DecoderConfig, read_json
+from headway.models.lora import Lora
+from headway.records.errors import ConfigurationError
+from headway.runtime.nodes.files import file_digests, folder_digest
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
+# Keys of a LoraConfig that change what is computed, with the value that means they don't.
+_PLAIN: dict[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "exclude_modules": None,
+    "trainable_token_indices": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+def open_adapter(
+    model: str | Path,
+    config: DecoderConfig,
+    settings: AdapterConfig,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Lora:
+    """The adapter of a run on the model folder ``model`` as it is before the first step: a new one, or that in
+    ``settings.path``. Raises ConfigurationError."""
+    if settings.path:
+        return load_adapter(settings.path, model, config, device=device, dtype=dtype)
+    return Lora(adapted_targets(config, settings), device, dtype, seed)
+
+
+def load_adapter(
+    folder: str | Path,
+    model: str | Path,
+    config: DecoderConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Lora:
+    """The adapter in ``folder``. Raises ConfigurationError, naming file and key or tensor, for one that was trained on
+    another base than the folder ``model``, and for parts that aren't supported."""
+    folder = Path(folder)
+    targets = _stored_targets(folder, config)
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="pt") as content:
+            trained_on = (content.metadata() or {}).get(_BASE)
+            stored = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+    if trained_on is not None and trained_on != base_digest(model):
+        raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
+    lora = Lora(targets, device, dtype)
+    lora.copy_weights(_ours(file, targets, stored))
+    return lora
+
+
+def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
+    """Write the adapter of the model folder ``model`` so that PEFT and `load_adapter` can read it. Not atomic: callers
+    write into a folder of their own, and rename that."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: one.cpu().contiguous() for name, one in _theirs(lora).items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", _BASE: base_digest(model)})
+    config = json.dumps(_peft_config(lora, model), indent=2)
+    (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+
+
+def base_digest(model: str | Path) -> str:
+    """Digest that tells a model folder's weights from others: of sizes, headers and samples of its files."""
+    found = file_digests(Path(model))
+    return folder_digest({name: one for name, one in found.items() if name.endswith((".safetensors", "config.json"))})
+
+
+def _stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, ...]:
+    """The targets of the adapter in ``folder``, with rank and scale."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigurationError(f"{folder}: no {CONFIG_FILE}: not an adapter in PEFT's format")
+    given = read_json(file)
+    if given.get("peft_type") != "LORA":
+        raise ConfigurationError(f"{file}: peft_type = {given.get('peft_type')!r}: valid: 'LORA'")
+    for key, plain in _PLAIN.items():
+        if given.get(key, plain) not in (plain, None, [], {}):
+            raise ConfigurationError(f"{file}: {key} = {given[key]!r} is not supported; valid: {plain!r}")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(given.get(key), int | float) or given[key] <= 0:
+            raise ConfigurationError(f"{file}: {key} = {given.get(key)!r}: valid: a number above 0")
+    rank, alpha = int(given["r"]), float(given["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if given.get("use_rslora") else rank)
+    wanted = given.get("target_modules") or ()
+    wanted = wanted if isinstance(wanted, str) else tuple(wanted)
+    chosen = chosen_targets(config, wanted, tuple(given.get("target_parameters") or ()))
+    return tuple(AdaptedTarget(target=target, rank=rank, scale=scale) for target in chosen)
+
+
+def _theirs(lora: Lora) -> dict[str, Tensor]:
+    """The adapter's matrices under PEFT's names, in its order of rows."""
+    found: dict[str, Tensor] = {}
+    for pair in lora.pairs():
+        prefix, (a, b) = _prefix(pair.target), (pair.a.detach(), pair.b.detach())
+        if pair.target.experts:
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        elif (rotary := pair.target.rotary_dim) is not None:
+            b = b.unflatten(0, (-1, rotary // 2, 2)).transpose(1, 2).reshape(b.shape)
+        found |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    return found
+
+
+def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inverse of `_theirs`. Raises ConfigurationError for a missing, unexpected or misshapen tensor."""
+    found: dict[str, Tensor] = {}
+    known: set[str] = set()
+    for adapted in targets:
+        target, rank = adapted.target, adapted.rank
+        names = [f"{_prefix(target)}.lora_{which}.weight" for which in "AB"]
+        known |= set(names)
+        for name, shape in zip(
+            names, ((target.parts * rank, target.columns), (target.rows, target.parts * rank)), strict=True
+        ):
+            if name not in stored:
+                raise ConfigurationError(f"{file}: {name} is missing")
+            if tuple(stored[name].shape) != shape:
+                raise ConfigurationError(
+                    f"{file}: {name} has shape {list(stored[name].shape)}, model and rank imply {list(shape)}"
+                )
+        a, b = (stored[name] for name in names)
+        if target.experts:
+            a, b = a.unflatten(0, (target.experts, -1)), b.unflatten(1, (-1, target.experts)).permute(2, 0, 1)
+        elif target.rotary_dim is not None:
+            b = b.unflatten(0, (-1, 2, target.rotary_dim // 2)).transpose(1, 2).reshape(b.shape)
+        found |= {f"{target.name}.lora_A": a, f"{target.name}.lora_B": b}
+    if extra := sorted(stored.keys() - known):
+        raise ConfigurationError(f"{file}: tensors that {CONFIG_FILE} doesn't explain: {', '.join(extra[:4])}")
+    return found
+
+
+def _prefix(target: AdapterTarget) -> str:
+    """PEFT's name of a target. Of the two parameters of a mixture it wraps one in the other."""
+    if not target.experts:
+        return _PREFIX + target.name
+    module = target.name.rpartition(".")[0]
+    return f"{_PREFIX}{module}.base_layer" if target.product == "gate_up" else _PREFIX + module
+
+
+def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:
+    modules = sorted({adapted.target.name for adapted in lora.targets if not adapted.target.experts})
+    parameters = sorted({adapted.target.name for adapted in lora.targets if adapted.target.experts})
+    rank, scale = lora.targets[0].rank, lora.targets[0].scale
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "target_modules": modules,
+        "target_parameters": parameters or None,
+        "bias": "none",
+        "inference_mode": True,
+    }

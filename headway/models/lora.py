@@ -1,0 +1,168 @@
+"""Low-rank adapters: h = W x + scale * B A x beside the decoder's frozen matrices (LoRA, Hu et al. 2022, Eq. 3).
+
+The merged matrix never exists. Shape suffixes: n rows, d input features, f output features, r rank, x experts,
+m (row, expert) pairs sorted by expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headway.models.adapter_targets import AdaptedTarget, AdapterTarget
+from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.experts import LayerAdapter, grouped_linear
+from headway.models.kernels import product_dtype
+from headway.records.errors import ConfigurationError
+
+
+class LoraPair(NamedTuple):
+    """A target's two matrices."""
+
+    target: AdapterTarget
+    scale: float
+    a: nn.Parameter  # [r, d]; of experts [x, r, d]
+    b: nn.Parameter  # [f, r] in the decoder's order of rows; of experts [x, f, r]
+
+
+class LayerLora:
+    """The part of an adapter in one layer: what a `DecoderLayer` calls."""
+
+    def __init__(self, pairs: Sequence[LoraPair]) -> None:
+        self.products: dict[str, list[LoraPair]] = {}
+        for pair in pairs:
+            self.products.setdefault(pair.target.product, []).append(pair)
+
+    def add(self, product: str, out_nf: Tensor, x_nd: Tensor) -> Tensor:
+        """Add the adapter's part of ``product`` (qkv, output, gate_up, down, router) to its result, in place."""
+        pairs = self.products.get(product)
+        if pairs is None:
+            return out_nf
+        places = tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs)
+        matrices = (matrix for pair in pairs for matrix in (pair.a, pair.b))
+        return _AddLowRank.apply(out_nf, x_nd, places, *matrices)  # pyright: ignore[reportReturnType]
+
+    def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
+        """Add the adapter's part of ``product`` (gate_up, down) of a mixture's experts; ``expert_m`` ascends, ``row_m``
+        are the rows of the layer's input that the pairs come from."""
+        for pair in self.products.get(product, ()):
+            inner_mr = _by_expert(x_md, pair.a, expert_m)
+            out_mf = out_mf + _by_expert(inner_mr, pair.b, expert_m) * pair.scale
+        return out_mf
+
+
+class Lora:
+    """An adapter's weights, float32 unless cast; by name, in the order of the decoder's layers.
+
+    `use` lets a decoder compute with them. B is zero at first, so a new adapter changes nothing.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[AdaptedTarget],
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self.targets = tuple(targets)
+        self.parameters: dict[str, nn.Parameter] = {}
+        generator = torch.Generator().manual_seed(seed)
+        by_layer: dict[int, list[LoraPair]] = {}
+        for adapted in self.targets:
+            target, rank = adapted.target, adapted.rank
+            experts = (target.experts,) if target.experts else ()
+            bound = 1 / math.sqrt(target.columns)  # as torch's linear layers and PEFT
+            a = torch.empty(*experts, rank, target.columns).uniform_(-bound, bound, generator=generator)
+            b = torch.zeros(*experts, target.rows, rank)
+            pair = LoraPair(target, adapted.scale, *(nn.Parameter(one.to(device, dtype)) for one in (a, b)))
+            self.parameters |= {f"{target.name}.lora_A": pair.a, f"{target.name}.lora_B": pair.b}
+            by_layer.setdefault(target.layer, []).append(pair)
+        self.layers = {layer: LayerLora(pairs) for layer, pairs in by_layer.items()}
+
+    def pairs(self) -> Iterator[LoraPair]:
+        """The two matrices of every target."""
+        for layer in self.layers.values():
+            for pairs in layer.products.values():
+                yield from pairs
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every matrix by name, without copying: what is published."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the matrices. Raises ConfigurationError, with nothing changed, when names or shapes differ."""
+        if different := sorted(self.parameters.keys() ^ tensors.keys()):
+            raise ConfigurationError(f"the adapter's weights differ in names: {', '.join(different[:4])}")
+        for name, parameter in self.parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise ConfigurationError(
+                    f"{name}: shape {list(tensors[name].shape)} does not fit the adapter's {list(parameter.shape)}"
+                )
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+
+
+def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:
+    """Let ``model`` compute with ``adapter`` (a `Lora`'s ``layers``, by number); None: with its own weights alone."""
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        layer.adapter = None if adapter is None else adapter.get(number)
+
+
+@torch.no_grad()
+def merge(model: Decoder, lora: Lora) -> None:
+    """Add the adapter to the weights of ``model``: W + scale * B A, in at least float32, rounded once."""
+    for number, layer in enumerate(model.layers):
+        for product, pairs in lora.layers[number].products.items() if number in lora.layers else ():
+            weight = getattr(layer, f"{product}_weight")
+            for target, scale, a, b in pairs:
+                part = weight.narrow(-2, target.first, target.rows)
+                wide = torch.promote_types(part.dtype, torch.float32)
+                part.copy_(part.to(wide) + scale * (b.to(part.device, wide) @ a.to(part.device, wide)))
+
+
+class _AddLowRank(torch.autograd.Function):
+    """``out[:, rows] += scale * x A^T B^T`` for several pairs that share an input, in place: no other pass over
+    ``out``, forward or backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out_nf: Tensor, x_nd: Tensor, places: tuple[tuple[int, int, float], ...], *matrices: Tensor
+    ) -> Tensor:
+        ctx.mark_dirty(out_nf)
+        dtype = product_dtype(x_nd)
+        x_nd, a_rd = x_nd.to(dtype), torch.cat(matrices[::2]).to(dtype)
+        inner_nr = x_nd @ a_rd.t()
+        ctx.places, ctx.ranks = places, [len(a) for a in matrices[::2]]
+        ctx.save_for_backward(x_nd, inner_nr, a_rd, *matrices[1::2])
+        for (first, rows, scale), inner, b_fr in zip(places, inner_nr.split(ctx.ranks, 1), matrices[1::2], strict=True):
+            part, b_rf = out_nf.narrow(1, first, rows), b_fr.to(dtype).t()
+            if part.dtype == dtype:
+                part.addmm_(inner, b_rf, alpha=scale)
+            else:
+                part.add_(inner @ b_rf, alpha=scale)
+        return out_nf
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_nd, inner_nr, a_rd, *b = ctx.saved_tensors
+        grad_nf = grads[0].to(x_nd.dtype)
+        to_inner, to_b = [], []
+        for (first, rows, scale), inner, b_fr in zip(ctx.places, inner_nr.split(ctx.ranks, 1), b, strict=True):
+            part = grad_nf.narrow(1, first, rows)
+            to_inner.append((part @ b_fr.to(part.dtype)).mul_(scale))
+            to_b.append((part.t() @ inner).mul_(scale).to(b_fr.dtype))
+        to_inner_nr = torch.cat(to_inner, 1)
+        to_a = (to_inner_nr.t() @ x_nd).to(b[0].dtype).split(ctx.ranks)
+        pairs = (gradient for pair in zip(to_a, to_b, strict=True) for gradient in pair)
+        return grads[0], to_inner_nr @ a_rd, None, *pairs
+
+
+def _by_expert(rows_md: Tensor, weights_xfd: Tensor, expert_m: Tensor) -> Tensor:
+    ends_x = torch.searchsorted(expert_m, torch.arange(len(weights_xfd), device=expert_m.device), right=True)
+    return grouped_linear(rows_md, weights_xfd, ends_x)
