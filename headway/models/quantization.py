@@ -58,7 +58,7 @@ def load_frozen(path: str | Path, how: Quantization, device: str | torch.device)
 
 
 def load_sampled(path: str | Path, how: Quantization | None, dtype: str | torch.dtype, device: torch.device) -> Decoder:
-    """The same model for an engine: plain matrices of ``dtype``, equal to what the trainer's codes stand for.
+    """Load the model in folder ``path`` for an engine: plain matrices of ``dtype``, equal to what the codes stand for.
     ``how`` None: as in the folder."""
     if how is None:
         return load_for_generation(path, dtype, device)
