@@ -56,6 +56,7 @@ from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, load_for_generation, save_model, weights_of
 from headway.models.peak import measure_peak_flops
+from headway.models.sizes import sizes_from
 from headway.records.generation import GenerationRequest, SamplingParameters, UpdateMode
 
 PEERS = Path(__file__).with_name("engine_peers.py")
@@ -211,9 +212,9 @@ def limit_s(config: DecoderConfig, prompts: list[list[int]], new_tokens: int, wi
     """Seconds the arithmetic of a round takes at ``flops``/s, and its weights and KV at ``read`` bytes/s."""
     lengths = [len(prompt) + new_tokens - 1 for prompt in prompts]
     arithmetic_s = config.flops(lengths, new_tokens * len(prompts)) / flops
-    kv_bytes = 2 * config.layers * config.kv_heads * config.head_dim * width
+    sizes = sizes_from(config.to_mapping("float32"))
     contexts = sum((len(prompt) + new_tokens / 2) * new_tokens for prompt in prompts)
-    return arithmetic_s, (new_tokens * config.matrix_parameters() * width + contexts * kv_bytes) / read
+    return arithmetic_s, (new_tokens * sizes.parameters * width + contexts * sizes.kv_bytes_per_token(width)) / read
 
 
 def alternate(sides: dict[str, Any], count: int, new_tokens: int, rounds: int) -> dict[str, list[Round]]:
@@ -243,8 +244,9 @@ def measure(
     ours = Ours(folder, dtype, max(counts))
     config, width, computed = ours.model.config, ours.model.dtype.itemsize, str(ours.model.dtype).rpartition(".")[2]
     peak = peaks[computed]
-    read = memory_gb_per_s(config.matrix_parameters() * width)
-    title = f"{size} model ({config.matrix_parameters() / 1e6:.1f} M parameters), {dtype} (ours computes in {computed})"
+    parameters = sizes_from(config.to_mapping("float32")).parameters
+    read = memory_gb_per_s(parameters * width)
+    title = f"{size} model ({parameters / 1e6:.1f} M parameters), {dtype} (ours computes in {computed})"
     print(f"\n{title}, {new_tokens} new tokens")
     rates: dict[int, float] = {}
     shares: dict[int, float] = {}

@@ -53,6 +53,7 @@ from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model, weights_of
+from headway.models.sizes import sizes_from
 from headway.records.generation import GenerationRequest, PublishedWeights, SamplingParameters
 from headway.runtime.child import WorkerContext
 from headway.runtime.devices import Device
@@ -245,8 +246,9 @@ def _summary(
         "bytes": size_bytes,
         "updates": len(pauses),
     }
+    millions = sizes_from(config.to_mapping("float32")).parameters / 1e6
     print(
-        f"{engine_name}, {config.matrix_parameters() / 1e6:.1f} M parameters in {dtype} ({size_bytes / 1e6:.0f} MB), "
+        f"{engine_name}, {millions:.1f} M parameters in {dtype} ({size_bytes / 1e6:.0f} MB), "
         f"{IN_FLIGHT} requests in flight, {len(pauses)} updates\n"
         f"  pause {1000 * out['pause_s']:.1f} ms [{1000 * min(pauses):.1f}, {1000 * max(pauses):.1f}] beside a decode "
         f"step of {1000 * out['step_s']:.1f} ms; a copy {1000 * out['copy_s']:.1f} ms "

@@ -51,6 +51,7 @@ def init_model(
 
     corpus = read_texts(texts)  # before torch is loaded: a wrong path shows at once
     from headway.models.initialise import initialise_model
+    from headway.models.sizes import sizes_of
 
     made = initialise_model(
         output,
@@ -70,9 +71,10 @@ def init_model(
         experts_per_token=experts_per_token,
         character_level=character_level,
     )
-    size = f"{made.matrix_parameters() / 1e6:.2f} M parameters"
+    sizes = sizes_of(output)
+    size = f"{sizes.parameters / 1e6:.2f} M parameters"
     if made.mixture is not None:
-        size += f" ({made.matrix_parameters(active=True) / 1e6:.2f} M for each token)"
+        size += f" ({sizes.active_parameters / 1e6:.2f} M for each token)"
     typer.echo(f"{output}: {size}, vocabulary of {made.vocabulary_size}")
 
 

@@ -266,18 +266,6 @@ class DecoderConfig:
         experts = mixture.per_token if active else mixture.experts
         return attention + self.width * mixture.experts + experts * 3 * self.width * mixture.intermediate
 
-    @property
-    def active_intermediate(self) -> int:
-        """Feed-forward size one token passes through in the widest layer."""
-        mixture = self.mixture
-        sparse = 0 if mixture is None else mixture.per_token * mixture.intermediate
-        return sparse if mixture is not None and not mixture.dense_layers else max(sparse, self.intermediate)
-
-    def matrix_parameters(self, *, active: bool = False) -> int:
-        """Weights of all matrices (norms and biases left out); ``active``: only those one token passes through."""
-        layers = sum(self.matmul_parameters(index, active=active) for index in range(self.layers))
-        return self.vocabulary_size * self.width * (1 if self.tied else 2) + layers
-
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square; with a
         window: only the pairs it covers; in a mixture: only a token's own experts).

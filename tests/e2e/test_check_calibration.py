@@ -12,8 +12,8 @@ import pytest
 from tiny_run import headway, require_nothing_left, write_experiment, write_inputs
 
 from headway.config.load import load_experiment
-from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_model
+from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.preflight.preview import preview
 from headway.records.check_report import CheckReport
@@ -104,8 +104,7 @@ def test_memory_is_predicted_for_a_model_that_is_larger_than_the_interpreter(tmp
     )
     experiment = load_experiment(str(config), [])
     report = preview(experiment, seconds=6.0)
-    model = DecoderConfig.from_pretrained(tmp_path / "model")
-    predicted = {use.name: use for use in memory_uses(experiment, model)}
+    predicted = {use.name: use for use in memory_uses(experiment, sizes_of(tmp_path / "model"))}
     assert report.calibration is not None
     for name in ("generator-0", "trainer-0"):
         use, seen = predicted[name], report.calibration.resident_bytes[name]

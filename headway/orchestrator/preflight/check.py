@@ -15,6 +15,7 @@ from pathlib import Path
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
@@ -338,7 +339,7 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
     if inputs.model is None:
         return
     try:
-        uses = memory_uses(inputs.experiment, inputs.model)
+        uses = memory_uses(inputs.experiment, sizes_of(inputs.experiment.model.path))
     except ConfigurationError:
         uses = []  # a device or a reference model that isn't there: said already
     findings += memory_findings(uses, memory_places(uses))

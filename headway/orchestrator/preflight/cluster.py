@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway.config.schema import Experiment
-from headway.models.configuration import DecoderConfig
+from headway.models.sizes import sizes_of
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, device_names, open_machines
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import existing, gibibytes, memory_findings, memory_places, memory_uses
@@ -118,7 +118,7 @@ def _look_at_conditions(node: Node, seen: NodeConditions, experiment: Experiment
     rooms = {f"memory of {name}": (facts.memory_bytes, memory), f"{SHARED_MEMORY} of {name}": (shared, shared)}
     for gpu in seen.gpus:
         rooms[f"{node.name}/cuda:{gpu.index}"] = (gpu.memory_bytes, gpu.memory_bytes - gpu.memory_used_bytes)
-    uses = memory_uses(experiment, DecoderConfig.from_pretrained(Path(experiment.model.path)))
+    uses = memory_uses(experiment, sizes_of(experiment.model.path))
     uses = [use for use in uses if use.place in rooms]
     found += memory_findings(uses, memory_places(uses, rooms))
 

@@ -1,17 +1,16 @@
 """Memory and disk that the run's processes and files will need, from sizes alone, before they exist. Torch-free.
 
 All numbers are what is needed *at most*: every KV slot full, the largest micro-batch. ``P`` parameters, ``b`` bytes of
-a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query and KV heads of ``e`` dimensions, ``f``
-intermediate width, ``V`` vocabulary.
+a number in the dtype in question, ``c`` values cached of a token (`models/sizes.py`).
 
 - generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
-  experts, in the order its products read them in (``native_kernels``); KV cache 2·L·slots·K·context·e·b; the buffer
+  experts, in the order its products read them in (``native_kernels``); KV cache slots·context·c·b; the buffer
   new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. vLLM
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
 - trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
-  (``activation_bytes``, ``score_bytes``); logits of one chunk. With several ranks gradients are summed in one more
-  copy, 4·P
+  (`ModelSizes.activation_bytes`, `score_bytes`); logits of one chunk. With several ranks gradients are summed in one
+  more copy, 4·P
 - published weights: 3 versions of P·b in /dev/shm, which is main memory and counted there too; the system shows them
   once more in every process that reads them
 - checkpoints: 12·P each (weights and two moments), one more than is kept while it is written, and the best model twice
@@ -29,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headway.config.schema import Experiment
-from headway.models.configuration import DecoderConfig
+from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device, split_node
@@ -68,56 +67,9 @@ def bytes_of(dtype: str) -> int:
     return 2 if dtype in ("bfloat16", "float16") else 4
 
 
-def _packed_count(model: DecoderConfig) -> int:
-    """Weights that products of few rows read: no experts, and no embedding that is looked up alone."""
-    experts = 0 if model.mixture is None else model.mixture.experts * 3 * model.width * model.mixture.intermediate
-    sparse = sum(model.layer(index).sparse for index in range(model.layers))
-    looked_up = 0 if model.tied else model.vocabulary_size * model.width
-    return model.matrix_parameters() - looked_up - sparse * experts
-
-
-def activation_bytes(model: DecoderConfig, tokens: int, dtype: str, *, checkpointing: bool = False) -> int:
-    """Bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
-
-    Kept of each token in each layer, in numbers of the products' dtype: the two norms' outputs before and after their
-    weight 4·d, padded query, key and value (H + 2K)·e, the attention's output as it leaves, is put together and is
-    projected 3·H·e, gate and up 2·f, their product f; and the normed query and key (H + K)·e in float32. On top the
-    largest of them three times over, for the layer in which the backward is. With gradient ``checkpointing`` each layer
-    keeps its input alone, 4·d bytes a token, and one layer all of the above.
-    """
-    product, heads = bytes_of(dtype), model.heads * model.head_dim
-    joint = (model.heads + 2 * model.kv_heads) * model.head_dim
-    kept = product * (4 * model.width + joint + 3 * heads + 3 * model.active_intermediate)
-    kept += 4 * (model.heads + model.kv_heads) * model.head_dim
-    passing = 3 * 4 * max(2 * model.active_intermediate, joint) + 3 * 4 * model.width
-    layers = model.layers * 4 * model.width + kept if checkpointing else model.layers * kept
-    return tokens * (layers + passing)
-
-
-def score_bytes(
-    model: DecoderConfig, tokens: int, longest_tokens: int, dtype: str, *, checkpointing: bool = False
-) -> int:
-    """Bytes that the backward needs of attention with capped scores, computed in full: for each query of each head and
-    every key it might see, the capped score and its weight in float32, the latter in the products' dtype as well."""
-    if model.attention_softcap is None:
-        return 0
-    number = 8 + (bytes_of(dtype) if bytes_of(dtype) < 4 else 0)
-    layers = [model.heads * tokens * keys * number for keys in _keys_of_layers(model, longest_tokens)]
-    return max(layers) if checkpointing else sum(layers)
-
-
-def _keys_of_layers(model: DecoderConfig, longest_tokens: int) -> list[int]:
-    """Keys that a query's scores are computed for, layer by layer; a window's come in blocks of twice its size."""
-    window = model.window
-    return [
-        min(longest_tokens, 2 * window.tokens) if window is not None and layer in window.layers else longest_tokens
-        for layer in range(model.layers)
-    ]
-
-
-def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
+def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     """Bytes that each process and kind of file needs, and in which place."""
-    queue, run, weights = experiment.queue, experiment.run.directory, model.matrix_parameters()
+    queue, run, weights = experiment.queue, experiment.run.directory, model.parameters
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
     workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
@@ -144,16 +96,16 @@ def _published_to(experiment: Experiment) -> list[str]:
     return [str(SHARED_MEMORY), *(f"{SHARED_MEMORY}{_OF_NODE}{node}" for node in nodes if node)]
 
 
-def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
+def _generators(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     for index, name in enumerate(experiment.generator.devices):
         widened = parse_device(name).kind == "cpu" and not cpu_multiplies_bfloat16()
         dtype = "float32" if widened else experiment.generator.dtype
         yield from _generator(experiment, model, f"generator-{index}", name, bytes_of(dtype))
 
 
-def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: str, width: int) -> Iterator[MemoryUse]:
+def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str, width: int) -> Iterator[MemoryUse]:
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
-    settings, weights = experiment.generator, model.matrix_parameters()
+    settings, weights = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
         size = weights * bytes_of(settings.dtype)
         parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
@@ -165,11 +117,11 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
     context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
-    kv = 2 * model.layers * settings.slots * model.kv_heads * context * model.head_dim * width
+    kv = model.cached_values * settings.slots * context * width  # beyond windows as well
     packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
     on_device = {
         "weights": 4 * weights,  # in bfloat16 half of it stays
-        "packed weights": 4 * _packed_count(model) if packed else 0,
+        "packed weights": 4 * model.dense_parameters if packed else 0,
         "KV cache": kv,
         "activations": _step_bytes(experiment, model, width),
     }
@@ -177,14 +129,14 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
     yield from _on_device(name, device, on_device, on_host)
 
 
-def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) -> Iterator[MemoryUse]:
+def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> Iterator[MemoryUse]:
     """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights whole."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
-    weights = model.matrix_parameters() * width
+    weights = model.parameters * width
     per_slot = min(experiment.max_sequence_tokens, model.max_positions)
     tokens = settings.kv_capacity_tokens or settings.slots * per_slot
-    kv = 2 * model.layers * -(-model.kv_heads // ranks) * tokens * model.head_dim * width
+    kv = model.cached_values // model.kv_heads * -(-model.kv_heads // ranks) * tokens * width
     if "gpu_memory_utilization" in own or "num_gpu_blocks_override" in own:
         kv = 0  # what is there, or more than can be told from here
     on_cpu = parse_device(device).kind == "cpu"
@@ -210,23 +162,23 @@ def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) 
         )
 
 
-def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int:
+def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
     """Activations of the largest step, and what sampling makes of its logits."""
     settings = experiment.generator
     # Resumed requests, and all of them after an update that recomputes, prefill what they have sampled as well.
     longest = experiment.max_sequence_tokens
     together = longest if experiment.run.deterministic else settings.prefill_tokens_per_step
     prefilled = min(together, settings.slots * longest)
-    joint = (model.heads + 2 * model.kv_heads) * model.head_dim
-    activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.active_intermediate)
+    widest = max(2 * layer.joint + 3 * layer.intermediate for layer in model.layers)
+    activations = prefilled * width * (3 * model.width + widest)
     if model.attention_softcap is not None:
         context = min(longest, model.max_positions, settings.kv_capacity_tokens or longest)
-        activations += 12 * model.heads * prefilled * max(_keys_of_layers(model, context))  # scores, three times over
+        activations += 12 * model.heads * prefilled * max(model.scored_keys(context))  # scores, three times over
     return activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES
 
 
-def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
-    settings, weights = experiment.trainer, model.matrix_parameters()
+def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
+    settings, weights = experiment.trainer, model.parameters
     tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
@@ -236,14 +188,14 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
         "weights": 4 * weights,
         "gradients": 4 * weights * (2 if ranks > 1 else 1),
         "AdamW": 8 * weights,
-        "activations": activation_bytes(model, tokens, dtype, checkpointing=again)
-        + score_bytes(model, tokens, experiment.max_sequence_tokens, dtype, checkpointing=again),
+        "activations": model.activation_bytes(tokens, bytes_of(dtype), checkpointing=again)
+        + model.score_bytes(tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=again),
         "logits": 4 * logits * _LOGIT_COPIES,
     }
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
-        reference = DecoderConfig.from_pretrained(Path(folder)) if folder else model
-        on_device["reference"] = reference.matrix_parameters() * bytes_of(dtype)
+        reference = sizes_of(folder) if folder else model
+        on_device["reference"] = reference.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
         yield from _on_device(f"trainer-{rank}", device, on_device, {"base": BASE_BYTES["trainer"]})
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
 from headway.config.schema import Experiment
 from headway.control.tuning.forecast import RunShape, forecast
 from headway.control.tuning.ledger_model import shape_of
-from headway.models.configuration import DecoderConfig
+from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, lent_replicas
 from headway.orchestrator.preflight.check import check
 from headway.orchestrator.preflight.cluster import node_findings
@@ -45,7 +44,7 @@ def preview(
     findings = Findings(findings + on_nodes)
     if any(finding.level == "error" for finding in on_nodes):
         return CheckReport(findings=findings.by_level())
-    uses = memory_uses(experiment, DecoderConfig.from_pretrained(Path(experiment.model.path)))
+    uses = memory_uses(experiment, sizes_of(experiment.model.path))
     places = memory_places(uses)
     if seconds is None or experiment.environment.name != "single_turn":  # what agents do takes longer to be seen
         return CheckReport(findings=findings.by_level(), memory=uses, places=places)
@@ -131,8 +130,7 @@ def calibration_findings(experiment: Experiment, measured: Calibration, predicte
 
 def look_at_residents(experiment: Experiment, measured: Calibration, findings: Findings) -> None:
     """Processes that already hold more than was predicted for their whole run."""
-    model = DecoderConfig.from_pretrained(Path(experiment.model.path))
-    for use in memory_uses(experiment, model):
+    for use in memory_uses(experiment, sizes_of(experiment.model.path)):
         resident = measured.resident_bytes.get(use.name, 0) if use.place == "memory" else 0
         if resident > 1.3 * use.total_bytes:
             findings.warning(

@@ -11,6 +11,7 @@ import pytest
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig, SlidingWindow
+from headway.models.sizes import ModelSizes, sizes_from
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
@@ -19,7 +20,7 @@ from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
 
-MODEL = DecoderConfig(
+CONFIG = DecoderConfig(
     vocabulary_size=1000,
     width=64,
     layers=2,
@@ -30,7 +31,15 @@ MODEL = DecoderConfig(
     max_positions=4096,
     tied=True,
 )
-PARAMETERS = 1000 * 64 + 2 * ((4 + 2 * 2 + 4) * 16 * 64 + 3 * 64 * 128)
+
+
+def sizes(config: DecoderConfig = CONFIG, **changes: Any) -> ModelSizes:
+    return sizes_from(replace(config, **changes).to_mapping("float32"))
+
+
+MODEL = sizes()
+NORMS = 64 + 2 * (2 * 64 + 2 * 16)
+PARAMETERS = 1000 * 64 + 2 * ((4 + 2 * 2 + 4) * 16 * 64 + 3 * 64 * 128) + NORMS
 
 
 def experiment(folder: Path, **sections: dict[str, Any]) -> Experiment:
@@ -51,7 +60,7 @@ def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
 
 
 def test_parameters() -> None:
-    assert MODEL.matrix_parameters() == PARAMETERS
+    assert MODEL.parameters == PARAMETERS
 
 
 def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +92,8 @@ def test_packed_weights_are_those_the_kernels_pack(family: str, tied: bool) -> N
     if runner._kernels is None:
         pytest.skip("no C++ compiler here")
     packed = sum(weight.numel() for weight, _ in runner._kernels._panels.values())
-    assert packed == memory._packed_count(runner.model.config)
+    norms = sum(weight.numel() for weight in runner.model.parameters() if weight.ndim == 1)
+    assert packed == sizes(runner.model.config).dense_parameters - norms
 
 
 def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
@@ -97,17 +107,17 @@ def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
     assert two["trainer-1 memory"].parts["gradients"] == 8 * PARAMETERS
     twice = uses_of(tmp_path, trainer={"micro_batch_tokens": 32768 // 2 * 2, "dtype": "bfloat16"})
     assert twice["trainer-0 memory"].parts["activations"] < 2 * parts["activations"]
-    assert memory.activation_bytes(MODEL, 2000, "float32") == 2 * memory.activation_bytes(MODEL, 1000, "float32")
+    assert MODEL.activation_bytes(2000, 4) == 2 * MODEL.activation_bytes(1000, 4)
 
 
 def test_a_small_batch_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
     small = uses_of(tmp_path, queue={"groups_per_step": 1}, rollout={"group_size": 2})["trainer-0 memory"].parts
-    assert small["activations"] == memory.activation_bytes(MODEL, 1000, "float32")
+    assert small["activations"] == MODEL.activation_bytes(1000, 4)
 
 
 def test_checkpointing_keeps_the_input_of_each_layer(tmp_path: Path) -> None:
-    deep = replace(MODEL, layers=40)
-    plain, checkpointed = (memory.activation_bytes(deep, 1000, "float32", checkpointing=on) for on in (False, True))
+    deep = sizes(layers=40)
+    plain, checkpointed = (deep.activation_bytes(1000, 4, checkpointing=on) for on in (False, True))
     assert checkpointed < plain / 8
     assert checkpointed > 40 * 1000 * 4 * 64
     parts = [
@@ -117,14 +127,15 @@ def test_checkpointing_keeps_the_input_of_each_layer(tmp_path: Path) -> None:
 
 
 def test_capped_scores_are_computed_in_full() -> None:
-    assert memory.score_bytes(MODEL, 1000, 500, "float32") == 0
-    capped = replace(MODEL, attention_softcap=50.0)
-    assert memory.score_bytes(capped, 1000, 500, "float32") == 2 * 4 * 1000 * 500 * 8
-    assert memory.score_bytes(capped, 1000, 500, "bfloat16") == 2 * 4 * 1000 * 500 * 10
-    assert memory.score_bytes(capped, 1000, 500, "float32", checkpointing=True) == 4 * 1000 * 500 * 8
+    assert MODEL.score_bytes(1000, 500, 4) == 0
+    gemma = replace(CONFIG, architecture="Gemma2ForCausalLM", qk_norm=False, attention_softcap=50.0)
+    capped = sizes(gemma)
+    assert capped.score_bytes(1000, 500, 4) == 2 * 4 * 1000 * 500 * 8
+    assert capped.score_bytes(1000, 500, 2) == 2 * 4 * 1000 * 500 * 10
+    assert capped.score_bytes(1000, 500, 4, checkpointing=True) == 4 * 1000 * 500 * 8
     window = SlidingWindow(tokens=100, layers=(0,))
-    windowed = replace(capped, window=window)
-    assert memory.score_bytes(windowed, 1000, 500, "float32") == 4 * 1000 * (500 + 200) * 8
+    windowed = sizes(gemma, window=window)
+    assert windowed.score_bytes(1000, 500, 4) == 4 * 1000 * (500 + 200) * 8
 
 
 def test_a_resumed_request_prefills_its_response_too(tmp_path: Path) -> None:
@@ -179,7 +190,7 @@ def test_ranks_of_vllm_share_weights_and_kv(tmp_path: Path) -> None:
 
 def test_a_model_that_fits_on_two_gpus_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "gpu_memory", lambda index: (7 * GIB // 4, 7 * GIB // 4))
-    large = replace(MODEL, width=1024, layers=24, heads=16, kv_heads=4, head_dim=64, intermediate=4096)
+    large = sizes(width=1024, layers=24, heads=16, kv_heads=4, head_dim=64, intermediate=4096)
     rollout = {"max_prompt_tokens": 100, "max_response_tokens": 200}
     for ranks, fits in ((1, False), (2, True)):
         generator = vllm(["cuda:0"], engine_arguments={"tensor_parallel_size": ranks}, slots=64)

@@ -1,0 +1,402 @@
+"""Sizes of a model, read from its ``config.json``: weights, cached values, activations; torch-free.
+
+Dense, grouped-query, latent (MLA) and windowed attention, mixtures of experts with shared ones, and hybrids with
+linear-attention layers, as `size_rules.RULES` describes them. Of an architecture that isn't there, sizes are taken from
+the shapes of its tensors where the folder holds the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headway.models.configuration import read_json
+from headway.models.families import read_window
+from headway.models.size_rules import RULES, SizeRules
+from headway.records.errors import ConfigurationError
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_KINDS = {
+    _FULL: _FULL, "attention": _FULL, "*": _FULL, "indexed_attention": _FULL, _WINDOWED: _WINDOWED,
+    _LINEAR: _LINEAR, "mamba": _LINEAR, "M": _LINEAR, "mlp": "dense", "-": "dense", "moe": "sparse", "E": "sparse",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Counts of one layer: weights, values that are cached, values that a token makes on its way through."""
+
+    parameters: int
+    experts: int = 0  # weights of routed experts, which are part of parameters
+    idle: int = 0  # of those, the ones a token doesn't go through
+    cached: int = 0  # values cached of each token
+    window: int | None = None  # tokens whose values are kept; None: all
+    state: int = 0  # values kept of a sequence, whatever its length
+    joint: int = 0  # query, key and value of a token together
+    output: int = 0  # the attention's output, before it is projected
+    normed: int = 0  # query and key
+    intermediate: int = 0  # feed-forward size a token goes through
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of one model. Weights are counted as transformers holds them: tied heads once, no extra prediction heads.
+
+    Example, Qwen3-235B-A22B: 235.09 G parameters, 22.19 G of them active, 94 layers of 2 x 4 x 128 cached values, so
+    ``kv_bytes_per_token(2)`` == 192,512.
+    """
+
+    model_type: str
+    vocabulary_size: int
+    width: int
+    heads: int
+    kv_heads: int  # parts that the cache can be divided into by tensor parallelism; 1 where it is compressed
+    max_positions: int
+    tied: bool
+    attention_softcap: float | None = None
+    outside: int  # weights of embedding, head and last norm
+    layers: tuple[LayerSizes, ...]
+
+    @cached_property
+    def parameters(self) -> int:
+        return self.outside + sum(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Weights that one token goes through, the whole embedding included."""
+        return self.parameters - sum(layer.idle for layer in self.layers)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Weights that products of few rows read: no experts, and no embedding that is looked up alone."""
+        looked_up = 0 if self.tied else self.vocabulary_size * self.width
+        return self.parameters - looked_up - sum(layer.experts for layer in self.layers)
+
+    @cached_property
+    def cached_values(self) -> int:
+        """Values cached of one token in all layers, windows ignored."""
+        return sum(layer.cached for layer in self.layers)
+
+    def kv_bytes_per_token(self, number_bytes: float) -> float:
+        """Bytes that one more token adds to the cache while no window is full."""
+        return self.cached_values * number_bytes
+
+    def kv_bytes(self, tokens: int, number_bytes: float) -> float:
+        """Bytes of the cache of a sequence of ``tokens``, when nothing beyond windows is kept; the state of linear
+        layers included."""
+        values = sum(layer.cached * min(tokens, layer.window or tokens) + layer.state for layer in self.layers)
+        return values * number_bytes
+
+    def activation_bytes(self, tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
+        """Bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
+
+        Kept of each token in each layer of width d, in numbers of ``number_bytes``: the two norms' outputs before and
+        after their weight 4·d, query, key and value, the attention's output o as it leaves, is put together and is
+        projected 3·o, gate and up 2·f, their product f; and the normed query and key in float32. On top the largest of
+        them three times over, for the layer in which the backward is. With gradient ``checkpointing`` each layer keeps
+        its input alone, 4·d bytes a token, and one layer all of the above.
+        """
+        kept = [
+            number_bytes * (4 * self.width + layer.joint + 3 * layer.output + 3 * layer.intermediate) + 4 * layer.normed
+            for layer in self.layers
+        ]
+        widest = max(max(2 * layer.intermediate, layer.joint) for layer in self.layers)
+        passing = 3 * 4 * widest + 3 * 4 * self.width
+        layers = len(self.layers) * 4 * self.width + max(kept) if checkpointing else sum(kept)
+        return tokens * (layers + passing)
+
+    def score_bytes(self, tokens: int, longest_tokens: int, number_bytes: int, *, checkpointing: bool = False) -> int:
+        """Bytes that the backward needs of attention with capped scores, computed in full: for each query of each head
+        and every key it might see, the capped score and its weight in float32, the latter in the products' dtype as
+        well."""
+        if self.attention_softcap is None:
+            return 0
+        number = 8 + (number_bytes if number_bytes < 4 else 0)
+        layers = [self.heads * tokens * keys * number for keys in self.scored_keys(longest_tokens)]
+        return max(layers) if checkpointing else sum(layers)
+
+    def scored_keys(self, longest_tokens: int) -> list[int]:
+        """Keys that a query's scores are computed for, layer by layer; a window's come in blocks of twice its size."""
+        return [min(longest_tokens, 2 * (layer.window or longest_tokens)) for layer in self.layers]
+
+
+def sizes_of(folder: str | Path) -> ModelSizes:
+    """Sizes of the model in ``folder``, by its ``config.json``; of an unknown architecture by the shapes of its
+    ``*.safetensors``. Raises ConfigurationError that names the key that decides."""
+    file = Path(folder) / "config.json"
+    raw = read_json(file)
+    try:
+        if raw.get("model_type") in RULES or not (files := sorted(Path(folder).glob("*.safetensors"))):
+            return sizes_from(raw)
+        return sizes_of_shapes(raw, _shapes(files))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{file}: {error}") from None
+
+
+def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
+    """Sizes by the content of a ``config.json``. Raises ConfigurationError for a missing key or an unknown
+    architecture."""
+    if raw.get("text_config"):
+        raise ConfigurationError(
+            "text_config: the model has parts for images or sound, which aren't counted; a config.json with the content "
+            "of text_config is"
+        )
+    name = str(raw.get("model_type"))
+    if name not in RULES:
+        raise ConfigurationError(
+            f"model_type = {name!r} is of unknown shape; known: {', '.join(RULES)}; any other with its *.safetensors "
+            "beside config.json"
+        )
+    rules = RULES[name]
+    keys = _Keys({**rules.defaults, **{key: value for key, value in raw.items() if value is not None}})
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    tied = bool(keys.get("tie_word_embeddings", False))
+    vocabulary = keys.count("vocab_size")
+    return ModelSizes(
+        model_type=name,
+        vocabulary_size=vocabulary,
+        width=width,
+        heads=heads,
+        kv_heads=1 if rules.attention == "latent" else int(keys.get("num_key_value_heads", heads)),
+        max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
+        tied=tied,
+        attention_softcap=keys.get("attn_logit_softcapping"),
+        outside=vocabulary * width * (1 if tied else 2) + width,
+        layers=tuple(_layer(keys, rules, index, kind) for index, kind in enumerate(_kinds(keys, rules))),
+    )
+
+
+class _Keys(dict[str, Any]):
+    """Content of a config.json, without keys that are null."""
+
+    def count(self, key: str, least: int = 1) -> int:
+        value = self.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigurationError(f"{key} = {value!r}: an integer of at least {least} is needed")
+        return value
+
+    def any_of(self, *names: str) -> int:
+        """The first of ``names`` that is there, else 0."""
+        return next((self.count(name, 0) for name in names if name in self), 0)
+
+
+# --- layers ----------------------------------------------------------------------------------------------
+
+
+def _kinds(keys: _Keys, rules: SizeRules) -> list[str]:
+    """Kind of each layer: full_attention, sliding_attention, linear_attention; dense or sparse where a layer is a
+    feed-forward alone."""
+    given = keys.get("layer_types") or keys.get("layers_block_type") or keys.get("hybrid_override_pattern")
+    if rules.family is not None:
+        layers = keys.count("num_hidden_layers")
+        tokens, covered = read_window(keys, rules.family, layers)
+        return [_WINDOWED if tokens and index in covered else _FULL for index in range(layers)]
+    if given is not None:
+        if len(given) != (layers := keys.get("num_hidden_layers", len(given))):
+            raise ConfigurationError(f"layer_types has {len(given)} layers, but num_hidden_layers = {layers}")
+        if unknown := sorted(set(given) - set(_KINDS)):
+            raise ConfigurationError(f"layer_types has {unknown[0]!r}; known: {', '.join(_KINDS)}")
+        return [_KINDS[kind] for kind in given]
+    layers = keys.count("num_hidden_layers")
+    if rules.linear_every is not None:
+        every = keys.any_of("full_attention_interval") or rules.linear_every
+        return [_FULL if (index + 1) % every == 0 else _LINEAR for index in range(layers)]
+    if "attn_layer_indices" in keys:
+        return [_FULL if index in keys["attn_layer_indices"] else _LINEAR for index in range(layers)]
+    every = rules.window_every if keys.get("sliding_window") else None
+    if every is not None:
+        return [_FULL if every > 1 and (index + 1) % every == 0 else _WINDOWED for index in range(layers)]
+    return [_LINEAR if rules.linear == "mamba" else _FULL] * layers
+
+
+def _layer(keys: _Keys, rules: SizeRules, index: int, kind: str) -> LayerSizes:
+    alone = kind in ("dense", "sparse")  # a feed-forward without attention
+    single = rules.norms == 1  # a layer is one or the other
+    found = {"parameters": rules.norms * keys.count("hidden_size")}
+    if not alone:
+        mixer = _linear(keys, rules) if kind == _LINEAR else _attention(keys, rules, index)
+        found = {**mixer, "parameters": found["parameters"] + mixer["parameters"]}
+    if alone or not single:
+        sparse = kind == "sparse" if alone else _is_sparse(keys, index)
+        ends = _experts(keys, rules) if sparse else _dense(keys, rules)
+        found = {**found, **ends, "parameters": found["parameters"] + ends["parameters"]}
+    return LayerSizes(window=int(keys["sliding_window"]) if kind == _WINDOWED else None, **found)
+
+
+def _attention(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
+    if rules.attention == "latent":
+        return _latent(keys, rules, index)
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    kv_heads = keys.count("num_key_value_heads") if "num_key_value_heads" in keys else heads
+    dim = int(keys.get("head_dim") or width // heads)
+    query, key = heads * dim, kv_heads * dim
+    made = query * (2 if rules.output_gate else 1) + 2 * key
+    biased = bool(keys.get("attention_bias", False)) if rules.query_bias is None else rules.query_bias
+    back = bool(keys.get("attention_bias", False)) if rules.output_bias is None else rules.output_bias
+    weights = width * (made + query) + biased * made + back * width + rules.sinks * heads
+    norm = "head" if keys.get("use_qk_norm") and rules.qk_norm == "none" else rules.qk_norm
+    weights += {"none": 0, "head": 2 * dim, "whole": query + key}[norm]
+    cached = {"cached": 2 * key, "joint": query + 2 * key, "output": query, "normed": query + key}
+    return {"parameters": weights, **cached}
+
+
+def _latent(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
+    """Multi-head latent attention (DeepSeek V2): a compressed key and value and one rotary key are cached."""
+    width, heads, biased = (
+        keys.count("hidden_size"),
+        keys.count("num_attention_heads"),
+        bool(keys.get("attention_bias", False)),
+    )
+    latent, rotary = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
+    query, value = keys.count("qk_nope_head_dim") + rotary, keys.count("v_head_dim")
+    compressed = keys.any_of("q_lora_rank")
+    weights = width * heads * query
+    if compressed:
+        weights = width * compressed + biased * compressed + compressed + compressed * heads * query
+    weights += (width + biased) * (latent + rotary) + latent + latent * heads * (query - rotary + value)
+    weights += heads * value * width + biased * width
+    cached = latent + rotary
+    if rules.indexer and _is_indexed(keys, index):
+        many, dim = keys.count("index_n_heads"), keys.count("index_head_dim")
+        weights += compressed * many * dim + width * dim + 2 * dim + width * many
+        cached += dim
+    made = {"joint": heads * (2 * query + value), "output": heads * value, "normed": 2 * heads * query}
+    return {"parameters": weights, "cached": cached, **made}
+
+
+def _is_indexed(keys: _Keys, index: int) -> bool:
+    """Whether the layer selects keys itself; others reuse the selection of the layer before."""
+    if "indexer_types" in keys:
+        return keys["indexer_types"][index] == "full"
+    every, offset = max(1, keys.any_of("index_topk_freq")), int(keys.get("index_skip_topk_offset", 2))
+    return max(index - offset + 1, 0) % every == 0
+
+
+def _linear(keys: _Keys, rules: SizeRules) -> dict[str, int]:
+    width = keys.count("hidden_size")
+    if rules.linear == "delta":  # Gated DeltaNet
+        value_heads, value_dim = keys.count("linear_num_value_heads"), keys.count("linear_value_head_dim")
+        key_dim, kernel = keys.count("linear_key_head_dim"), keys.count("linear_conv_kernel_dim")
+        key, value = keys.count("linear_num_key_heads") * key_dim, value_heads * value_dim
+        convolved = 2 * key + value
+        weights = width * (convolved + value + 2 * value_heads) + convolved * kernel + 2 * value_heads + value_dim
+        state = convolved * kernel + value_heads * key_dim * value_dim
+        made = {"joint": convolved + value, "output": value, "normed": 2 * key}
+        return {"parameters": weights + value * width, "state": state, **made}
+    heads, dim, state, groups, kernel = (keys.count(name) for name in rules.mamba_keys[:5])  # Mamba 2
+    biased, convolution_biased = (bool(keys.get(name)) for name in rules.mamba_keys[5:])
+    inner = heads * dim
+    convolved = inner + 2 * groups * state
+    made = inner + convolved + heads
+    weights = (width + biased) * made + convolved * (kernel + convolution_biased) + 3 * heads + inner
+    weights += (inner + biased) * width
+    kept = convolved * kernel + inner * state
+    return {"parameters": weights, "state": kept, "joint": made, "output": inner}
+
+
+def _is_sparse(keys: _Keys, index: int) -> bool:
+    if not keys.any_of(*_EXPERTS):
+        return False
+    if "mlp_layer_types" in keys:
+        return keys["mlp_layer_types"][index] == "sparse"
+    dense = index < keys.any_of("first_k_dense_replace") or index in keys.get("mlp_only_layers", ())
+    return not dense and (index + 1) % max(1, keys.any_of("decoder_sparse_step")) == 0
+
+
+def _dense(keys: _Keys, rules: SizeRules) -> dict[str, int]:
+    size = keys.count(rules.shared_size_key if rules.always_shared else "intermediate_size", 0)
+    biased = bool(keys.get("mlp_bias", False)) if rules.mlp_bias is None else rules.mlp_bias
+    return {"parameters": _feed_forward(keys, rules, size, biased), "intermediate": size}
+
+
+def _feed_forward(keys: _Keys, rules: SizeRules, size: int, biased: bool, width: int = 0) -> int:
+    width, into = width or keys.count("hidden_size"), 2 if rules.gated_mlp else 1
+    return (into + 1) * width * size + biased * (into * size + width)
+
+
+def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
+    width, experts, size = keys.count("hidden_size"), keys.any_of(*_EXPERTS), keys.count(rules.expert_size_key)
+    each, latent = keys.count("num_experts_per_tok"), keys.any_of("moe_latent_size")
+    one = _feed_forward(keys, rules, size, rules.expert_bias, latent)
+    shared = keys.any_of("n_shared_experts") * size
+    shared = keys.count(rules.shared_size_key, 0) if rules.shared_size_key else shared
+    biased = bool(keys.get("mlp_bias", False)) if rules.mlp_bias is None else rules.mlp_bias
+    weights = experts * one + (width + rules.expert_bias) * experts  # and the router
+    weights += _feed_forward(keys, rules, shared, biased) if shared else 0
+    weights += width * (rules.shared_gate and shared > 0)
+    weights += 2 * latent * width + biased * (latent + width) if latent else 0
+    idle = {"experts": experts * one, "idle": (experts - each) * one}
+    return {"parameters": weights, **idle, "intermediate": each * size + shared}
+
+
+# --- shapes ----------------------------------------------------------------------------------------------
+
+
+def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> ModelSizes:
+    """Sizes of any architecture by the ``shapes`` of its tensors (name -> shape), with what they don't say from
+    config.json: experts of a token, heads. Activations are those of one layer of the mean size."""
+    keys = _Keys({key: value for key, value in raw.items() if value is not None})
+    if "quantization_config" in keys:
+        raise ConfigurationError(
+            "quantization_config: shapes of quantised tensors don't say how many weights there are"
+        )
+    counts = {name: _product(shape) for name, shape in shapes.items()}
+    routed = sum(count for name, count in counts.items() if ".experts." in name)
+    experts = keys.any_of(*_EXPERTS)
+    if routed and not experts:
+        raise ConfigurationError(
+            f"num_experts: missing, while there are tensors of experts; known: {', '.join(_EXPERTS)}"
+        )
+    cached = sum(
+        shape[0]
+        for name, shape in shapes.items()
+        if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight"))
+    )
+    layers, heads = keys.count("num_hidden_layers"), keys.count("num_attention_heads")
+    width = keys.count("hidden_size")
+    kv_heads = keys.any_of("num_key_value_heads") or heads
+    dim = int(keys.get("head_dim") or width // heads)
+    cached = cached or 2 * layers * kv_heads * dim
+    embedding = keys.count("vocab_size") * width
+    ends = sum(count for count in counts.values() if count == embedding)
+    idle = routed - routed * keys.count("num_experts_per_tok") // experts if routed else 0
+    made = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
+    size = keys.any_of("moe_intermediate_size") * keys.any_of("num_experts_per_tok") or keys.count("intermediate_size")
+    whole = [sum(counts.values()) - ends, routed, idle, cached]
+    parts = zip(*([part // layers + (index < part % layers) for index in range(layers)] for part in whole), strict=True)
+    return ModelSizes(
+        model_type=str(raw.get("model_type")),
+        vocabulary_size=keys.count("vocab_size"),
+        width=width,
+        heads=heads,
+        kv_heads=1 if any("kv_a_proj" in name for name in shapes) else kv_heads,
+        max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
+        tied=ends <= embedding,
+        outside=ends,
+        layers=tuple(
+            LayerSizes(parameters=own, experts=of_experts, idle=unused, cached=values, intermediate=size, **made)
+            for own, of_experts, unused, values in parts
+        ),
+    )
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _shapes(files: Sequence[Path]) -> dict[str, list[int]]:
+    """Shapes of all tensors in ``files``, read from their headers."""
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        with safe_open(file, framework="np") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
