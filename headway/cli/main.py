@@ -8,7 +8,7 @@ from importlib.metadata import version as distribution_version
 
 import typer
 
-from headway.cli import models, nodes, planning, reading, sandboxes, serving, training
+from headway.cli import cost, models, nodes, planning, reading, sandboxes, serving, training
 from headway.records.errors import HeadwayError, Interrupted
 
 EXIT_INTERRUPTED = 130
@@ -29,6 +29,7 @@ models.add_commands(app)
 training.add_commands(app)
 reading.add_commands(app)
 planning.add_commands(app)
+cost.add_commands(app)
 serving.add_commands(app)
 sandboxes.add_commands(app)
 nodes.add_commands(app)

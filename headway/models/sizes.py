@@ -142,7 +142,7 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
     architecture."""
     if raw.get("text_config"):
         raise ConfigurationError(
-            "text_config: the model has parts for images or sound, which aren't counted; a config.json with the content "
+            "text_config: it has parts for images or sound, which aren't counted; a config.json with the content "
             "of text_config is"
         )
     name = str(raw.get("model_type"))
@@ -246,11 +246,8 @@ def _attention(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
 
 def _latent(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
     """Multi-head latent attention (DeepSeek V2): a compressed key and value and one rotary key are cached."""
-    width, heads, biased = (
-        keys.count("hidden_size"),
-        keys.count("num_attention_heads"),
-        bool(keys.get("attention_bias", False)),
-    )
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    biased = bool(keys.get("attention_bias", False))
     latent, rotary = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
     query, value = keys.count("qk_nope_head_dim") + rotary, keys.count("v_head_dim")
     compressed = keys.any_of("q_lora_rank")

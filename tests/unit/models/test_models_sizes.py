@@ -157,7 +157,7 @@ def test_refusals_name_the_key() -> None:
     for key in ("hidden_size", "vocab_size", "num_hidden_layers", "moe_intermediate_size"):
         with pytest.raises(ConfigurationError, match=rf"{key} = None: an integer of at least 1"):
             _sizes(**{key: None})
-    with pytest.raises(ConfigurationError, match="text_config: the model has parts for images"):
+    with pytest.raises(ConfigurationError, match="text_config: it has parts for images"):
         _sizes(text_config={"hidden_size": 1})
     with pytest.raises(ConfigurationError, match="layer_types has 3 layers, but num_hidden_layers = 24"):
         sizes_from({**CONFIGS["openai/gpt-oss-20b"], "layer_types": ["full_attention"] * 3})

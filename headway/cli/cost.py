@@ -1,0 +1,112 @@
+"""`headway cost tco`, `run`, `service`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from headway.cli.printing import print_json
+
+if TYPE_CHECKING:
+    from headway.planner.catalogue.read import Catalogue
+
+CATALOGUE = typer.Option(
+    [], "--catalogue", metavar="FILE", help="TOML over the package's catalogue; again for more.", show_default=False
+)
+PRICE = typer.Option(
+    "", "--price", metavar="PRICE", help="Of a device's hour: dollars, owned.NAME or rented.NAME. Default: the run's."
+)
+JSON = typer.Option(False, "--json", help="Print everything as one JSON object.")
+
+
+def add_commands(app: typer.Typer) -> None:
+    group = typer.Typer(help="Costs: of a device's hour, of a run, against a service.", no_args_is_help=True)
+    group.command("tco", epilog="Example: headway cost tco H200 --catalogue mine.toml")(tco)
+    group.command("run", epilog="Example: headway cost run slime --price rented.H200")(run)
+    group.command("service", epilog="Example: headway cost service tinker-235b --run slime --tenants 8")(service)
+    app.add_typer(group, name="cost")
+
+
+def tco(
+    server: str = typer.Argument("H200", metavar="SERVER", help="An entry of owned."),
+    catalogue: list[str] = CATALOGUE,
+    as_json: bool = JSON,
+) -> None:
+    """Total cost of an hour of an owned device: capital as an annuity, power, colocation, hands, internet."""
+    from headway.planner.cost_tables import owned_rows
+    from headway.planner.costs import owned_cost
+    from headway.report.printing import print_rows
+
+    found = owned_cost(_catalogue(catalogue), server)
+    if as_json:
+        print_json(found)
+    else:
+        print_rows(owned_rows(found))
+
+
+def run(
+    name: str = typer.Argument("prime_rl", metavar="RUN", help="An entry of runs."),
+    price: str = PRICE,
+    service: str = typer.Option("", "--service", metavar="NAME", help="An entry of services. Default: the run's."),
+    catalogue: list[str] = CATALOGUE,
+    as_json: bool = JSON,
+) -> None:
+    """Dollars of a run's steps, and of a million tokens: all devices are paid for the whole step, whoever waits."""
+    from headway.planner.cost_tables import print_steps, run_rows
+    from headway.planner.costs import priced_run
+    from headway.report.printing import print_rows
+
+    found = priced_run(_catalogue(catalogue), name, price, service)
+    if as_json:
+        print_json(found)
+    else:
+        print_steps(found)
+        print_rows(run_rows(found))
+
+
+def service(
+    name: str = typer.Argument("tinker-235b", metavar="SERVICE", help="An entry of services."),
+    of_run: str = typer.Option("prime_rl", "--run", metavar="RUN", help="Whose devices, rate and mix of tokens."),
+    price: str = PRICE,
+    failures_per_day: float = typer.Option(0.0, "--failures-per-day", min=0.0, help="Failures and preemptions."),
+    lost_minutes: float = typer.Option(30.0, "--lost-minutes", min=0.0, help="What each costs all devices."),
+    tenants: int = typer.Option(1, "--tenants", min=1, max=64, help="Simulate up to so many on one pool."),
+    spread: float = typer.Option(2.2, "--spread", min=1.0, help="Tenants: p99 / median of a rollout's time."),
+    train: float = typer.Option(0.0, "--train", min=0.0, help="Tenants: a step's training, in mean rollout times."),
+    catalogue: list[str] = CATALOGUE,
+    as_json: bool = JSON,
+) -> None:
+    """Devices of one's own against a service's price list: the rate at which they cost the same."""
+    from headway.control.backfill import TenantLoad
+    from headway.planner.cost_tables import service_rows
+    from headway.planner.costs import service_comparison
+    from headway.report.printing import print_rows
+
+    load = TenantLoad(slots=64, rollouts=64, mean_s=1.0, spread=spread, train_s=train, steps=30)
+    found = service_comparison(
+        _catalogue(catalogue),
+        name,
+        of_run,
+        price=price,
+        failures_per_hour=failures_per_day / 24,
+        lost_hours=lost_minutes / 60,
+        tenant=load if tenants > 1 else None,
+        most_tenants=tenants,
+    )
+    if as_json:
+        print_json(found)
+    else:
+        print_rows(service_rows(found))
+
+
+def _catalogue(paths: list[str]) -> Catalogue:
+    """The catalogue, with a warning on stderr for each price that is older than a year."""
+    from datetime import date
+
+    from headway.planner.catalogue.read import Catalogue
+
+    found = Catalogue.read(paths)
+    for text in found.old_prices(date.today()):
+        typer.echo(f"warning: {text}", err=True)
+    return found

@@ -1,0 +1,192 @@
+"""Arithmetic of costs: an hour of an owned device, a step of a run, tokens of a service, work that is done again.
+
+Pure: prices come as arguments (`planner/catalogue` holds them, each with its source). The model and its numbers are
+those of SemiAnalysis, "RL Systems Mind the Gap" (2026), section "RL Training Run TCO". US dollars throughout.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+HOURS_PER_MONTH = 730.0
+_MILLION = 1e6
+
+Usd = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Tokens = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ServerCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Price lines of one owned server, and what running it takes."""
+
+    devices: Count
+    server_usd: Usd
+    service_usd: Usd  # of the vendor, over its life
+    networking_usd: Usd  # its share of the cluster's
+    storage_usd: Usd
+    software_usd: Usd
+    installation_usd: Usd
+    capital_cost_per_year: Annotated[float, msgspec.Meta(ge=0)]  # weighted: interest and the owners' return
+    life_years: Annotated[float, msgspec.Meta(gt=0)]
+    kilowatts: Annotated[float, msgspec.Meta(ge=0)]  # of the server at full load
+    electricity_usd_per_kwh: Usd
+    utilization: Annotated[float, msgspec.Meta(ge=0, le=1)]  # mean load
+    power_usage_effectiveness: Annotated[float, msgspec.Meta(ge=1)]  # whole site's power over the machines'
+    colocation_usd_per_kw_month: Usd
+    remote_hands_usd_per_month: Usd
+    internet_usd_per_month: Usd
+
+
+class DeviceHourCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of one hour of an owned device, and the sums on the way there."""
+
+    capital_usd: float  # of a server
+    capital_usd_per_device: float
+    capital_usd_per_month: float  # an annuity
+    capital_usd_per_device_hour: float
+    electricity_usd_per_kw_month: float
+    power_and_colocation_usd_per_month: float
+    operating_usd_per_month: float
+    operating_usd_per_device_hour: float
+    usd_per_device_hour: float
+    capital_percent: float  # of the hour
+
+
+def annuity_per_month(principal: float, rate_per_year: float, years: float) -> float:
+    """Payment at the end of each month that pays ``principal`` back over ``years``: P·i / (1 - (1 + i)^-n) with
+    i = rate / 12 and n = 12 · years."""
+    months, rate = 12 * years, rate_per_year / 12
+    return principal / months if rate == 0 else principal * rate / (1 - (1 + rate) ** -months)
+
+
+def device_hour_cost(server: ServerCosts) -> DeviceHourCost:
+    """Cost of an hour of one of the server's devices. Example, the published H200 server: 6,738.18 a month of capital
+    and 2,559.20 to run it, over 8 x 730 device-hours: $1.59."""
+    capital = server.server_usd + server.service_usd + server.networking_usd
+    capital += server.storage_usd + server.software_usd + server.installation_usd
+    monthly = annuity_per_month(capital, server.capital_cost_per_year, server.life_years)
+    power = server.electricity_usd_per_kwh * server.utilization * server.power_usage_effectiveness * HOURS_PER_MONTH
+    housed = (power + server.colocation_usd_per_kw_month) * server.kilowatts
+    operating = housed + server.remote_hands_usd_per_month + server.internet_usd_per_month
+    hours = server.devices * HOURS_PER_MONTH
+    return DeviceHourCost(
+        capital_usd=capital,
+        capital_usd_per_device=capital / server.devices,
+        capital_usd_per_month=monthly,
+        capital_usd_per_device_hour=monthly / hours,
+        electricity_usd_per_kw_month=power,
+        power_and_colocation_usd_per_month=housed,
+        operating_usd_per_month=operating,
+        operating_usd_per_device_hour=operating / hours,
+        usd_per_device_hour=(monthly + operating) / hours,
+        capital_percent=100 * monthly / (monthly + operating),
+    )
+
+
+# --- a run -----------------------------------------------------------------------------------------------
+
+
+class TokenPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Price list of a service, dollars a million tokens; None: it has no such price, or none is known."""
+
+    prefill_usd_per_mtok: Usd
+    sample_usd_per_mtok: Usd
+    train_usd_per_mtok: Usd | None = None
+    context_tokens: Count | None = None  # longest sequence at these prices
+
+
+class StepLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of one training step: seconds from one batch to the next, and the mean lengths of its samples."""
+
+    samples: Count
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    response_tokens: Tokens
+    sequence_tokens: Tokens  # prompt and response, what tools returned among it
+
+    @property
+    def tokens(self) -> float:
+        return self.samples * self.sequence_tokens
+
+
+class ServiceCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Dollars that a service takes for a step's tokens."""
+
+    prefill_usd: float
+    sample_usd: float
+    train_usd: float
+
+    @property
+    def usd(self) -> float:
+        return self.prefill_usd + self.sample_usd + self.train_usd
+
+
+def step_usd(seconds: float, devices: int, usd_per_device_hour: float) -> float:
+    """Dollars of ``seconds`` of all ``devices``: generators and trainers are paid for the whole step, whoever waits."""
+    return seconds / 3600 * devices * usd_per_device_hour
+
+
+def service_cost(load: StepLoad, prices: TokenPrices) -> ServiceCost:
+    """Dollars of a step at a service: its prompts prefilled, its responses sampled, its sequences trained, each once.
+    Raises ValueError where the list has no price of training."""
+    if prices.train_usd_per_mtok is None:
+        raise ValueError("train_usd_per_mtok is not known")
+    millions = load.samples / _MILLION
+    return ServiceCost(
+        prefill_usd=millions * (load.sequence_tokens - load.response_tokens) * prices.prefill_usd_per_mtok,
+        sample_usd=millions * load.response_tokens * prices.sample_usd_per_mtok,
+        train_usd=millions * load.sequence_tokens * prices.train_usd_per_mtok,
+    )
+
+
+class RunCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of a run's steps. Means of ratios give each step the same weight, ratios of means each token."""
+
+    usd: tuple[float, ...]  # of each step
+    usd_per_mtok: tuple[float, ...]
+    total_usd: float
+    mean_of_ratios: float  # dollars a million tokens
+    ratio_of_means: float
+
+
+def run_cost(dollars: Sequence[float], loads: Sequence[StepLoad]) -> RunCost:
+    """Put steps of ``dollars`` together, however they were priced."""
+    ratios = tuple(_MILLION * usd / load.tokens for usd, load in zip(dollars, loads, strict=True))
+    return RunCost(
+        usd=tuple(dollars),
+        usd_per_mtok=ratios,
+        total_usd=sum(dollars),
+        mean_of_ratios=statistics.fmean(ratios),
+        ratio_of_means=_MILLION * sum(dollars) / sum(load.tokens for load in loads),
+    )
+
+
+# --- against a service -----------------------------------------------------------------------------------
+
+
+def usd_per_mtok(tokens_per_s: float, devices: int, usd_per_device_hour: float) -> float:
+    """Dollars a million tokens of ``devices`` that make ``tokens_per_s`` together, over all hours that are paid."""
+    return _MILLION * devices * usd_per_device_hour / 3600 / tokens_per_s
+
+
+def break_even_tokens_per_s(devices: int, usd_per_device_hour: float, service_usd_per_mtok: float) -> float:
+    """Rate, over all hours that are paid, at which ``devices`` of one's own cost what the service costs: above it they
+    are cheaper. Infinite at a service that costs nothing."""
+    if service_usd_per_mtok == 0:
+        return float("inf")
+    return _MILLION * devices * usd_per_device_hour / 3600 / service_usd_per_mtok
+
+
+def replay_factor(failures_per_hour: float, lost_hours: float) -> float:
+    """Factor on a price for work that is done again: every failure or preemption costs ``lost_hours`` of all devices
+    (back to the last checkpoint or batch, and the start), so an hour of work takes 1 / (1 - rate · lost) hours. Raises
+    ValueError where nothing would ever be done."""
+    lost = failures_per_hour * lost_hours
+    if not 0 <= lost < 1:
+        raise ValueError(
+            f"{failures_per_hour:g} failures an hour that cost {lost_hours:g} h each leave no time for work"
+        )
+    return 1 / (1 - lost)

@@ -1,0 +1,202 @@
+"""Catalogues of devices, machines, prices and published runs: those of the package, and a user's own over them.
+
+Each entry has a source and a date. A figure that isn't known is left out, and `known` refuses it where it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from datetime import date
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from headway.control.cost import Count, ServerCosts, TokenPrices, Tokens, Usd
+from headway.records.errors import ConfigurationError
+
+PACKAGED = ("devices.toml", "prices.toml", "runs.toml")
+OLD_DAYS = 365  # a price older than that is worth a warning
+
+Figure = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peak figures of one device. Bandwidths of links are of one direction, FLOP/s without sparsity, by dtype."""
+
+    memory_bytes: Figure | None = None
+    memory_bytes_per_s: Figure | None = None
+    flops_per_s: dict[str, Figure] = {}
+    link_bytes_per_s: Figure | None = None  # to its neighbours: NVLink, Infinity Fabric
+    host_bytes_per_s: Figure | None = None
+    watts: Figure | None = None
+
+
+class MachineFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Devices in one machine, and what leads out of it."""
+
+    device: str
+    devices: Count
+    network_bytes_per_s: Figure | None = None  # of all its network cards, one direction
+
+
+class OwnedServer(msgspec.Struct, frozen=True, kw_only=True):
+    """Price lines of a server, and results that its source printed."""
+
+    costs: ServerCosts
+    published: dict[str, float] = {}  # field of `DeviceHourCost` -> value
+
+
+class RentedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Price of a device by the hour."""
+
+    usd_per_device_hour: Usd
+
+
+class PublishedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One row of a run's table, as printed; None: its table has no such column."""
+
+    seconds: Figure
+    response_tokens: Tokens
+    sequence_tokens: Tokens
+    prompt_tokens: Tokens | None = None
+    usd: Usd | None = None
+    tokens: Tokens | None = None
+    usd_per_mtok: Usd | None = None
+    prefill_usd: Usd | None = None
+    sample_usd: Usd | None = None
+    train_usd: Usd | None = None
+    service_usd: Usd | None = None
+    service_usd_per_mtok: Usd | None = None
+
+
+class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run's devices and steps, of a publication or one's own."""
+
+    description: str
+    batch: Count  # samples of a step
+    generator_devices: Annotated[int, msgspec.Meta(ge=0)]
+    trainer_devices: Annotated[int, msgspec.Meta(ge=0)]
+    price: str  # owned.NAME or rented.NAME
+    service: str = ""  # of services, to compare with; "": none
+    published_usd_per_mtok: Usd | None = None
+    mean: PublishedStep | None = None
+    steps: Annotated[tuple[PublishedStep, ...], msgspec.Meta(min_length=1)]
+
+
+_TYPES: dict[str, Any] = {
+    "devices": DeviceFigures,
+    "machines": MachineFigures,
+    "owned": OwnedServer,
+    "rented": RentedDevice,
+    "services": TokenPrices,
+    "runs": RunTable,
+}
+Entry = TypeVar("Entry")
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an entry's figures come from, and when they held."""
+
+    source: Annotated[str, msgspec.Meta(min_length=1)]
+    date: date
+
+
+class Catalogue:
+    """Entries by section and name, checked when they are asked for.
+
+    Example: ``Catalogue.read(["mine.toml"]).entry("owned", "H200", OwnedServer)``. A user's entry replaces single keys
+    of the package's of that name, and needs a source and a date of its own.
+    """
+
+    def __init__(self, entries: dict[str, dict[str, dict[str, Any]]]) -> None:
+        self._entries = entries
+
+    @classmethod
+    def read(cls, paths: Sequence[str | Path] = ()) -> Catalogue:
+        """The package's catalogue with the files ``paths`` over it, the last uppermost. Raises ConfigurationError."""
+        entries: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in _TYPES}
+        for name in PACKAGED:
+            _lay_over(entries, (files("headway.planner.catalogue") / name).read_text(encoding="utf-8"), name)
+        for path in paths:
+            try:
+                _lay_over(entries, Path(path).read_text(encoding="utf-8"), str(path))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(f"catalogue {path} can't be read: {error}") from None
+        catalogue = cls(entries)
+        for section, name in ((section, name) for section, named in entries.items() for name in named):
+            catalogue.entry(section, name, _TYPES[section])
+        return catalogue
+
+    def names(self, section: str) -> list[str]:
+        return list(self._entries[section])
+
+    def source(self, section: str, name: str) -> Source:
+        return _converted(self._raw(section, name), Source, f"{section}.{name}", strict=True)
+
+    def entry(self, section: str, name: str, kind: type[Entry]) -> Entry:
+        """The entry ``name`` of a section as a ``kind``. Raises ConfigurationError for an unknown or a wrong one."""
+        raw = self._raw(section, name)
+        self.source(section, name)
+        figures = {key: value for key, value in raw.items() if key not in ("source", "date")}
+        if kind is OwnedServer:
+            figures = {"costs": {**figures}, "published": figures.pop("published", {})}
+            figures["costs"].pop("published", None)
+        return _converted(figures, kind, f"{section}.{name}")
+
+    def known(self, section: str, name: str, key: str, part: str = "") -> float:
+        """A figure that is needed: ``key`` of an entry, or its ``part`` (a dtype). Raises ConfigurationError where it
+        isn't known."""
+        value = getattr(self.entry(section, name, _TYPES[section]), key)
+        value = value.get(part) if part else value
+        if value is None:
+            asked = f"{section}.{name}.{key}" + (f".{part}" if part else "")
+            raise ConfigurationError(
+                f"{asked} is not known ({self.source(section, name).source}): give it in a --catalogue"
+            )
+        return value
+
+    def old_prices(self, today: date) -> list[str]:
+        """Prices that held more than a year before ``today``, in words."""
+        return [
+            f"{section}.{name}: a price of {source.date}, {(today - source.date).days:,} days old"
+            for section in ("owned", "rented", "services")
+            for name in self._entries[section]
+            if (today - (source := self.source(section, name)).date).days > OLD_DAYS
+        ]
+
+    def _raw(self, section: str, name: str) -> dict[str, Any]:
+        if name not in self._entries[section]:
+            raise ConfigurationError(f"{section}.{name}: unknown; known: {', '.join(self._entries[section])}")
+        return self._entries[section][name]
+
+
+def _lay_over(entries: dict[str, dict[str, dict[str, Any]]], text: str, origin: str) -> None:
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"catalogue {origin} is not valid TOML: {error}") from None
+    for section, named in given.items():
+        if section not in _TYPES:
+            raise ConfigurationError(f"catalogue {origin}: unknown section {section!r}; valid: {', '.join(_TYPES)}")
+        for name, entry in named.items():
+            if not isinstance(entry, dict) or not {"source", "date"} <= entry.keys():
+                raise ConfigurationError(
+                    f"catalogue {origin}: {section}.{name} needs a source and a date: no number without"
+                )
+            entries[section][name] = {**entries[section].get(name, {}), **entry}
+
+
+def _converted(raw: dict[str, Any], kind: type[Entry], where: str, *, strict: bool = False) -> Entry:
+    try:
+        return msgspec.convert(raw, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        key = path.rstrip("`").removeprefix(".costs")
+        match = re.fullmatch(r"\.(\w+)", key)
+        value = raw.get("costs", raw).get(match[1]) if match else None
+        given = f" = {value!r}" if value is not None else ""
+        raise ConfigurationError(f"{where}{key}{given}: {text[0].lower()}{text[1:]}") from None

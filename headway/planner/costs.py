@@ -1,0 +1,224 @@
+"""Costs of a device's hour, of a run's steps and of a service's tokens, with entries of the catalogue."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from headway.control import cost as arithmetic
+from headway.control.backfill import SharedPool, TenantLoad, shared_pool
+from headway.control.cost import DeviceHourCost, RunCost, ServerCosts, ServiceCost, StepLoad, TokenPrices
+from headway.planner.catalogue.read import Catalogue, OwnedServer, PublishedStep, RentedDevice, RunTable, Source
+from headway.records.errors import ConfigurationError
+
+
+class OwnedCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of an hour of a device that one owns, beside what its source printed."""
+
+    name: str
+    source: Source
+    lines: ServerCosts
+    cost: DeviceHourCost
+    published: dict[str, float]
+    contradictions: list[str]  # printed figures that don't follow from the printed lines
+
+
+def owned_cost(catalogue: Catalogue, name: str) -> OwnedCost:
+    server = catalogue.entry("owned", name, OwnedServer)
+    cost = arithmetic.device_hour_cost(server.costs)
+    return OwnedCost(
+        name=name,
+        source=catalogue.source("owned", name),
+        lines=server.costs,
+        cost=cost,
+        published=server.published,
+        contradictions=_contradictions(server, cost),
+    )
+
+
+def _contradictions(server: OwnedServer, cost: DeviceHourCost) -> list[str]:
+    printed, lines = server.published, server.costs
+    found = {key for key, value in printed.items() if not agrees(getattr(cost, key), value)}
+    texts: list[str] = []
+    if "power_and_colocation_usd_per_month" in found:
+        value = printed["power_and_colocation_usd_per_month"]
+        per_kw = round(cost.electricity_usd_per_kw_month + lines.colocation_usd_per_kw_month, 2)
+        text = (
+            f"power and colocation: {per_kw:,.2f} x {lines.kilowatts:g} kW = {per_kw * lines.kilowatts:,.2f}, but "
+            f"{value:,.2f} is printed, which is {value / per_kw:.3f} kW"
+        )
+        if agrees(value / per_kw, lines.kilowatts):
+            text += ": the kilowatts are printed rounded"
+        others = lines.remote_hands_usd_per_month + lines.internet_usd_per_month
+        if "operating_usd_per_month" in found and agrees(value + others, printed["operating_usd_per_month"]):
+            found.discard("operating_usd_per_month")
+            text += f"; with it {value:,.2f} + {others:g} = {value + others:,.2f} a month to run"
+        texts.append(text)
+        found.discard("power_and_colocation_usd_per_month")
+    return texts + [f"{key}: {getattr(cost, key):,.4f}, but {printed[key]:,} is printed" for key in sorted(found)]
+
+
+def agrees(computed: float, printed: float) -> bool:
+    """Whether ``computed`` rounds to the digits that are ``printed``."""
+    exponent = Decimal(repr(printed)).as_tuple().exponent
+    digits = -exponent if isinstance(exponent, int) else 0
+    return abs(computed - printed) <= 0.5 * 10.0**-digits * (1 + 1e-9)
+
+
+def price_of(catalogue: Catalogue, name: str) -> float:
+    """Dollars of a device's hour, in whole cents: ``owned.NAME`` by its total cost, ``rented.NAME``, or a number."""
+    section, _, entry = name.partition(".")
+    if section == "owned" and entry:
+        return round(owned_cost(catalogue, entry).cost.usd_per_device_hour, 2)
+    if section == "rented" and entry:
+        return catalogue.entry("rented", entry, RentedDevice).usd_per_device_hour
+    try:
+        price = float(name)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        known = [f"{part}.{each}" for part in ("owned", "rented") for each in catalogue.names(part)]
+        raise ConfigurationError(f"price {name!r}: valid: dollars of at least 0, or {', '.join(known)}")
+    return price
+
+
+# --- runs ------------------------------------------------------------------------------------------------
+
+
+class PricedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of a run's steps on devices of one's own, and at a service."""
+
+    name: str
+    source: Source
+    description: str
+    devices: int  # generators and trainers: both are paid for the whole step
+    usd_per_device_hour: float
+    own: RunCost
+    service_name: str
+    service: RunCost | None
+    service_parts: tuple[ServiceCost, ...]
+    own_over_service: tuple[float, float] | None  # by means of ratios, by ratios of means
+    published: RunTable
+    contradictions: list[str]
+
+
+def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = "") -> PricedRun:
+    """The run ``name`` of the catalogue at its own price and service, or at others."""
+    run = catalogue.entry("runs", name, RunTable)
+    hour, devices = price_of(catalogue, price or run.price), run.generator_devices + run.trainer_devices
+    loads = [load_of(run, step) for step in run.steps]
+    own = arithmetic.run_cost([arithmetic.step_usd(load.seconds, devices, hour) for load in loads], loads)
+    parts: tuple[ServiceCost, ...] = ()
+    if service := service or run.service:
+        prices = catalogue.entry("services", service, TokenPrices)
+        catalogue.known("services", service, "train_usd_per_mtok")
+        longest = max(load.sequence_tokens for load in loads)
+        if longest > (prices.context_tokens or longest):
+            raise ConfigurationError(
+                f"services.{service}: its prices hold for sequences of up to {prices.context_tokens:,} tokens, and those of "
+                f"runs.{name} have up to {longest:,.0f} in a step's mean"
+            )
+        parts = tuple(arithmetic.service_cost(load, prices) for load in loads)
+    theirs = arithmetic.run_cost([part.usd for part in parts], loads) if parts else None
+    found = PricedRun(
+        name=name,
+        source=catalogue.source("runs", name),
+        description=run.description,
+        devices=devices,
+        usd_per_device_hour=hour,
+        own=own,
+        service_name=service,
+        service=theirs,
+        service_parts=parts,
+        own_over_service=None
+        if theirs is None
+        else (own.mean_of_ratios / theirs.mean_of_ratios, own.ratio_of_means / theirs.ratio_of_means),
+        published=run,
+        contradictions=[],
+    )
+    return msgspec.structs.replace(found, contradictions=_run_contradictions(found)) if not price else found
+
+
+def load_of(run: RunTable, step: PublishedStep) -> StepLoad:
+    return StepLoad(
+        samples=run.batch,
+        seconds=step.seconds,
+        response_tokens=step.response_tokens,
+        sequence_tokens=step.sequence_tokens,
+    )
+
+
+def _run_contradictions(run: PricedRun) -> list[str]:
+    """A printed mean that is one of ratios, where the means printed beside it have another ratio."""
+    table, printed = run.published, run.published.published_usd_per_mtok
+    if printed is None or not agrees(run.own.mean_of_ratios, printed):
+        return [] if printed is None else [f"{printed:g} $/M tokens is printed; {run.own.mean_of_ratios:.4f} follows"]
+    texts = [
+        f"{printed:g} $/M tokens is the mean of the steps' ratios; all dollars over all tokens are "
+        f"{run.own.ratio_of_means:.2f}"
+    ]
+    if (mean := table.mean) is not None and mean.usd is not None and mean.tokens is not None:
+        ratio = 1e6 * mean.usd / mean.tokens
+        texts[0] += f" (of the printed means, {mean.usd:,.2f} / {mean.tokens / 1e6:.3f} M = {ratio:.2f})"
+    return texts
+
+
+# --- services --------------------------------------------------------------------------------------------
+
+
+class ServiceComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of one's own against a service, for a run's mix of tokens."""
+
+    service_name: str
+    source: Source
+    run_name: str
+    devices: int
+    usd_per_device_hour: float  # with work that is done again
+    replay_factor: float
+    tokens_per_s: float  # of the run, trained, over all its time
+    own_usd_per_mtok: float
+    service_usd_per_mtok: float
+    break_even_tokens_per_s: float
+    utilization: float  # share of the paid time at tokens_per_s that costs as much as the service; above 1: none does
+    pools: list[SharedPool]
+
+
+def service_comparison(
+    catalogue: Catalogue,
+    service: str,
+    run: str,
+    *,
+    price: str = "",
+    failures_per_hour: float = 0.0,
+    lost_hours: float = 0.0,
+    tenant: TenantLoad | None = None,
+    most_tenants: int = 1,
+) -> ServiceComparison:
+    """Compare ``service`` with the devices of ``run``, at its price or another. ``tenant``: a load to
+    simulate on a shared pool with 1, 2, 4, … ``most_tenants`` like it."""
+    priced = priced_run(catalogue, run, price, service)
+    assert priced.service is not None
+    try:
+        factor = arithmetic.replay_factor(failures_per_hour, lost_hours)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    loads = [load_of(priced.published, step) for step in priced.published.steps]
+    rate = sum(load.tokens for load in loads) / sum(load.seconds for load in loads)
+    hour = priced.usd_per_device_hour * factor
+    even = arithmetic.break_even_tokens_per_s(priced.devices, hour, priced.service.ratio_of_means)
+    counts = sorted({*(2**power for power in range(10) if 2**power < most_tenants), most_tenants})
+    return ServiceComparison(
+        service_name=service,
+        source=catalogue.source("services", service),
+        run_name=run,
+        devices=priced.devices,
+        usd_per_device_hour=hour,
+        replay_factor=factor,
+        tokens_per_s=rate,
+        own_usd_per_mtok=arithmetic.usd_per_mtok(rate, priced.devices, hour),
+        service_usd_per_mtok=priced.service.ratio_of_means,
+        break_even_tokens_per_s=even,
+        utilization=even / rate,
+        pools=[] if tenant is None else [shared_pool(tenant, count) for count in counts],
+    )
