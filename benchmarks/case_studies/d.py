@@ -29,7 +29,7 @@ def trainer_fraction() -> float:
     """What the trainer achieves when it waits for the reported share of the mean step."""
     seconds = (1 - WAIT) * statistics.mean(row[2] for row in D_STEPS)
     tokens = D_BATCH * statistics.mean(row[1] for row in D_STEPS)
-    return 6 * QWEN3_235B.active_parameters * tokens / (seconds * D_TRAINER_GPUS * H200.flops_per_s)
+    return 6 * QWEN3_235B.active_parameters * tokens / (seconds * D_TRAINER_GPUS * H200.flops_per_s["bfloat16"])
 
 
 def simulate_run(fraction: float, seed: int, *keys: str) -> CaseRun:

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-
-class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """Public figures of one accelerator."""
-
-    name: str
-    flops_per_s: float  # dense, bfloat16
-    bytes_per_s: float  # memory bandwidth
-    memory_bytes: float
+from headway.planner.catalogue.read import Catalogue, DeviceFigures
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +21,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: float  # bfloat16
 
 
-H200 = Accelerator(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, memory_bytes=141e9)
-GB300 = Accelerator(name="GB300", flops_per_s=2500e12, bytes_per_s=8.0e12, memory_bytes=288e9)
+H200, GB300 = (Catalogue.read().entry("devices", name, DeviceFigures) for name in ("H200", "GB300"))
 # 94 layers, 4 KV heads of 128: 2 x 94 x 4 x 128 values of 2 bytes
 QWEN3_235B = ModelShape(
     name="Qwen3-235B-A22B", parameters=235e9, active_parameters=22e9, kv_bytes_per_token=2.0 * 94 * 4 * 128 * 2
@@ -40,7 +32,7 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
     """A generator replica: a model on several devices by tensor parallelism."""
 
     model: ModelShape
-    device: Accelerator
+    device: DeviceFigures
     devices: int
     weight_bytes_per_parameter: float  # 1: FP8, 2: bfloat16
     kv_copies: int = 1  # devices that hold the same KV head, where there are more devices than heads
@@ -51,17 +43,17 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_s(self) -> float:
-        return self.devices * self.device.bytes_per_s
+        return self.devices * (self.device.memory_bytes_per_s or 0)
 
     def kv_capacity_tokens(self, memory_share: float = 0.9) -> int:
         """Tokens whose KV fits beside the weights, when ``memory_share`` of the memory may be used."""
-        room = self.devices * self.device.memory_bytes * memory_share - self.weights_bytes
+        room = self.devices * (self.device.memory_bytes or 0) * memory_share - self.weights_bytes
         return int(room / (self.model.kv_bytes_per_token * self.kv_copies))
 
     def overrides(self, fraction: float) -> list[str]:
         """Scenario overrides (``key=value``) for this replica at an achieved ``fraction``."""
         rate = self.bytes_per_s * fraction
-        compute = self.devices * self.device.flops_per_s * fraction
+        compute = self.devices * self.device.flops_per_s["bfloat16"] * fraction
         prefill = compute / (2 * self.model.active_parameters)
         return [
             f"hardware.generator.devices_per_replica={self.devices}",
@@ -72,9 +64,9 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def trainer_overrides(model: ModelShape, device: Accelerator, devices: int, fraction: float) -> list[str]:
+def trainer_overrides(model: ModelShape, device: DeviceFigures, devices: int, fraction: float) -> list[str]:
     """Scenario overrides (``key=value``) for a trainer that achieves ``fraction`` of its FLOP/s while it computes."""
-    flops, peak = 6.0 * model.active_parameters, devices * device.flops_per_s
+    flops, peak = 6.0 * model.active_parameters, devices * device.flops_per_s["bfloat16"]
     return [
         f"hardware.trainer.devices={devices}",
         f"hardware.trainer.token_s={flops / (peak * fraction)}",

@@ -44,8 +44,11 @@ def report(
 
 def doctor(
     run: str = RUN,
-    usd_per_device_hour: float | None = typer.Option(
-        None, "--usd-per-device-hour", metavar="USD", help="What an hour of one device costs; default: no money."
+    usd_per_device_hour: str = typer.Option(
+        "",
+        "--usd-per-device-hour",
+        metavar="PRICE",
+        help="Of one device: dollars, or owned.NAME or rented.NAME of the catalogue; default: no money.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
     live: bool = typer.Option(False, "--live", help="Print who waits for whom now, in an active run."),
@@ -60,13 +63,16 @@ def doctor(
         else:
             typer.echo(picture_text(picture))
         return
+    from headway.planner.catalogue.read import Catalogue
+    from headway.planner.costs import price_of
     from headway.report.doctor import examine, print_report
 
-    report = examine(run, usd_per_device_hour)
+    price = price_of(Catalogue.read(), usd_per_device_hour) if usd_per_device_hour else None
+    report = examine(run, price)
     if as_json:
         print_json(report)
     else:
-        print_report(report, usd_per_device_hour)
+        print_report(report, price)
 
 
 def show(

@@ -167,11 +167,6 @@ def run_cost(dollars: Sequence[float], loads: Sequence[StepLoad]) -> RunCost:
 # --- against a service -----------------------------------------------------------------------------------
 
 
-def usd_per_mtok(tokens_per_s: float, devices: int, usd_per_device_hour: float) -> float:
-    """Dollars a million tokens of ``devices`` that make ``tokens_per_s`` together, over all hours that are paid."""
-    return _MILLION * devices * usd_per_device_hour / 3600 / tokens_per_s
-
-
 def break_even_tokens_per_s(devices: int, usd_per_device_hour: float, service_usd_per_mtok: float) -> float:
     """Rate, over all hours that are paid, at which ``devices`` of one's own cost what the service costs: above it they
     are cheaper. Infinite at a service that costs nothing."""

@@ -116,8 +116,8 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
         longest = max(load.sequence_tokens for load in loads)
         if longest > (prices.context_tokens or longest):
             raise ConfigurationError(
-                f"services.{service}: its prices hold for sequences of up to {prices.context_tokens:,} tokens, and those of "
-                f"runs.{name} have up to {longest:,.0f} in a step's mean"
+                f"services.{service}: its prices hold for sequences of up to {prices.context_tokens:,} tokens; "
+                f"runs.{name} has a step with {longest:,.0f} in the mean"
             )
         parts = tuple(arithmetic.service_cost(load, prices) for load in loads)
     theirs = arithmetic.run_cost([part.usd for part in parts], loads) if parts else None
@@ -216,7 +216,7 @@ def service_comparison(
         usd_per_device_hour=hour,
         replay_factor=factor,
         tokens_per_s=rate,
-        own_usd_per_mtok=arithmetic.usd_per_mtok(rate, priced.devices, hour),
+        own_usd_per_mtok=priced.own.ratio_of_means * factor,
         service_usd_per_mtok=priced.service.ratio_of_means,
         break_even_tokens_per_s=even,
         utilization=even / rate,
