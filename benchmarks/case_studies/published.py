@@ -19,14 +19,14 @@ TINKER_DOLLARS_PER_MTOK = {
 
 
 def _columns(step: PublishedStep, *names: str) -> tuple[float, ...]:
-    return tuple(getattr(step, name) for name in names)
+    return tuple(step.printed[name] for name in names)
 
 
 _TINKER = ("prefill_usd", "sample_usd", "train_usd", "service_usd", "service_usd_per_mtok")
 # run A, step by step: mean prompt, response and sequence tokens, rollout seconds; dollars, tokens and dollars per
 # million tokens; at Tinker's prices prefill, decode, train, total dollars, dollars per million tokens
 A_STEPS = [
-    (int(step.prompt_tokens or 0), int(step.response_tokens), int(step.sequence_tokens), step.seconds)
+    (int(step.printed["prompt_tokens"]), int(step.response_tokens), int(step.sequence_tokens), step.seconds)
     for step in RUN_A.steps
 ]
 A_COSTS = [_columns(step, "usd", "tokens", "usd_per_mtok") for step in RUN_A.steps]

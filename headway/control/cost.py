@@ -39,6 +39,7 @@ class ServerCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     colocation_usd_per_kw_month: Usd
     remote_hands_usd_per_month: Usd
     internet_usd_per_month: Usd
+    published: dict[str, float] = {}  # results that their source printed: field of `DeviceHourCost` -> value
 
 
 class DeviceHourCost(msgspec.Struct, frozen=True, kw_only=True):

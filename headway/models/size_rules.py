@@ -6,7 +6,7 @@ can be planned and priced need not be trained by Headway's own trainer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.models.families import FAMILIES, Family
@@ -37,7 +37,7 @@ class SizeRules:
     always_shared: bool = False  # the shared expert stands in every layer, and is the only feed-forward of dense models
     window_every: int | None = None  # without layer_types: all layers have a window but every n-th; 1: all have it
     linear_every: int | None = None  # without layer_types: all layers are linear but every n-th
-    mamba_keys: tuple[str, ...] = ()  # heads, head dim, state, groups, kernel, bias of projections, of the convolution
+    mamba_keys: str = ""  # heads, head dim, state, groups, kernel, bias of projections, of the convolution
     defaults: dict[str, Any] = field(default_factory=lambda: {})
     family: Family | None = None  # row of an architecture that the decoder computes
 
@@ -61,75 +61,52 @@ def _of_family(row: Family) -> SizeRules:
 
 
 _LATENT = SizeRules(attention="latent")
+_SPARSE_LATENT = SizeRules(attention="latent", indexer=True)
+_SHARED = "shared_expert_intermediate_size"
 _HYBRID = SizeRules(
-    linear="delta",
-    qk_norm="head",
-    output_gate=True,
-    shared_gate=True,
-    shared_size_key="shared_expert_intermediate_size",
-    linear_every=4,
+    linear="delta", qk_norm="head", output_gate=True, shared_gate=True, shared_size_key=_SHARED, linear_every=4,
     defaults={"head_dim": 256, "num_key_value_heads": 2, "linear_conv_kernel_dim": 4},
-)
-_BAMBA_KEYS = ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "proj_bias", "conv_bias")
+)  # fmt: skip
+_WHOLE = SizeRules(qk_norm="whole")
+_BAMBA = "mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv mamba_proj_bias mamba_conv_bias"
+_NEMOTRON = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel use_bias use_conv_bias"
+_MAMBA = "num_heads head_dim state_size n_groups conv_kernel use_bias use_conv_bias"
 
 # model_type -> rules
 RULES: dict[str, SizeRules] = {
     **{row.model_type: _of_family(row) for row in FAMILIES.values()},
-    "qwen2_moe": SizeRules(
-        query_bias=True,
-        output_bias=False,
-        shared_gate=True,
-        shared_size_key="shared_expert_intermediate_size",
-    ),
+    "qwen2_moe": SizeRules(query_bias=True, output_bias=False, shared_gate=True, shared_size_key=_SHARED),
     "qwen3_next": _HYBRID,
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,  # DeepSeek V3's architecture under its own name
-    "deepseek_v32": SizeRules(attention="latent", indexer=True),
-    "glm_moe_dsa": SizeRules(attention="latent", indexer=True),
-    "glm4": SizeRules(norms=4, output_bias=False, defaults={"attention_bias": False}),
-    "glm4_moe": SizeRules(output_bias=False, defaults={"use_qk_norm": False}),
+    "deepseek_v32": _SPARSE_LATENT,
+    "glm_moe_dsa": _SPARSE_LATENT,
+    "glm4": SizeRules(norms=4, output_bias=False, defaults={"attention_bias": True}),
+    "glm4_moe": SizeRules(output_bias=False),
     "gpt_oss": SizeRules(
-        sinks=True,
-        expert_bias=True,
-        expert_size_key="intermediate_size",
-        window_every=2,
+        sinks=True, expert_bias=True, expert_size_key="intermediate_size", window_every=2,
         defaults={"attention_bias": True},
     ),
     "phi3": SizeRules(query_bias=False, output_bias=False, window_every=1),
     "smollm3": SizeRules(mlp_bias=None, defaults={"tie_word_embeddings": True}),
     "seed_oss": SizeRules(output_bias=False, defaults={"attention_bias": True, "head_dim": 128}),
-    "olmo2": SizeRules(qk_norm="whole"),
-    "olmo3": SizeRules(qk_norm="whole", window_every=4),
-    "olmoe": SizeRules(qk_norm="whole", expert_size_key="intermediate_size"),
-    "minimax_m2": SizeRules(
-        qk_norm="whole", query_bias=False, output_bias=False, expert_size_key="intermediate_size"
-    ),
-    "bamba": SizeRules(linear="mamba", mlp_bias=None, mamba_keys=tuple(f"mamba_{key}" for key in _BAMBA_KEYS)),
+    "olmo2": _WHOLE,
+    "olmo3": replace(_WHOLE, window_every=4),
+    "olmoe": replace(_WHOLE, expert_size_key="intermediate_size"),
+    "minimax_m2": replace(_WHOLE, query_bias=False, output_bias=False, expert_size_key="intermediate_size"),
+    "bamba": SizeRules(linear="mamba", mlp_bias=None, mamba_keys=_BAMBA),
     "granitemoehybrid": SizeRules(
-        linear="mamba",
-        expert_size_key="intermediate_size",
-        shared_size_key="shared_intermediate_size",
-        always_shared=True,
-        mamba_keys=tuple(f"mamba_{key}" for key in _BAMBA_KEYS),
+        linear="mamba", expert_size_key="intermediate_size", shared_size_key="shared_intermediate_size",
+        always_shared=True, mamba_keys=_BAMBA,
     ),
     "nemotron_h": SizeRules(
-        linear="mamba",
-        query_bias=False,
-        output_bias=False,
-        mlp_bias=None,
-        norms=1,
-        gated_mlp=False,
-        shared_size_key="moe_shared_expert_intermediate_size",
-        mamba_keys=("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_bias",
-                    "use_conv_bias"),
+        linear="mamba", query_bias=False, output_bias=False, mlp_bias=None, norms=1, gated_mlp=False,
+        shared_size_key="moe_shared_expert_intermediate_size", mamba_keys=_NEMOTRON,
     ),
     "mamba2": SizeRules(
-        linear="mamba",
-        norms=1,
-        mamba_keys=("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "use_bias", "use_conv_bias"),
-        defaults={"num_attention_heads": 1, "intermediate_size": 0},
+        linear="mamba", norms=1, mamba_keys=_MAMBA, defaults={"num_attention_heads": 1, "intermediate_size": 0}
     ),
 }  # fmt: skip

@@ -7,6 +7,9 @@ the shapes of its tensors where the folder holds the files.
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -284,8 +287,9 @@ def _linear(keys: _Keys, rules: SizeRules) -> dict[str, int]:
         state = convolved * kernel + value_heads * key_dim * value_dim
         made = {"joint": convolved + value, "output": value, "normed": 2 * key}
         return {"parameters": weights + value * width, "state": state, **made}
-    heads, dim, state, groups, kernel = (keys.count(name) for name in rules.mamba_keys[:5])  # Mamba 2
-    biased, convolution_biased = (bool(keys.get(name)) for name in rules.mamba_keys[5:])
+    names = rules.mamba_keys.split()
+    heads, dim, state, groups, kernel = (keys.count(name) for name in names[:5])  # Mamba 2
+    biased, convolution_biased = (bool(keys.get(name)) for name in names[5:])
     inner = heads * dim
     convolved = inner + 2 * groups * state
     made = inner + convolved + heads
@@ -334,58 +338,49 @@ def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
 
 
 def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> ModelSizes:
-    """Sizes of any architecture by the ``shapes`` of its tensors (name -> shape), with what they don't say from
-    config.json: experts of a token, heads. Activations are those of one layer of the mean size."""
+    """Sizes of any architecture by the ``shapes`` of its tensors (name -> shape), layers being those that names number;
+    what they don't say from config.json: experts of a token, heads."""
     keys = _Keys({key: value for key, value in raw.items() if value is not None})
     if "quantization_config" in keys:
+        raise ConfigurationError("quantization_config: of quantised tensors shapes don't tell the number of weights")
+    experts, each = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")
+    if not experts and any(".experts." in name for name in shapes):
         raise ConfigurationError(
-            "quantization_config: shapes of quantised tensors don't say how many weights there are"
+            f"num_experts: missing, but there are tensors of experts; known: {', '.join(_EXPERTS)}"
         )
-    counts = {name: _product(shape) for name, shape in shapes.items()}
-    routed = sum(count for name, count in counts.items() if ".experts." in name)
-    experts = keys.any_of(*_EXPERTS)
-    if routed and not experts:
-        raise ConfigurationError(
-            f"num_experts: missing, while there are tensors of experts; known: {', '.join(_EXPERTS)}"
-        )
-    cached = sum(
-        shape[0]
-        for name, shape in shapes.items()
-        if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight"))
-    )
-    layers, heads = keys.count("num_hidden_layers"), keys.count("num_attention_heads")
-    width = keys.count("hidden_size")
-    kv_heads = keys.any_of("num_key_value_heads") or heads
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    kv_heads, vocabulary = keys.any_of("num_key_value_heads") or heads, keys.count("vocab_size")
     dim = int(keys.get("head_dim") or width // heads)
-    cached = cached or 2 * layers * kv_heads * dim
-    embedding = keys.count("vocab_size") * width
-    ends = sum(count for count in counts.values() if count == embedding)
-    idle = routed - routed * keys.count("num_experts_per_tok") // experts if routed else 0
+    size = keys.any_of("moe_intermediate_size") * each or keys.count("intermediate_size")
     made = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
-    size = keys.any_of("moe_intermediate_size") * keys.any_of("num_experts_per_tok") or keys.count("intermediate_size")
-    whole = [sum(counts.values()) - ends, routed, idle, cached]
-    parts = zip(*([part // layers + (index < part % layers) for index in range(layers)] for part in whole), strict=True)
+    counts: dict[int, Counter[str]] = {index: Counter() for index in range(keys.count("num_hidden_layers"))}
+    outside = 0
+    for name, shape in shapes.items():
+        count, numbered = math.prod(shape), re.search(r"\.(\d+)\.", name)
+        if numbered is None or int(numbered[1]) not in counts:
+            outside += count
+            continue
+        own = counts[int(numbered[1])]
+        own["parameters"] += count
+        if ".experts." in name:
+            own.update(experts=count, idle=count - count * each // experts)
+        if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight")):
+            own["cached"] += shape[0]
+    if not any(own["cached"] for own in counts.values()):
+        raise ConfigurationError(
+            f"model_type = {raw.get('model_type')!r}: no tensors k_proj and v_proj tell what is cached"
+        )
     return ModelSizes(
         model_type=str(raw.get("model_type")),
-        vocabulary_size=keys.count("vocab_size"),
+        vocabulary_size=vocabulary,
         width=width,
         heads=heads,
         kv_heads=1 if any("kv_a_proj" in name for name in shapes) else kv_heads,
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
-        tied=ends <= embedding,
-        outside=ends,
-        layers=tuple(
-            LayerSizes(parameters=own, experts=of_experts, idle=unused, cached=values, intermediate=size, **made)
-            for own, of_experts, unused, values in parts
-        ),
+        tied=outside < 2 * vocabulary * width,
+        outside=outside,
+        layers=tuple(LayerSizes(**own, **made, intermediate=size) for own in counts.values()),
     )
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _shapes(files: Sequence[Path]) -> dict[str, list[int]]:

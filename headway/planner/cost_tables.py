@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from headway.planner.catalogue.read import Source
 from headway.planner.costs import OwnedCost, PricedRun, ServiceComparison
 
 
@@ -14,7 +13,7 @@ def owned_rows(found: OwnedCost) -> dict[str, str]:
     lines, cost = found.lines, found.cost
     bought = ("server", "service", "networking", "storage", "software", "installation")
     per_kw = cost.electricity_usd_per_kw_month + lines.colocation_usd_per_kw_month
-    rows = {
+    return {
         "capital": f"${cost.capital_usd:,.0f} for {lines.devices} devices, ${cost.capital_usd_per_device:,.0f} each",
         "of which": ", ".join(f"{name} {getattr(lines, f'{name}_usd'):,.0f}" for name in bought),
         "annuity": (
@@ -34,24 +33,22 @@ def owned_rows(found: OwnedCost) -> dict[str, str]:
             f"internet ${lines.internet_usd_per_month:g}; ${cost.operating_usd_per_device_hour:.4f} a device-hour"
         ),
         "device-hour": f"${cost.usd_per_device_hour:.2f}, {cost.capital_percent:.1f} % of it capital",
+        **_notes(found),
     }
-    if found.published:
-        rows["printed"] = ", ".join(f"{key} {value:,}" for key, value in found.published.items())
-    return rows | _contradictions(found.contradictions) | _source(found.source)
 
 
 def print_steps(found: PricedRun, console: Console | None = None) -> None:
     """Print a row for each step: own and the service's dollars, and those of a million tokens."""
-    table = Table(title=f"{found.name}: {found.description}", title_justify="left")
+    table = Table(title=f"{found.name}: {found.run.description}", title_justify="left")
     for name in ("step", "s", "M tok", "$", "$/M"):
         table.add_column(name, justify="right")
     if found.service is not None:
         for name in ("prefill $", "sample", "train", "service", "$/M"):
             table.add_column(name, justify="right")
     for index, (step, usd, ratio) in enumerate(
-        zip(found.published.steps, found.own.usd, found.own.usd_per_mtok, strict=True)
+        zip(found.run.steps, found.own.usd, found.own.usd_per_mtok, strict=True)
     ):
-        tokens = found.published.batch * step.sequence_tokens / 1e6
+        tokens = found.run.batch * step.sequence_tokens / 1e6
         cells = [str(index), f"{step.seconds:g}", f"{tokens:.3f}", f"{usd:.2f}", f"{ratio:.2f}"]
         if found.service is not None:
             part = found.service_parts[index]
@@ -79,7 +76,7 @@ def run_rows(found: PricedRun) -> dict[str, str]:
             f"{found.own_over_service[0]:.2f} x by means of ratios, "
             f"{found.own_over_service[1]:.2f} x by ratios of means"
         )
-    return rows | _contradictions(found.contradictions) | _source(found.source)
+    return rows | _notes(found)
 
 
 def service_rows(found: ServiceComparison) -> dict[str, str]:
@@ -104,12 +101,11 @@ def service_rows(found: ServiceComparison) -> dict[str, str]:
             f"slots busy {pool.busy_share:.0%}, a sample costs {pool.saving:.0%} less, "
             f"a tenant's steps take {pool.slowdown:.2f} x as long"
         )
-    return rows | _source(found.source)
+    return rows | _notes(found)
 
 
-def _contradictions(texts: list[str]) -> dict[str, str]:
-    return {"in the source" + f" {number}" * (number > 1): text for number, text in enumerate(texts, 1)}
-
-
-def _source(source: Source) -> dict[str, str]:
-    return {"source": f"{source.source} ({source.date})"}
+def _notes(found: OwnedCost | PricedRun | ServiceComparison) -> dict[str, str]:
+    """Contradictions in the source, and the source."""
+    texts = [] if isinstance(found, ServiceComparison) else found.contradictions
+    rows = {"in the source" + f" {number}" * (number > 1): text for number, text in enumerate(texts, 1)}
+    return rows | {"source": f"{found.source.source} ({found.source.date})"}

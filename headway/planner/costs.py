@@ -9,7 +9,7 @@ import msgspec
 from headway.control import cost as arithmetic
 from headway.control.backfill import SharedPool, TenantLoad, shared_pool
 from headway.control.cost import DeviceHourCost, RunCost, ServerCosts, ServiceCost, StepLoad, TokenPrices
-from headway.planner.catalogue.read import Catalogue, OwnedServer, PublishedStep, RentedDevice, RunTable, Source
+from headway.planner.catalogue.read import Catalogue, PublishedStep, RentedDevice, RunTable, Source
 from headway.records.errors import ConfigurationError
 
 
@@ -20,25 +20,23 @@ class OwnedCost(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     lines: ServerCosts
     cost: DeviceHourCost
-    published: dict[str, float]
     contradictions: list[str]  # printed figures that don't follow from the printed lines
 
 
 def owned_cost(catalogue: Catalogue, name: str) -> OwnedCost:
-    server = catalogue.entry("owned", name, OwnedServer)
-    cost = arithmetic.device_hour_cost(server.costs)
+    lines = catalogue.entry("owned", name, ServerCosts)
+    cost = arithmetic.device_hour_cost(lines)
     return OwnedCost(
         name=name,
         source=catalogue.source("owned", name),
-        lines=server.costs,
+        lines=lines,
         cost=cost,
-        published=server.published,
-        contradictions=_contradictions(server, cost),
+        contradictions=_contradictions(lines, cost),
     )
 
 
-def _contradictions(server: OwnedServer, cost: DeviceHourCost) -> list[str]:
-    printed, lines = server.published, server.costs
+def _contradictions(lines: ServerCosts, cost: DeviceHourCost) -> list[str]:
+    printed = lines.published
     found = {key for key, value in printed.items() if not agrees(getattr(cost, key), value)}
     texts: list[str] = []
     if "power_and_colocation_usd_per_month" in found:
@@ -91,7 +89,6 @@ class PricedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     source: Source
-    description: str
     devices: int  # generators and trainers: both are paid for the whole step
     usd_per_device_hour: float
     own: RunCost
@@ -99,7 +96,7 @@ class PricedRun(msgspec.Struct, frozen=True, kw_only=True):
     service: RunCost | None
     service_parts: tuple[ServiceCost, ...]
     own_over_service: tuple[float, float] | None  # by means of ratios, by ratios of means
-    published: RunTable
+    run: RunTable
     contradictions: list[str]
 
 
@@ -121,47 +118,39 @@ def priced_run(catalogue: Catalogue, name: str, price: str = "", service: str = 
             )
         parts = tuple(arithmetic.service_cost(load, prices) for load in loads)
     theirs = arithmetic.run_cost([part.usd for part in parts], loads) if parts else None
-    found = PricedRun(
+    return PricedRun(
         name=name,
         source=catalogue.source("runs", name),
-        description=run.description,
         devices=devices,
         usd_per_device_hour=hour,
         own=own,
         service_name=service,
         service=theirs,
         service_parts=parts,
-        own_over_service=None
-        if theirs is None
-        else (own.mean_of_ratios / theirs.mean_of_ratios, own.ratio_of_means / theirs.ratio_of_means),
-        published=run,
-        contradictions=[],
+        own_over_service=theirs
+        and (own.mean_of_ratios / theirs.mean_of_ratios, own.ratio_of_means / theirs.ratio_of_means),
+        run=run,
+        contradictions=[] if price else _run_contradictions(run, own),
     )
-    return msgspec.structs.replace(found, contradictions=_run_contradictions(found)) if not price else found
 
 
 def load_of(run: RunTable, step: PublishedStep) -> StepLoad:
-    return StepLoad(
-        samples=run.batch,
-        seconds=step.seconds,
-        response_tokens=step.response_tokens,
-        sequence_tokens=step.sequence_tokens,
-    )
+    lengths = {"response_tokens": step.response_tokens, "sequence_tokens": step.sequence_tokens}
+    return StepLoad(samples=run.batch, seconds=step.seconds, **lengths)
 
 
-def _run_contradictions(run: PricedRun) -> list[str]:
+def _run_contradictions(run: RunTable, own: RunCost) -> list[str]:
     """A printed mean that is one of ratios, where the means printed beside it have another ratio."""
-    table, printed = run.published, run.published.published_usd_per_mtok
-    if printed is None or not agrees(run.own.mean_of_ratios, printed):
-        return [] if printed is None else [f"{printed:g} $/M tokens is printed; {run.own.mean_of_ratios:.4f} follows"]
-    texts = [
-        f"{printed:g} $/M tokens is the mean of the steps' ratios; all dollars over all tokens are "
-        f"{run.own.ratio_of_means:.2f}"
-    ]
-    if (mean := table.mean) is not None and mean.usd is not None and mean.tokens is not None:
-        ratio = 1e6 * mean.usd / mean.tokens
-        texts[0] += f" (of the printed means, {mean.usd:,.2f} / {mean.tokens / 1e6:.3f} M = {ratio:.2f})"
-    return texts
+    printed = run.published_usd_per_mtok
+    if printed is None:
+        return []
+    if not agrees(own.mean_of_ratios, printed):
+        return [f"{printed:g} $/M tokens is printed; {own.mean_of_ratios:.4f} follows from the steps"]
+    text = f"{printed:g} $/M tokens is a mean of ratios; all dollars over all tokens are {own.ratio_of_means:.2f}"
+    if run.mean is not None and {"usd", "tokens"} <= run.mean.printed.keys():
+        usd, tokens = run.mean.printed["usd"], run.mean.printed["tokens"]
+        text += f" (printed means: {usd:,.2f} / {tokens / 1e6:.3f} M = {1e6 * usd / tokens:.2f})"
+    return [text]
 
 
 # --- services --------------------------------------------------------------------------------------------
@@ -203,7 +192,7 @@ def service_comparison(
         factor = arithmetic.replay_factor(failures_per_hour, lost_hours)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    loads = [load_of(priced.published, step) for step in priced.published.steps]
+    loads = [load_of(priced.run, step) for step in priced.run.steps]
     rate = sum(load.tokens for load in loads) / sum(load.seconds for load in loads)
     hour = priced.usd_per_device_hour * factor
     even = arithmetic.break_even_tokens_per_s(priced.devices, hour, priced.service.ratio_of_means)

@@ -5,7 +5,6 @@ Each entry has a source and a date. A figure that isn't known is left out, and `
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Sequence
 from datetime import date
@@ -43,13 +42,6 @@ class MachineFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     network_bytes_per_s: Figure | None = None  # of all its network cards, one direction
 
 
-class OwnedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """Price lines of a server, and results that its source printed."""
-
-    costs: ServerCosts
-    published: dict[str, float] = {}  # field of `DeviceHourCost` -> value
-
-
 class RentedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Price of a device by the hour."""
 
@@ -57,20 +49,12 @@ class RentedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PublishedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of a run's table, as printed; None: its table has no such column."""
+    """One row of a run's table. ``printed``: what its other columns say, dollars and tokens, by name."""
 
     seconds: Figure
     response_tokens: Tokens
     sequence_tokens: Tokens
-    prompt_tokens: Tokens | None = None
-    usd: Usd | None = None
-    tokens: Tokens | None = None
-    usd_per_mtok: Usd | None = None
-    prefill_usd: Usd | None = None
-    sample_usd: Usd | None = None
-    train_usd: Usd | None = None
-    service_usd: Usd | None = None
-    service_usd_per_mtok: Usd | None = None
+    printed: dict[str, Usd] = {}
 
 
 class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +74,7 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _TYPES: dict[str, Any] = {
     "devices": DeviceFigures,
     "machines": MachineFigures,
-    "owned": OwnedServer,
+    "owned": ServerCosts,
     "rented": RentedDevice,
     "services": TokenPrices,
     "runs": RunTable,
@@ -108,7 +92,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Catalogue:
     """Entries by section and name, checked when they are asked for.
 
-    Example: ``Catalogue.read(["mine.toml"]).entry("owned", "H200", OwnedServer)``. A user's entry replaces single keys
+    Example: ``Catalogue.read(["mine.toml"]).entry("owned", "H200", ServerCosts)``. A user's entry replaces single keys
     of the package's of that name, and needs a source and a date of its own.
     """
 
@@ -142,9 +126,6 @@ class Catalogue:
         raw = self._raw(section, name)
         self.source(section, name)
         figures = {key: value for key, value in raw.items() if key not in ("source", "date")}
-        if kind is OwnedServer:
-            figures = {"costs": {**figures}, "published": figures.pop("published", {})}
-            figures["costs"].pop("published", None)
         return _converted(figures, kind, f"{section}.{name}")
 
     def known(self, section: str, name: str, key: str, part: str = "") -> float:
@@ -195,8 +176,7 @@ def _converted(raw: dict[str, Any], kind: type[Entry], where: str, *, strict: bo
         return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
-        key = path.rstrip("`").removeprefix(".costs")
-        match = re.fullmatch(r"\.(\w+)", key)
-        value = raw.get("costs", raw).get(match[1]) if match else None
+        key = path.rstrip("`")
+        value = raw.get(key.removeprefix("."))
         given = f" = {value!r}" if value is not None else ""
         raise ConfigurationError(f"{where}{key}{given}: {text[0].lower()}{text[1:]}") from None

@@ -166,5 +166,7 @@ def test_refusals_name_the_key() -> None:
     raw = {"model_type": "quux", "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "vocab_size": 5}
     with pytest.raises(ConfigurationError, match="num_experts: missing"):
         sizes_of_shapes(raw, {"model.layers.0.mlp.experts.0.up.weight": (8, 4)})
+    with pytest.raises(ConfigurationError, match="model_type = 'quux': no tensor k_proj tells"):
+        sizes_of_shapes({**raw, "intermediate_size": 8}, {"model.layers.0.mlp.up.weight": (8, 4)})
     with pytest.raises(ConfigurationError, match="quantization_config"):
         sizes_of_shapes({**raw, "quantization_config": {"bits": 4}}, {})
