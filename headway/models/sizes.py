@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.models.configuration import read_json
-from headway.models.families import read_window
+from headway.models.families import FAMILIES, read_window
 from headway.models.size_rules import RULES, SizeRules
 from headway.records.errors import ConfigurationError
 
@@ -133,7 +133,7 @@ def sizes_of(folder: str | Path) -> ModelSizes:
     file = Path(folder) / "config.json"
     raw = read_json(file)
     try:
-        if raw.get("model_type") in RULES or not (files := sorted(Path(folder).glob("*.safetensors"))):
+        if _model_type(raw) in RULES or not (files := sorted(Path(folder).glob("*.safetensors"))):
             return sizes_from(raw)
         return sizes_of_shapes(raw, _shapes(files))
     except ConfigurationError as error:
@@ -148,7 +148,7 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
             "text_config: it has parts for images or sound, which aren't counted; a config.json with the content "
             "of text_config is"
         )
-    name = str(raw.get("model_type"))
+    name = _model_type(raw)
     if name not in RULES:
         raise ConfigurationError(
             f"model_type = {name!r} is of unknown shape; known: {', '.join(RULES)}; any other with its *.safetensors "
@@ -167,10 +167,16 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
         kv_heads=1 if rules.attention == "latent" else int(keys.get("num_key_value_heads", heads)),
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
         tied=tied,
-        attention_softcap=keys.get("attn_logit_softcapping"),
+        attention_softcap=raw.get("attn_logit_softcapping", rules.defaults.get("attn_logit_softcapping")),
         outside=vocabulary * width * (1 if tied else 2) + width,
         layers=tuple(_layer(keys, rules, index, kind) for index, kind in enumerate(_kinds(keys, rules))),
     )
+
+
+def _model_type(raw: Mapping[str, Any]) -> str:
+    """Name in `RULES`: of the architecture, where the decoder computes it, else what model_type says."""
+    known = [FAMILIES[name].model_type for name in raw.get("architectures") or () if name in FAMILIES]
+    return known[0] if known else str(raw.get("model_type"))
 
 
 class _Keys(dict[str, Any]):
@@ -310,8 +316,11 @@ def _is_sparse(keys: _Keys, index: int) -> bool:
 
 def _dense(keys: _Keys, rules: SizeRules) -> dict[str, int]:
     size = keys.count(rules.shared_size_key if rules.always_shared else "intermediate_size", 0)
-    biased = bool(keys.get("mlp_bias", False)) if rules.mlp_bias is None else rules.mlp_bias
-    return {"parameters": _feed_forward(keys, rules, size, biased), "intermediate": size}
+    return {"parameters": _feed_forward(keys, rules, size, _is_biased(keys, rules)), "intermediate": size}
+
+
+def _is_biased(keys: _Keys, rules: SizeRules) -> bool:
+    return bool(keys.get("mlp_bias", False)) if rules.mlp_bias is None else rules.mlp_bias
 
 
 def _feed_forward(keys: _Keys, rules: SizeRules, size: int, biased: bool, width: int = 0) -> int:
@@ -322,13 +331,10 @@ def _feed_forward(keys: _Keys, rules: SizeRules, size: int, biased: bool, width:
 def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
     width, experts, size = keys.count("hidden_size"), keys.any_of(*_EXPERTS), keys.count(rules.expert_size_key)
     each, latent = keys.count("num_experts_per_tok"), keys.any_of("moe_latent_size")
-    one = _feed_forward(keys, rules, size, rules.expert_bias, latent)
-    shared = keys.any_of("n_shared_experts") * size
-    shared = keys.count(rules.shared_size_key, 0) if rules.shared_size_key else shared
-    biased = bool(keys.get("mlp_bias", False)) if rules.mlp_bias is None else rules.mlp_bias
+    one, biased = _feed_forward(keys, rules, size, rules.expert_bias, latent), _is_biased(keys, rules)
+    shared = keys.count(rules.shared_size_key, 0) if rules.shared_size_key else keys.any_of("n_shared_experts") * size
     weights = experts * one + (width + rules.expert_bias) * experts  # and the router
-    weights += _feed_forward(keys, rules, shared, biased) if shared else 0
-    weights += width * (rules.shared_gate and shared > 0)
+    weights += _feed_forward(keys, rules, shared, biased) + width * rules.shared_gate if shared else 0
     weights += 2 * latent * width + biased * (latent + width) if latent else 0
     idle = {"experts": experts * one, "idle": (experts - each) * one}
     return {"parameters": weights, **idle, "intermediate": each * size + shared}
@@ -367,9 +373,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight")):
             own["cached"] += shape[0]
     if not any(own["cached"] for own in counts.values()):
-        raise ConfigurationError(
-            f"model_type = {raw.get('model_type')!r}: no tensors k_proj and v_proj tell what is cached"
-        )
+        raise ConfigurationError(f"model_type = {raw.get('model_type')!r}: no tensor k_proj tells what is cached")
     return ModelSizes(
         model_type=str(raw.get("model_type")),
         vocabulary_size=vocabulary,
@@ -385,10 +389,13 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
 
 def _shapes(files: Sequence[Path]) -> dict[str, list[int]]:
     """Shapes of all tensors in ``files``, read from their headers."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, list[int]] = {}
     for file in files:
-        with safe_open(file, framework="np") as tensors:
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, framework="np") as tensors:
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigurationError(f"{file.name}: its header can't be read: {error}") from None
     return shapes

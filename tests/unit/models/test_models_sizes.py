@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from headway.models.decoder import Decoder
+from headway.models.families import BY_NAME
 from headway.models.initialise import initialise_model
 from headway.models.size_rules import RULES
 from headway.models.sizes import ModelSizes, sizes_from, sizes_of, sizes_of_shapes
@@ -121,18 +122,22 @@ def test_windows_bound_the_cache() -> None:
     assert found.kv_bytes(4096, 2) == (4 * 4096 + 22 * 512) * 512 * 2
 
 
-def test_own_models_count_as_they_are_built(tmp_path: Path) -> None:
-    for family in ("qwen3", "gemma2", "qwen3_moe"):
-        made = initialise_model(tmp_path / family, ["abc"], character_level=True, family=family)
-        count = sum(weight.numel() for weight in Decoder(made).parameters())
-        assert sizes_of(tmp_path / family).parameters == count
+@pytest.mark.parametrize("family", sorted(BY_NAME))
+def test_own_models_count_as_they_are_built(tmp_path: Path, family: str) -> None:
+    made = initialise_model(tmp_path / "model", ["abc"], character_level=True, family=family)
+    found = sizes_of(tmp_path / "model")
+    assert found.parameters == sum(weight.numel() for weight in Decoder(made).parameters())
+    assert found.cached_values == 2 * made.layers * made.kv_heads * made.head_dim
+    windows = [made.layer(index).scores.window for index in range(made.layers)]
+    assert [layer.window for layer in found.layers] == windows
+    assert found.attention_softcap == made.attention_softcap
 
 
 def test_an_unknown_architecture_is_counted_by_its_shapes(tmp_path: Path) -> None:
     """The same file under a name that no rule has: the same weights and cached values."""
     made = initialise_model(tmp_path, ["abc"], character_level=True, family="qwen3_moe", tied=False)
     known, file = sizes_of(tmp_path), tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "quux"}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "quux", "architectures": ["Quux"]}))
     found = sizes_of(tmp_path)
     assert made.mixture is not None
     for sizes in (known, found):
@@ -142,7 +147,11 @@ def test_an_unknown_architecture_is_counted_by_its_shapes(tmp_path: Path) -> Non
             known.cached_values,
             False,
         )
-    (tmp_path / "model.safetensors").unlink()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"none")
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors: its header can't be read"):
+        sizes_of(tmp_path)
+    weights.unlink()
     with pytest.raises(
         ConfigurationError, match=r"model_type = 'quux' is of unknown shape; known: llama, .*safetensors"
     ):
