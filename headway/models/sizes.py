@@ -155,10 +155,9 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
             "beside config.json"
         )
     rules = RULES[name]
-    keys = _Keys({**rules.defaults, **{key: value for key, value in raw.items() if value is not None}})
+    keys = _Keys(raw, rules.defaults)
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    tied = bool(keys.get("tie_word_embeddings", False))
-    vocabulary = keys.count("vocab_size")
+    tied, vocabulary = bool(keys.get("tie_word_embeddings", False)), keys.count("vocab_size")
     return ModelSizes(
         model_type=name,
         vocabulary_size=vocabulary,
@@ -180,7 +179,11 @@ def _model_type(raw: Mapping[str, Any]) -> str:
 
 
 class _Keys(dict[str, Any]):
-    """Content of a config.json, without keys that are null."""
+    """Content of a config.json over its architecture's defaults, without keys that are null; ``raw``: with them."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__({**defaults, **{key: value for key, value in raw.items() if value is not None}})
+        self.raw = dict(raw)
 
     def count(self, key: str, least: int = 1) -> int:
         value = self.get(key)
@@ -202,7 +205,8 @@ def _kinds(keys: _Keys, rules: SizeRules) -> list[str]:
     given = keys.get("layer_types") or keys.get("layers_block_type") or keys.get("hybrid_override_pattern")
     if rules.family is not None:
         layers = keys.count("num_hidden_layers")
-        tokens, covered = read_window(keys, rules.family, layers)
+        tokens, covered = read_window(keys.raw, rules.family, layers)
+        keys["sliding_window"] = tokens
         return [_WINDOWED if tokens and index in covered else _FULL for index in range(layers)]
     if given is not None:
         if len(given) != (layers := keys.get("num_hidden_layers", len(given))):
@@ -224,16 +228,15 @@ def _kinds(keys: _Keys, rules: SizeRules) -> list[str]:
 
 def _layer(keys: _Keys, rules: SizeRules, index: int, kind: str) -> LayerSizes:
     alone = kind in ("dense", "sparse")  # a feed-forward without attention
-    single = rules.norms == 1  # a layer is one or the other
     found = {"parameters": rules.norms * keys.count("hidden_size")}
     if not alone:
         mixer = _linear(keys, rules) if kind == _LINEAR else _attention(keys, rules, index)
         found = {**mixer, "parameters": found["parameters"] + mixer["parameters"]}
-    if alone or not single:
+    if alone or rules.norms > 1:  # with one norm a layer is one or the other
         sparse = kind == "sparse" if alone else _is_sparse(keys, index)
         ends = _experts(keys, rules) if sparse else _dense(keys, rules)
         found = {**found, **ends, "parameters": found["parameters"] + ends["parameters"]}
-    return LayerSizes(window=int(keys["sliding_window"]) if kind == _WINDOWED else None, **found)
+    return LayerSizes(window=keys.count("sliding_window") if kind == _WINDOWED else None, **found)
 
 
 def _attention(keys: _Keys, rules: SizeRules, index: int) -> dict[str, int]:
@@ -346,7 +349,7 @@ def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
 def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> ModelSizes:
     """Sizes of any architecture by the ``shapes`` of its tensors (name -> shape), layers being those that names number;
     what they don't say from config.json: experts of a token, heads."""
-    keys = _Keys({key: value for key, value in raw.items() if value is not None})
+    keys = _Keys(raw, {})
     if "quantization_config" in keys:
         raise ConfigurationError("quantization_config: of quantised tensors shapes don't tell the number of weights")
     experts, each = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")

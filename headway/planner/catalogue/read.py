@@ -49,7 +49,7 @@ class RentedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PublishedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of a run's table. ``printed``: what its other columns say, dollars and tokens, by name."""
+    """Row of a run's table. ``printed``: its other columns, dollars and tokens, by name."""
 
     seconds: Figure
     response_tokens: Tokens
