@@ -73,6 +73,12 @@ def test_a_tenant_generates_while_another_trains() -> None:
     assert found.saving == pytest.approx(1 - 21 / 40)
 
 
+def test_batches_wait_for_the_one_trainer() -> None:
+    """Rollouts of 10 s and 100 s of training: ten steps of two tenants are 20 trainings, one after the other."""
+    found = shared_pool(load(spread=1.0, mean_s=10.0, train_s=100.0, steps=10), 2)
+    assert found.saving == pytest.approx(1 - (10 + 20 * 100) / (20 * 110))
+
+
 def test_the_saving_grows_until_nothing_idles() -> None:
     """Two tenants fill much of what one's stragglers leave idle; beyond eight there is nothing left to fill."""
     pools = [shared_pool(load(spread=4.0), tenants) for tenants in (1, 2, 4, 8)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,12 @@ def test_an_unknown_architecture_is_counted_by_its_shapes(tmp_path: Path) -> Non
         ConfigurationError, match=r"model_type = 'quux' is of unknown shape; known: llama, .*safetensors"
     ):
         sizes_of(tmp_path)
+
+
+def test_sizes_are_read_without_torch() -> None:
+    code = "import headway.models.sizes, sys; print([name for name in ('torch', 'safetensors') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def _sizes(**changes: Any) -> ModelSizes:
