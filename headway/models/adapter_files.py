@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,30 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
-from headway.models.adapter_targets import AdaptedTarget, AdapterTarget, adapted_targets, chosen_targets
-from headway.models.configuration import DecoderConfig, read_json
+from headway.models.adapter_targets import CONFIG_FILE, AdaptedTarget, AdapterTarget, adapted_targets, stored_targets
+from headway.models.configuration import DecoderConfig
 from headway.models.lora import Lora
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.files import file_digests, folder_digest
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
-# Keys of a LoraConfig that change what is computed, with the value that means they don't.
-_PLAIN: dict[str, Any] = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "exclude_modules": None,
-    "trainable_token_indices": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
 
 
 def open_adapter(
@@ -67,7 +53,7 @@ def load_adapter(
     """The adapter in ``folder``. Raises ConfigurationError, naming file and key or tensor, for one that was trained on
     another base than the folder ``model``, and for parts that aren't supported."""
     folder = Path(folder)
-    targets = _stored_targets(folder, config)
+    targets = stored_targets(folder, config)
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt") as content:
@@ -97,28 +83,6 @@ def base_digest(model: str | Path) -> str:
     """Digest that tells a model folder's weights from others: of sizes, headers and samples of its files."""
     found = file_digests(Path(model))
     return folder_digest({name: one for name, one in found.items() if name.endswith((".safetensors", "config.json"))})
-
-
-def _stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, ...]:
-    """The targets of the adapter in ``folder``, with rank and scale."""
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise ConfigurationError(f"{folder}: no {CONFIG_FILE}: not an adapter in PEFT's format")
-    given = read_json(file)
-    if given.get("peft_type") != "LORA":
-        raise ConfigurationError(f"{file}: peft_type = {given.get('peft_type')!r}: valid: 'LORA'")
-    for key, plain in _PLAIN.items():
-        if given.get(key, plain) not in (plain, None, [], {}):
-            raise ConfigurationError(f"{file}: {key} = {given[key]!r} is not supported; valid: {plain!r}")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(given.get(key), int | float) or given[key] <= 0:
-            raise ConfigurationError(f"{file}: {key} = {given.get(key)!r}: valid: a number above 0")
-    rank, alpha = int(given["r"]), float(given["lora_alpha"])
-    scale = alpha / (math.sqrt(rank) if given.get("use_rslora") else rank)
-    wanted = given.get("target_modules") or ()
-    wanted = wanted if isinstance(wanted, str) else tuple(wanted)
-    chosen = chosen_targets(config, wanted, tuple(given.get("target_parameters") or ()))
-    return tuple(AdaptedTarget(target=target, rank=rank, scale=scale) for target in chosen)
 
 
 def _theirs(lora: Lora) -> dict[str, Tensor]:
@@ -171,18 +135,20 @@ def _prefix(target: AdapterTarget) -> str:
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:
-    modules = sorted({adapted.target.name for adapted in lora.targets if not adapted.target.experts})
-    parameters = sorted({adapted.target.name for adapted in lora.targets if adapted.target.experts})
-    rank, scale = lora.targets[0].rank, lora.targets[0].scale
+    ranks = Counter((adapted.rank, adapted.scale) for adapted in lora.targets)
+    (rank, scale), _ = ranks.most_common(1)[0]
+    others = [adapted for adapted in lora.targets if (adapted.rank, adapted.scale) != (rank, scale)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model),
         "r": rank,
         "lora_alpha": scale * rank,
+        "rank_pattern": {re.escape(adapted.target.name): adapted.rank for adapted in others},
+        "alpha_pattern": {re.escape(adapted.target.name): adapted.scale * adapted.rank for adapted in others},
         "lora_dropout": 0.0,
-        "target_modules": modules,
-        "target_parameters": parameters or None,
+        "target_modules": sorted(adapted.target.name for adapted in lora.targets if not adapted.target.experts),
+        "target_parameters": sorted(adapted.target.name for adapted in lora.targets if adapted.target.experts) or None,
         "bias": "none",
         "inference_mode": True,
     }

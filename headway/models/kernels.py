@@ -93,6 +93,9 @@ class FrozenMatrix:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenMatrix:
+        return self
+
 
 class _FrozenProduct(torch.autograd.Function):
     """``product(x, matrix)`` that keeps no matrix for the backward, which computes it again: the gradient of x is

@@ -6,6 +6,7 @@ m (row, expert) pairs sorted by expert.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -114,6 +115,15 @@ def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:
         layer.adapter = None if adapter is None else adapter.get(number)
 
 
+def base_of(model: Decoder) -> Decoder:
+    """The decoder without an adapter, whose weights are the same tensors as those of ``model``."""
+    base = copy.deepcopy(
+        model, {id(one): one for one in (*model.parameters(), *(layer.adapter for layer in model.layers))}
+    )
+    use(base, None)
+    return base
+
+
 @torch.no_grad()
 def merge(model: Decoder, lora: Lora) -> None:
     """Add the adapter to the weights of ``model``: W + scale * B A, in at least float32, rounded once."""
@@ -160,7 +170,7 @@ class _AddLowRank(torch.autograd.Function):
         to_inner_nr = torch.cat(to_inner, 1)
         to_a = (to_inner_nr.t() @ x_nd).to(b[0].dtype).split(ctx.ranks)
         pairs = (gradient for pair in zip(to_a, to_b, strict=True) for gradient in pair)
-        return grads[0], to_inner_nr @ a_rd, None, *pairs
+        return grads[0], to_inner_nr @ a_rd if ctx.needs_input_grad[1] else None, None, *pairs
 
 
 def _by_expert(rows_md: Tensor, weights_xfd: Tensor, expert_m: Tensor) -> Tensor:
