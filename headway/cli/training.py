@@ -107,6 +107,7 @@ def evaluate(
     model: str = typer.Option(
         "", "--model", metavar="PATH", help="Model folder with its tokenizer; default: model.path of CONFIG."
     ),
+    adapter: str = typer.Option("", "--adapter", metavar="PATH", help="Adapter's folder, in PEFT's format."),
     split: str = typer.Option("test", "--split", metavar="NAME", help="train, validation or test."),
     as_json: bool = typer.Option(False, "--json", help="Print the score as one JSON object."),
 ) -> None:
@@ -122,7 +123,7 @@ def evaluate(
     from headway.orchestrator.jobs.evaluate import evaluate_model
     from headway.report.live import evaluation_line
 
-    record = evaluate_model(experiment, model_path=model or experiment.model.path, split=split)
+    record = evaluate_model(experiment, model_path=model or experiment.model.path, adapter_path=adapter, split=split)
     if as_json:
         print_json(record)
     else:

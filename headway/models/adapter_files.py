@@ -16,14 +16,18 @@ from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
 from headway.models.adapter_targets import CONFIG_FILE, AdaptedTarget, AdapterTarget, adapted_targets, stored_targets
-from headway.models.configuration import DecoderConfig
-from headway.models.lora import Lora
+from headway.models.configuration import DecoderConfig, read_json
+from headway.models.loading import parse_dtype, save_model
+from headway.models.lora import Lora, merge
+from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.files import file_digests, folder_digest
+from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
+_QUANTIZATION = "base_quantization"  # that the adapter was trained with, likewise
 
 
 def open_adapter(
@@ -57,13 +61,14 @@ def load_adapter(
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt") as content:
-            trained_on = (content.metadata() or {}).get(_BASE)
+            metadata = content.metadata() or {}
             stored = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
-    if trained_on is not None and trained_on != base_digest(model):
+    if metadata.get(_BASE, "") not in ("", base_digest(model)):
         raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
     lora = Lora(targets, device, dtype)
+    lora.quantization = metadata.get(_QUANTIZATION)
     lora.copy_weights(_ours(file, targets, stored))
     return lora
 
@@ -74,9 +79,32 @@ def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: one.cpu().contiguous() for name, one in _theirs(lora).items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", _BASE: base_digest(model)})
+    metadata = {"format": "pt", _BASE: base_digest(model)}
+    if lora.quantization is not None:
+        metadata[_QUANTIZATION] = lora.quantization
+    save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
     config = json.dumps(_peft_config(lora, model), indent=2)
     (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+
+
+def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
+    """Write the model folder ``output``: ``model`` with ``adapter`` merged, in the dtype of its config.json, with its
+    tokenizer. Raises ConfigurationError: ``output`` exists, or the adapter isn't one of this model."""
+    target = Path(output)
+    if target.exists():
+        raise ConfigurationError(f"{output} exists: a merged model is written into a new folder")
+    raw = read_json(Path(model) / "config.json")
+    dtype = parse_dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    lora = load_adapter(adapter, model, DecoderConfig.from_pretrained(Path(model)))
+    merged = load_sampled(model, lora.quantization, torch.float32 if lora.quantization else dtype, torch.device("cpu"))
+    merge(merged, lora)
+    merged = merged.to(dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
+        save_model(merged, folder, model)
+        flush_folder(folder)
+        folder.rename(target)
+        flush(target.parent)
 
 
 def base_digest(model: str | Path) -> str:

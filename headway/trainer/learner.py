@@ -62,6 +62,7 @@ class Learner:
         if chosen.adapter is not None:
             self.model.requires_grad_(False)
             self.lora = open_adapter(chosen.path, self.model.config, chosen.adapter, seed=seed, device=device)
+            self.lora.quantization = chosen.quantization
             use(self.model, self.lora.layers)
         self.reference: Decoder | None = None
         self.device = device
