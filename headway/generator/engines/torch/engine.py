@@ -115,7 +115,7 @@ class TorchEngine(Engine[EngineRequest]):
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
         self._model_version, self._model_update = version, 0  # of the model without an adapter
         self._subscriber = Subscriber()
-        self._adapters = self._runner.adapters
+        self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1
             self._runner.register(name, adapter, version, self._updates)
@@ -137,12 +137,12 @@ class TorchEngine(Engine[EngineRequest]):
     def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
         entry = EngineRequest(request, arrival)
         if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
-            revision = self._adapters.held(entry.adapter, request.partial.versions[-1].version)
+            revision = self.adapters.held(entry.adapter, request.partial.versions[-1].version)
             entry.update = -1 if revision is None else revision.update
         return entry
 
     def _unserved(self, entry: EngineRequest) -> str:
-        return self._adapters.unknown(entry.adapter)
+        return self.adapters.unknown(entry.adapter)
 
     def _ended(self, entry: EngineRequest) -> None:
         super()._ended(entry)
@@ -150,14 +150,14 @@ class TorchEngine(Engine[EngineRequest]):
 
     def _unload(self) -> None:
         """Drop the revisions of adapters that are no longer needed."""
-        if self._adapters.outdated:
-            self._adapters.unload({entry.update for entry in self._open.values()})
+        if self.adapters.outdated:
+            self.adapters.unload({entry.update for entry in self._open.values()})
 
     def _update_of(self, request: EngineRequest) -> int:
         """Number of the update whose weights the request is to be computed with from now on."""
         if request.update >= 0:
             return request.update
-        newest = self._adapters.newest(request.adapter)
+        newest = self.adapters.newest(request.adapter)
         return self._model_update if newest is None else newest.update
 
     # --- one step -------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class TorchEngine(Engine[EngineRequest]):
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
         data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
-        revision = self._adapters.of(entry.update)
+        revision = self.adapters.of(entry.update)
         version = self._model_version if revision is None else revision.version
         self._deltas.append(
             TokenDelta(
@@ -393,10 +393,8 @@ class TorchEngine(Engine[EngineRequest]):
         Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for ``finish``, and
         where there are adapters: they belong to the weights that are here.
         """
-        if mode == "finish" or self._adapters:
-            cause = (
-                "adapters are registered beside them" if self._adapters else "update_mode = 'finish' is for adapters"
-            )
+        if mode == "finish" or self.adapters:
+            cause = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
             raise ConfigurationError(f"an update of the model's own weights: {cause}")
         before_s = self._paused_s
         with self.paused():
@@ -420,7 +418,7 @@ class TorchEngine(Engine[EngineRequest]):
         changed, when no adapter of this name, with these names and shapes, is registered."""
         before_s = self._paused_s
         with self.paused():
-            adapter = self._adapters.revised(name, tensors)
+            adapter = self.adapters.revised(name, tensors)
             self._close_holes()
             self._emit_ready()
             self._updates += 1
