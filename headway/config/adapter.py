@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from headway.config.section import Positive, Section
 
-TARGETS = ("all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Quantization = Literal["4bit", "8bit"]
 
 
 class AdapterConfig(Section):

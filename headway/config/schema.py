@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from headway.config.adapter import AdapterConfig
+from headway.config.adapter import AdapterConfig, Quantization
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
 from headway.config.curriculum import CurriculumConfig
@@ -74,6 +74,13 @@ class ModelConfig(Section):
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
     adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
+    quantization: Quantization | None = None  # of the weights beside an adapter: NF4 or a dynamic 8-bit type
+
+    @model_validator(mode="after")
+    def _frozen_if_quantized(self) -> ModelConfig:
+        if self.quantization is not None and self.adapter is None:
+            raise ValueError(f"quantization = {self.quantization!r} without model.adapter: codes can't be trained")
+        return self
 
 
 class TasksConfig(Section):

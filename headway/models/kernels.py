@@ -82,9 +82,46 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, product_dtype(x_nd))
 
 
-def linear(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+class FrozenMatrix:
+    """Stand-in for a matrix without gradients that is kept in another form: computed when a product needs it."""
+
+    shape: torch.Size
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """``product(x, matrix)`` that keeps no matrix for the backward, which computes it again: the gradient of x is
+    ``product(gradient, matrix^T)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: FrozenMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.weight, ctx.product, ctx.dtype = weight, product, x.dtype
+        return product(x, weight.matrix(product_dtype(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.product(grads[0], ctx.weight.matrix(grads[0].dtype).mT).to(ctx.dtype), None, None
+
+
+def frozen_product(x: Tensor, weight: FrozenMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``product(x, matrix)`` for a product that is linear in x and has the rows of the matrix as outputs."""
+    return _FrozenProduct.apply(x, weight, product)  # pyright: ignore[reportReturnType]
+
+
+def linear(
+    x_nd: Tensor, weight: Tensor | FrozenMatrix, bias: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
     """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` joins inside the product, except under
     autocast, which would round it (the residual stream) to the product's dtype."""
+    if isinstance(weight, FrozenMatrix):
+        out = frozen_product(x_nd, weight, functional.linear)
+        out = out if bias is None else out + bias
+        return out if add is None else add + out
     if not torch.is_grad_enabled() and (fast := native.active(x_nd, weight)) is not None and fast.packs(weight):
         return fast.linear(x_nd, weight, bias, add)
     if add is None:

@@ -1,0 +1,80 @@
+"""A frozen base in 4 or 8 bits, by bitsandbytes: NF4 in blocks of 64 (QLoRA, Dettmers et al. 2023, section 3), or its
+dynamic 8-bit type in blocks of 256 (Dettmers et al. 2022). Embeddings, norms, routers and the head stay as they are.
+
+A trainer keeps the codes and multiplies by the matrix that they stand for; an engine keeps that matrix itself. Both
+come from the same float32 values in the same order, so both compute with the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.config.adapter import Quantization
+from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.kernels import FrozenMatrix
+from headway.models.loading import load_for_generation, load_model, parse_dtype
+from headway.runtime.imports import import_extra
+
+_MATRICES = ("qkv_weight", "output_weight", "gate_up_weight", "down_weight")
+
+
+class QuantizedMatrix(FrozenMatrix):
+    """A matrix [f, d], or all experts' [x, f, d], as codes and the scale of each block."""
+
+    def __init__(self, weight: Tensor, how: Quantization) -> None:
+        self.shape, self._how = weight.shape, how
+        functional, flat = _functional(), weight.detach().float().reshape(-1, weight.shape[-1]).contiguous()
+        if how == "4bit":
+            self._codes, self._state = functional.quantize_4bit(flat, blocksize=64, quant_type="nf4")
+        else:
+            self._codes, self._state = functional.quantize_blockwise(flat, blocksize=256)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return self._codes.nbytes + self._state.absmax.nbytes
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The matrix that the codes stand for."""
+        functional = _functional()
+        expand = functional.dequantize_4bit if self._how == "4bit" else functional.dequantize_blockwise
+        return expand(self._codes, self._state).view(self.shape).to(dtype)
+
+
+def load_frozen(path: str | Path, how: Quantization, device: str | torch.device) -> Decoder:
+    """The model in folder ``path`` with its matrices quantised, for a trainer. Raises ConfigurationError without
+    bitsandbytes. The whole float32 model is in the host's memory meanwhile."""
+    model = load_model(path)
+    for layer, name in _matrices(model):
+        codes = QuantizedMatrix(getattr(layer, name).to(device), how)
+        delattr(layer, name)
+        setattr(layer, name, codes)
+    return model.to(device).requires_grad_(False)
+
+
+def load_sampled(path: str | Path, how: Quantization | None, dtype: str | torch.dtype, device: torch.device) -> Decoder:
+    """Load the model in folder ``path`` for an engine: plain matrices of ``dtype``, equal to what the codes stand for.
+    ``how`` None: as in the folder."""
+    if how is None:
+        return load_for_generation(path, dtype, device)
+    model = load_model(path)
+    with torch.no_grad():
+        for layer, name in _matrices(model):
+            weight: nn.Parameter = getattr(layer, name)
+            weight.copy_(QuantizedMatrix(weight, how).matrix(torch.float32))
+    return model.to(parse_dtype(dtype)).to(device)
+
+
+def _functional() -> Any:
+    return import_extra("bitsandbytes", "qlora", "model.quantization").functional
+
+
+def _matrices(model: Decoder) -> Iterator[tuple[DecoderLayer, str]]:
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        yield from ((layer, name) for name in _MATRICES)
