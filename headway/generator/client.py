@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
@@ -66,9 +68,10 @@ class GeneratorPool:
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
         bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
+        adapters: Mapping[str, AdapterConfig] = MappingProxyType({}),
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
-        ``bring_to(weights, node)``: the weights as a node's replicas can read them."""
+        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: served by name."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
@@ -76,6 +79,7 @@ class GeneratorPool:
         self._log_directory = log_directory
         self._restart_limit = restart_limit
         self._bring_to = bring_to
+        self._adapters = adapters
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
             self._add_replica(device)
@@ -366,7 +370,7 @@ class GeneratorPool:
         return None
 
     def _add_replica(self, device: str) -> Replica:
-        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory)
+        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory, self._adapters)
         slot = WorkerSlot(
             spec,
             self._launcher,

@@ -115,6 +115,8 @@ class RowAdapters:
         """(order, groups): an order of all rows in which those of one revision are neighbours (None: as they are), and
         the panels, first row and count of rows of each revision in it."""
         updates_n, order = self._updates_n, None
+        if not self._revisions:
+            return None, []
         if (updates_n[1:] < updates_n[:-1]).any():
             order = np.argsort(updates_n, kind="stable")
             updates_n = updates_n[order]

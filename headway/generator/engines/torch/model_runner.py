@@ -174,9 +174,8 @@ class ModelRunner:
         x_nd = self.model.embed(ids)
         cos, sin = self._cos[position], self._sin[position]
         if position_n is not None and not blocks and self._native_decode is not None:
-            return self._native_decode(
-                x_nd, cos, sin, position_n, *(self.adapters.rows.groups() if self.adapters else ())
-            )
+            order, adapters = self.adapters.rows.groups()
+            return self._native_decode(x_nd, cos, sin, position_n, order, adapters)
         rows = None
         biases: dict[int | None, Tensor] = {}
         if position_n is not None and self._plain_windows:
