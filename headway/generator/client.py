@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -68,10 +67,10 @@ class GeneratorPool:
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
         bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
-        adapters: Mapping[str, AdapterConfig] = MappingProxyType({}),
+        adapters: Mapping[str, AdapterConfig] | None = None,
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
-        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: served by name."""
+        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: beside the run's."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock

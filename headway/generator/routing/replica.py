@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from headway.config.adapter import AdapterConfig
@@ -101,7 +100,7 @@ def replica_spec(
     device: str,
     experiment: Experiment,
     log_directory: str | Path | None,
-    adapters: Mapping[str, AdapterConfig] = MappingProxyType({}),
+    adapters: Mapping[str, AdapterConfig] | None = None,
 ) -> WorkerSpec:
     """The worker specification of replica ``index`` on ``device``; ``adapters``: by name, beside the experiment's."""
     name = f"generator-{index}"
@@ -113,7 +112,7 @@ def replica_spec(
         arguments={
             "model_path": model.path,
             "quantization": model.quantization,
-            "adapters": {**own, **adapters},
+            "adapters": {**own, **(adapters or {})},
             "seed": experiment.run.seed,
             "dtype": settings.dtype,
             "native_kernels": settings.native_kernels,

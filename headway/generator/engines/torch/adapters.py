@@ -6,7 +6,7 @@ Shape suffixes: n rows, d input and f output features, m (row, expert) pairs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.torch.native_decode import AdapterPanels, NativeDecode
 from headway.models.decoder import Decoder
 from headway.models.lora import LayerLora, Lora, use
@@ -42,11 +43,6 @@ class AdapterRevisions:
 
     def __len__(self) -> int:
         return len(self._by_update)
-
-    @property
-    def outdated(self) -> bool:
-        """Whether there are revisions that aren't the newest of their name."""
-        return len(self._by_update) > len(self._newest)
 
     def register(self, name: str, lora: Lora, version: int, update: int, decode: NativeDecode | None) -> None:
         """Make ``lora``, which the caller must not change any more, the newest revision of ``name``."""
@@ -84,9 +80,11 @@ class AdapterRevisions:
         """Reason why no request can have this adapter; "" when one can."""
         return "" if name in ("", BASE_MODEL, *self._newest) else f"there is no adapter {name!r}; {self._known()}"
 
-    def unload(self, held: Collection[int]) -> None:
-        """Drop the revisions that are neither newest nor ``held``, numbers of updates."""
-        kept = {revision.update for revision in self._newest.values()}.union(held)
+    def unload(self, requests: Iterable[EngineRequest]) -> None:
+        """Drop the revisions that are neither newest nor held by one of the open ``requests``."""
+        if len(self._by_update) == len(self._newest):
+            return
+        kept = {revision.update for revision in self._newest.values()} | {request.update for request in requests}
         for update in [update for update in self._by_update if update not in kept]:
             del self._by_update[update]
 
@@ -128,7 +126,7 @@ class RowAdapters:
         return order, found
 
     def parts(self, rows: int, device: torch.device) -> list[tuple[Lora, Tensor | None]]:
-        """Of the first ``rows`` rows: each adapter with the mask of its rows, bool [n]; None: all of them."""
+        """Each adapter of the first ``rows`` rows with the mask of its rows, bool [n]; None: all of them."""
         if rows not in self._parts:
             updates_n = self._updates_n[:rows]
             found: list[tuple[Lora, Tensor | None]] = []

@@ -146,12 +146,7 @@ class TorchEngine(Engine[EngineRequest]):
 
     def _ended(self, entry: EngineRequest) -> None:
         super()._ended(entry)
-        self._unload()
-
-    def _unload(self) -> None:
-        """Drop the revisions of adapters that are no longer needed."""
-        if self.adapters.outdated:
-            self.adapters.unload({entry.update for entry in self._open.values()})
+        self.adapters.unload(self._open.values())
 
     def _update_of(self, request: EngineRequest) -> int:
         """Number of the update whose weights the request is to be computed with from now on."""
@@ -424,7 +419,7 @@ class TorchEngine(Engine[EngineRequest]):
             self._updates += 1
             self._runner.register(name, adapter, version, self._updates)
             in_flight, reprefilled = (0, 0) if mode == "finish" else self._cross(name, mode)
-            self._unload()
+            self.adapters.unload(self._open.values())
         return self._applied(version, before_s, in_flight, reprefilled)
 
     def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
