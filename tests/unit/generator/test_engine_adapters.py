@@ -135,7 +135,7 @@ def test_rows_of_eight_adapters_equal_each_alone_merged(family: str, options: di
         for which, prompt in (("x", (5, 6, 7, 8)), ("y", (5, 6, 7, 8)), ("z", tuple(range(number + 2)))):
             owners[f"{name}{which}"] = owner
             session.submit(request(f"{name}{which}", prompt, max_tokens=6 + number, adapter=name))
-        session.step(2)
+        session.step(number % 3)
     for name, result in session.run().items():
         expected = forced_logprobs(owners[name], session.requests[name].prompt_ids, result.response.ids, 1.0)
         assert_logprobs(result, expected)
