@@ -92,7 +92,8 @@ def measure_engine(rounds: int = 5, concurrent: int = 64, new_tokens: int = 32) 
     published = {name: tensor.clone() for name, tensor in adapters["a0"].weights().items()}
     apart = TorchEngine(base, slots=concurrent, max_context_tokens=CONTEXT_TOKENS, adapters=adapters)
     whole = TorchEngine(merged, slots=concurrent, max_context_tokens=CONTEXT_TOKENS)
-    sides = {"merged": (whole, [""]), "one": (apart, ["a0"]), "eight": (apart, list(adapters)), "none": (apart, ["base"])}
+    named = {"one": ["a0"], "eight": list(adapters), "none": ["base"]}
+    sides = {"merged": (whole, [""]), **{name: (apart, names) for name, names in named.items()}}
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):  # the first warms up
         for name in sorted(sides, reverse=number % 2 == 1):

@@ -333,7 +333,10 @@ def test_a_prompt_is_shared_by_the_requests_of_one_adapter(adapters, spills):
         one = Setting(clock, slots=16, router={"prefix_block_tokens": 5})
         await one.pool.start()
         prompt = tuple(range(19))
-        asked = [request(name, 5, prompt=prompt, adapter=mine, session="s") for name, mine in zip("abcd", adapters)]
+        asked = [
+            request(name, 5, prompt=prompt, adapter=mine, session="s")
+            for name, mine in zip("abcd", adapters, strict=True)
+        ]
         for early in asked[:2]:
             await asyncio.gather(*one.ask(early))
         for number, late in enumerate(asked[2:]):
