@@ -13,6 +13,7 @@ def require_consistent(experiment: Experiment) -> None:
     _require_objective(experiment)
     _require_parts(experiment)
     _require_publishing(experiment)
+    _require_update_mode(experiment)
     _require_known_advantages(experiment)
     _require_determinism(experiment)
     _require_surplus(experiment)
@@ -85,6 +86,14 @@ def _require_publishing(experiment: Experiment) -> None:
         raise ValueError(
             f"queue.budget = {queue.budget} deadlocks with weights.steps_per_publish = "
             f"{weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
+        )
+
+
+def _require_update_mode(experiment: Experiment) -> None:
+    if experiment.generator.update_mode == "finish" and experiment.model.adapter is None:
+        raise ValueError(
+            "generator.update_mode = 'finish' lets requests end on the weights they began with, which an engine holds "
+            "beside newer ones only where they are an adapter's: set [model.adapter], or one of keep, recompute, abort"
         )
 
 

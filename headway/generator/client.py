@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
@@ -66,9 +67,10 @@ class GeneratorPool:
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
         bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
+        adapters: Mapping[str, AdapterConfig] | None = None,
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
-        ``bring_to(weights, node)``: the weights as a node's replicas can read them."""
+        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: beside the run's."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
@@ -76,6 +78,7 @@ class GeneratorPool:
         self._log_directory = log_directory
         self._restart_limit = restart_limit
         self._bring_to = bring_to
+        self._adapters = adapters
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
             self._add_replica(device)
@@ -366,7 +369,7 @@ class GeneratorPool:
         return None
 
     def _add_replica(self, device: str) -> Replica:
-        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory)
+        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory, self._adapters)
         slot = WorkerSlot(
             spec,
             self._launcher,

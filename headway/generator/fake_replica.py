@@ -98,6 +98,7 @@ class FakeReplica:
         self.waiting: list[tuple[int, int, int, FakeRequest]] = []  # (priority, serial, stretch, request)
         self.open = 0
         self.paused = self.lent = False
+        self._finishing = False  # requests end on the version they began with
         self.beside = False  # the trainer computes, on devices of its own
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
         self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at its watch's next notification, ...)
@@ -375,7 +376,8 @@ class FakeReplica:
         """Pause decoding. Returns (requests that cross the update, tokens to prefill again)."""
         self._sessions.clear()
         self._session_tokens = 0
-        crossing = list(self.running.values())
+        self._finishing = mode == "finish"
+        crossing = [] if self._finishing else list(self.running.values())
         reprefilled = 0
         if mode == "recompute":
             for entry in crossing:
@@ -402,7 +404,7 @@ class FakeReplica:
         for index in range(entry.change, len(self.changes)):
             version = self.changes[index][1]
             end = produced
-            if index + 1 < len(self.changes):
+            if index + 1 < len(self.changes) and not self._finishing:
                 work = self.changes[index + 1][0]
                 end = max(counted, min(produced, math.floor(work - entry.base + _ROUNDING)))
             if end > counted and spans and spans[-1][0] == version:

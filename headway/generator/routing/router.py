@@ -49,7 +49,8 @@ class Router:
         self._calls: dict[str, OpenRequest] = {}  # by request id, in order of arrival
         self._held: list[OpenRequest] = []  # a heap of held requests; finished ones are skipped when popped
         self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
-        self._last_prompt: tuple[object, list[tuple[int, int]]] = ((), [])  # the last prompt looked up, and its keys
+        self._last_prompt: tuple[object, str] = ((), "")  # the last prompt and adapter that were looked up
+        self._last_keys: list[tuple[int, int]] = []
         self._newest_update = 0  # highest update applied by any replica so far
         self._tickets = itertools.count()
         self._serials = itertools.count()
@@ -264,9 +265,10 @@ class Router:
             return {}
         epochs = {one.index: one.epoch for one in self._replicas if one.live}
         if call.prefix is None:
-            if self._last_prompt[0] is not call.request.prompt_ids:  # a group's members share the object
-                self._last_prompt = call.request.prompt_ids, self._prefixes.keys(call.request.prompt_ids)
-            call.prefix = self._last_prompt[1]
+            prompt, adapter = call.request.prompt_ids, call.request.adapter
+            if self._last_prompt[0] is not prompt or self._last_prompt[1] != adapter:  # a group shares the object
+                self._last_prompt, self._last_keys = (prompt, adapter), self._prefixes.keys(prompt, adapter)
+            call.prefix = self._last_keys
         found = self._prefixes.cached_tokens(call.prefix, epochs)
         return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
 
@@ -274,7 +276,8 @@ class Router:
         """Remember the call's whole context as this replica's: the session's next turn begins with it."""
         if call.request.session and call.prefix:
             context = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
-            self._prefixes.remember(self._prefixes.keys(context), replica.index, replica.epoch)
+            keys = self._prefixes.keys(context, call.request.adapter)
+            self._prefixes.remember(keys, replica.index, replica.epoch)
 
     def _hold(self, call: OpenRequest) -> None:
         """Hold a call until a replica takes it; retried at the latest when a breaker's cool-down is over."""
