@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,11 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from headway.runtime.devices import ALLOCATOR_ENVIRONMENT, parse_device
+
+if os.environ.keys().isdisjoint(ALLOCATOR_ENVIRONMENT):  # read at the start of a process
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | parse_device("cpu:0").environment())
 
 import torch
 from parts.lora_engine import measure_engine
@@ -129,6 +135,8 @@ def main() -> None:
     print("  peak resident: " + ", ".join(f"{name} {peak / 1e6:.0f} MB" for name, peak in peaks.items()))
     found |= {"peak_bytes": peaks}
     found |= measure_engine(1, 16, 16) if arguments.quick else measure_engine()
+    for name, rate in found["tokens_per_s"].items():
+        print(f"  engine, {name:7} {rate:7,} tokens/s")
     print(json.dumps(found))
 
 

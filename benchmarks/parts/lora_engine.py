@@ -1,35 +1,20 @@
 """Tokens a second of the own engine with an adapter apart, against the same adapter merged, on one core.
 
-    python -m benchmarks.parts.lora_engine [--quick]
-
 The 48.8 M model of `benchmarks/engine.py` with random weights, float32; 64 concurrent requests with prompts of 24 to 40
 tokens, 32 new tokens each, rank 16 beside every linear matrix. Rounds of all sides alternate in one process; a ratio is
-the median over rounds, with the smallest and largest beside it. Last line, one JSON object.
+the median over rounds, with the smallest and largest beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import os
 import statistics
-import sys
 import time
 from typing import Any
 
-from headway.runtime.devices import ALLOCATOR_ENVIRONMENT, parse_device
-
-if __name__ == "__main__" and os.environ.keys().isdisjoint(ALLOCATOR_ENVIRONMENT):  # read at the start of a process
-    os.execve(
-        sys.executable,
-        [sys.executable, "-m", "benchmarks.parts.lora_engine", *sys.argv[1:]],
-        os.environ | parse_device("cpu:0").environment(),
-    )
-
 import torch
+from engine import CONTEXT_TOKENS, SIZES, prompts_of
 
-from benchmarks.engine import CONTEXT_TOKENS, SIZES, prompts_of
 from headway.config.adapter import AdapterConfig
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.adapter_targets import adapted_targets
@@ -108,16 +93,3 @@ def measure_engine(rounds: int = 5, concurrent: int = 64, new_tokens: int = 32) 
     applied = apart.update_adapter("a0", published, 1, "finish")
     found["update_pause_ms"] = round(1000 * applied.pause_s, 2)
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one short round")
-    found = measure_engine(1, 16, 16) if parser.parse_args().quick else measure_engine()
-    for name, rate in found["tokens_per_s"].items():
-        print(f"  {name:7} {rate:7,} tokens/s")
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
