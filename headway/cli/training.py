@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -120,6 +121,8 @@ def evaluate(
     experiment = experiments.load(context, config)
     if getattr(experiment.tasks, split) is None:
         raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
+    if model and (Path(model) / "adapter_config.json").is_file():
+        raise typer.BadParameter(f"--model {model}: an adapter; valid: --adapter {model}, beside its model")
     from headway.orchestrator.jobs.evaluate import evaluate_model
     from headway.report.live import evaluation_line
 

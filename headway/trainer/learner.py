@@ -82,7 +82,7 @@ class Learner:
         return dict(self.model.named_parameters()) if self.lora is None else self.lora.parameters
 
     def weights(self) -> dict[str, Tensor]:
-        """What is trained, by name, without copying: what is published."""
+        """The weights that are trained, and published, by name and without copying."""
         return {name: parameter.detach() for name, parameter in self._trained().items()}
 
     def load_reference(self, model_path: str | Path) -> None:
