@@ -12,7 +12,8 @@ from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32
-UpdateMode = Literal["keep", "recompute", "abort"]  # what a weight update does to requests in flight (DESIGN rule 4)
+# What a weight update does to requests in an engine (DESIGN rule 4); before one that drains, the pool empties it.
+UpdateMode = Literal["keep", "recompute", "abort"]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
