@@ -10,7 +10,7 @@ second alone (``balance``). Measured alternately, in one run, several times:
     consumption   the trainer alone, on batches recorded from that generation
     together      both of these at once, with no orchestrator: what two busy cores of this machine can give
     asynchronous  the whole system: orchestrator, buffer on disk, verifier processes, ledger; wait, budget 8
-    drained       the same, but updates wait until all requests in flight have finished (generator.update_mode = "drain")
+    drained       the same, but an update waits until what is in flight has finished (generator.update_mode = "drain")
     synchronous   the same at budget 0, at the best of two concurrencies
     colocated     budget 0 without a core idle by placement: both cores generate, then both train, in turns; the best
                   of two concurrencies and of one process a core or one on both

@@ -13,6 +13,7 @@ def require_consistent(experiment: Experiment) -> None:
     _require_objective(experiment)
     _require_parts(experiment)
     _require_publishing(experiment)
+    _require_optimizer_step_staleness(experiment)
     _require_known_advantages(experiment)
     _require_determinism(experiment)
     _require_surplus(experiment)
@@ -85,6 +86,21 @@ def _require_publishing(experiment: Experiment) -> None:
         raise ValueError(
             f"queue.budget = {queue.budget} deadlocks with weights.steps_per_publish = "
             f"{weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
+        )
+
+
+def _require_optimizer_step_staleness(experiment: Experiment) -> None:
+    """Check that a batch's last optimiser step, on samples as old as the budget allows, keeps to the limit."""
+    queue, updates = experiment.queue, experiment.trainer.optimizer_steps_per_batch
+    limit, masked_after = queue.max_optimizer_step_staleness, experiment.token_budget
+    oldest = queue.budget if masked_after is None else min(queue.budget, masked_after)
+    worst = (oldest + 1) * updates - 1
+    if limit is not None and worst > limit:
+        most = (limit + 1) // updates - 1
+        valid = f"queue.budget = {most}" if most >= 0 else f"at least {updates - 1}"
+        raise ValueError(
+            f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} makes up to "
+            f"{worst} of a staleness of {oldest} steps; valid: {valid}, or fewer optimiser steps"
         )
 
 

@@ -138,6 +138,7 @@ class QueueConfig(Section):
     budget_s: Seconds | None = None  # groups that have been open for longer end as overdue, whatever `overdue` says
     max_token_staleness: NonNegative | None = None  # tokens staler than this are old; default: none is
     old_tokens: Literal["mask", "train"] = "mask"  # carry no loss, or train as if the present weights had sampled them
+    max_optimizer_step_staleness: NonNegative | None = None  # in optimiser steps: budget must keep to it; default: any
     max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
     stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
     filter_zero_variance: bool = True  # groups whose rewards are all equal are filtered: they have no gradient

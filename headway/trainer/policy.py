@@ -29,7 +29,7 @@ from headway.algorithms.samples import (
 from headway.algorithms.shared_packing import pack_families
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
-from headway.records.training import OptimiserSettings
+from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
@@ -367,9 +367,7 @@ class PolicyGradient:
         return {
             "loss": progress.loss / max(1, len(progress.updates)),
             "grad_norm": max(norms, default=0.0),
-            **(
-                {} if self.algorithm.early_stop_ratio is None else {"skipped_minibatches": progress.skipped_minibatches}
-            ),
+            **({} if self.algorithm.early_stop_ratio is None else {SKIPPED_MINIBATCHES: progress.skipped_minibatches}),
             **token_metrics(
                 logprobs_m=progress.logprobs_n[at],
                 proximal_m=progress.proximal_n[at],
