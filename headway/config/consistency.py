@@ -12,6 +12,7 @@ def require_consistent(experiment: Experiment) -> None:
     """Raise ValueError for keys that contradict each other, with their values and what would be valid."""
     _require_objective(experiment)
     _require_parts(experiment)
+    _require_packing(experiment)
     _require_publishing(experiment)
     _require_optimizer_step_staleness(experiment)
     _require_known_advantages(experiment)
@@ -78,6 +79,16 @@ def _require_parts(experiment: Experiment) -> None:
         )
     if experiment.run.deterministic:
         raise ValueError(f"{where}, in the order of finishing, which run.deterministic = true excludes: leave it out")
+
+
+def _require_packing(experiment: Experiment) -> None:
+    trainer = experiment.trainer
+    if (trainer.packing == "fixed") != (trainer.micro_batch_samples is not None):
+        wanted = "needs" if trainer.packing == "fixed" else "has no use for"
+        raise ValueError(
+            f"trainer.packing = {trainer.packing!r} {wanted} trainer.micro_batch_samples, the samples of a forward "
+            "pass under 'fixed'"
+        )
 
 
 def _require_publishing(experiment: Experiment) -> None:

@@ -209,7 +209,8 @@ class TrainerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
-    packing: Literal["balanced", "areal"] = "balanced"  # how samples are spread over micro-batches and ranks
+    packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
+    micro_batch_samples: Positive | None = None  # fixed: a forward pass has so many (branches count), of any length
     shared_prefix: bool = True  # a prompt is computed once for all of its group in a micro-batch: same gradient
     native_kernels: bool = True  # in float32 on one CPU core: C++ kernels, gradients equal to rounding
     gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
@@ -391,7 +392,7 @@ RESUMABLE_KEYS = {
     "hooks": "group_meta logging",
     "weights": "steps_per_publish",
     "pruning": "* *.* *.parameters.*",
-    "trainer": "devices micro_batch_tokens shared_prefix gradient_checkpointing",
+    "trainer": "devices micro_batch_tokens micro_batch_samples shared_prefix gradient_checkpointing",
     "verifier": "timeout_s workers nodes",
     "verifiers": "*.timeout_s",
     "rollout": "timeout_s retries",

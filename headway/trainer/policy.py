@@ -16,6 +16,7 @@ import torch
 from headway.algorithms.aggregation import Weighting, weighting
 from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
+from headway.algorithms.packing import pack_in_order
 from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
@@ -339,16 +340,15 @@ class PolicyGradient:
         """Yield this rank's micro-batches of the minibatch; samples without a loss token are left out."""
         lengths = input_lengths(arrays)[minibatch]
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
-        ranks, groups = self.learner.ranks, arrays.groups_s[minibatch]
-        prefixes = shared_prefixes(arrays, minibatch) if self.trainer.shared_prefix else np.zeros_like(lengths)
-        plan = pack_families(
-            lengths.tolist(),
-            groups.tolist(),
-            prefixes.tolist(),
-            self.trainer.micro_batch_tokens,
-            ranks.size,
-            self.trainer.packing,
-        )
+        ranks, groups, settings = self.learner.ranks, arrays.groups_s[minibatch], self.trainer
+        prefixes = shared_prefixes(arrays, minibatch) if settings.shared_prefix else np.zeros_like(lengths)
+        if settings.packing == "fixed":
+            assert settings.micro_batch_samples is not None, "the configuration is refused without it"
+            plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)
+        else:
+            budget = settings.micro_batch_tokens
+            sizes = lengths.tolist(), groups.tolist(), prefixes.tolist()
+            plan = pack_families(*sizes, budget, ranks.size, settings.packing)
         for chosen in plan[ranks.rank]:
             if chosen:
                 yield slice_micro_batch(arrays, minibatch[chosen], prefixes[chosen])

@@ -228,6 +228,8 @@ def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int
 def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
     settings, weights = experiment.trainer, model.matrix_parameters()
     tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
+    if settings.micro_batch_samples is not None:
+        tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
     logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)

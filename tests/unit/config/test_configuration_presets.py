@@ -164,6 +164,12 @@ def test_updates_end_early_only_where_a_batch_has_several() -> None:
     assert "groups_per_part" in refusal(algorithm={"early_stop_ratio": 0.1}, queue={"groups_per_part": 1}, **several)
 
 
+def test_fixed_micro_batches_are_given_with_their_size() -> None:
+    assert "'fixed' needs trainer.micro_batch_samples" in refusal(trainer={"packing": "fixed"})
+    assert "'balanced' has no use for trainer.micro_batch_samples" in refusal(trainer={"micro_batch_samples": 4})
+    assert experiment(trainer={"packing": "fixed", "micro_batch_samples": 4})
+
+
 def test_a_target_needs_a_coefficient_to_begin_with() -> None:
     assert "algorithm.kl_target = 0.1 multiplies the coefficient" in refusal(algorithm={"kl_target": 0.1})
     assert experiment(algorithm={"kl_target": 0.1, "kl_coefficient": 0.02})

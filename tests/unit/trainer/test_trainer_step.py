@@ -44,7 +44,7 @@ def gradient(trainer: TrainerService, batch: TrainBatch) -> torch.Tensor:
 @given(
     seed=st.integers(0, 10**6),
     budget=st.integers(1, 200),
-    packing=st.sampled_from(["balanced", "areal"]),
+    packing=st.sampled_from(["balanced", "areal", "fixed"]),
     order=st.randoms(use_true_random=False),
 )
 def test_any_packing_and_order_give_the_same_gradient(model: str, seed, budget, packing, order) -> None:
@@ -52,8 +52,25 @@ def test_any_packing_and_order_give_the_same_gradient(model: str, seed, budget, 
     whole = gradient(service(model, trainer={"micro_batch_tokens": 10**6}), batch)
     samples = list(batch.samples)
     order.shuffle(samples)
-    packed = service(model, trainer={"micro_batch_tokens": budget, "packing": packing})
+    fixed = {"micro_batch_samples": 1 + budget % 8} if packing == "fixed" else {}
+    packed = service(model, trainer={"micro_batch_tokens": budget, "packing": packing, **fixed})
     assert torch.allclose(gradient(packed, TrainBatch(step=0, samples=tuple(samples))), whole, atol=1e-5, rtol=0)
+
+
+def test_fixed_micro_batches_have_so_many_samples(model: str) -> None:
+    """12 samples, of which one has no loss token and isn't fed: three micro-batches of 4, 4 and 3, also of parts."""
+    batch = make_batch(1)
+    first = batch.samples[0]
+    rollout = msgspec.structs.replace(first.rollout, response_mask=(False,) * len(first.rollout.response_ids))
+    samples = (msgspec.structs.replace(first, rollout=rollout), *batch.samples[1:])
+    keys = {"packing": "fixed", "micro_batch_samples": 4}
+    trainer, parts = service(model, trainer=keys), service(model, trainer=keys)
+    assert trainer.train_step(lay_out(TrainBatch(step=0, samples=samples))).micro_batches == 3
+    for at in (0, 6):
+        parts.forward_backward(lay_out(TrainBatch(step=0, samples=samples[at : at + 6])))
+    assert parts.optim_step().micro_batches == 4
+    two = service(model, trainer={**keys, "optimizer_steps_per_batch": 2, "packing": "fixed"})
+    assert two.train_step(lay_out(TrainBatch(step=0, samples=samples))).micro_batches == 4
 
 
 def test_step_moves_weights_and_reports(model: str) -> None:
