@@ -11,9 +11,9 @@ swaps, largest of all cases: at most 1), `pareto_256_over_8` (heaviest over mean
 
 `balanced_over_fixed_8_ranks`: the heaviest rank's tokens under `fixed` over those under `balanced`, Pareto lengths: the
 ratio of the steps' times where a token costs the same everywhere (published, on GPUs: 1.30). `balanced_over_fixed`: the
-same measured on one core, in turn, by steps of the real trainer, a model of 2.4 M parameters, prompts not shared, median
-over the rounds. Nothing is padded here: `padded_over_balanced` is what padding to the longest sample of each micro-batch
-would add, tokens over tokens.
+same measured on one core, in turn, by steps of the real trainer, a model of 2.4 M parameters, prompts not shared, the
+median over the rounds. Nothing is padded here: `padded_over_balanced` is what padding to the longest sample of each
+micro-batch would add, tokens over tokens.
 """
 
 from __future__ import annotations

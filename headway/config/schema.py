@@ -171,7 +171,7 @@ class AlgorithmConfig(Section):
     sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
     dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
     divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
-    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may be so far by it
+    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: most of a token (paper: kl 0.05)
     early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token that the coefficient adapts to

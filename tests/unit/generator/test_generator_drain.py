@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from router_setting import Setting, playing, published, request, requests
+from simulated_run import experiment_of, simulate
 
 from headway.generator.fake import FakeGenerator
+from headway.records.errors import WorkerDied
+from headway.records.training import PartReport, TrainBatch
 from headway.runtime.clock import Clock
+from headway.trainer.fake import FakeTrainer
 
 
 def spans(results) -> list[list[tuple[int, int]]]:
@@ -135,3 +140,37 @@ def test_what_was_preempted_in_the_stand_in_still_finishes_first():
         return spans(await asyncio.gather(*jobs))
 
     assert playing(scene) == [[(0, 12)], [(0, 12)]]
+
+
+@pytest.mark.parametrize("parts", [None, 1])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_trainer_that_dies_while_the_devices_are_its_own_holds_no_update_up(shared: bool, parts: int | None):
+    """What is in flight stands still while the trainer computes on its devices, and an update waits for it."""
+
+    def spoil(trainer: FakeTrainer) -> None:
+        whole = trainer.forward_backward
+
+        async def dies(part: TrainBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
+            if part.step < 3:
+                return await whole(part, loss, divisor)
+            trainer.forward_backward = whole  # type: ignore[method-assign]
+            await trainer._clock.sleep(0.05)
+            trainer.version = -1  # what it held is gone
+            raise WorkerDied("trainer-0", "killed")
+
+        trainer.forward_backward = dies  # type: ignore[method-assign]
+
+    experiment = experiment_of(
+        Path("unused"),
+        run={"steps": 6},
+        rollout={"group_size": 4, "max_response_tokens": 200},
+        queue={"groups_per_step": 2, "budget": 2, "groups_per_part": parts, "filter_zero_variance": False},
+        generator={"slots": 8, "update_mode": "drain"},
+    )
+    outcome = simulate(experiment, spoil=spoil, generator_options={"shares_devices": shared})
+    assert [step.version for step in outcome.steps] == list(range(1, 7))
+    assert outcome.event("trainer_restored").data["replayed"] == 3
+    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.steps[-1].time_s < 20  # no rollout had to run into its time limit first
+    found = [sample.rollout.versions for batch in outcome.trainer.batches for sample in batch.samples]
+    assert {len(versions) for versions in found} == {1}  # none crossed an update
