@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.config.engines import require_engine
 from headway.config.schema import Experiment
 
+MOST_KL_ERROR = 0.2  # of a step, as a share of algorithm.kl_target: trainer/kl.py
 BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 
 
@@ -38,6 +39,12 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
             "algorithm.kl_coefficient = 0 stays 0: set the one to begin with, or leave the target out"
         )
+    least = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
+    if algorithm.kl_target is not None and algorithm.kl_horizon <= least:
+        raise ValueError(
+            f"algorithm.kl_horizon = {algorithm.kl_horizon:g} lets one step take all of the coefficient away, which "
+            f"then stays 0: more than {least:g}, {MOST_KL_ERROR:g} x the samples of a step"
+        )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
         raise ValueError(
             f"algorithm.early_stop_ratio = {algorithm.early_stop_ratio:g} leaves out the later updates of a batch, and "
@@ -65,6 +72,11 @@ def _require_parts(experiment: Experiment) -> None:
     algorithm, parts, steps = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
     if parts is None:
         return
+    if parts > experiment.queue.groups_per_step:
+        raise ValueError(
+            f"queue.groups_per_part = {parts} is more than a batch has: valid: 1 to queue.groups_per_step = "
+            f"{experiment.queue.groups_per_step}"
+        )
     where = f"queue.groups_per_part = {parts} trains on a batch before all of it is there"
     if algorithm.advantage in BATCH_ADVANTAGES:
         raise ValueError(
@@ -239,6 +251,10 @@ def _require_group_sizes(experiment: Experiment) -> None:
         raise ValueError(
             f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not {smallest}"
         )
+    most = max(largest, experiment.evaluation.samples_per_task)
+    for k in experiment.ledger.pass_at:
+        if k > most:
+            raise ValueError(f"ledger.pass_at has {k}, which no group of {most} attempts reaches: valid: 1 to {most}")
     if experiment.queue.groups_per_step * size < 2:
         raise ValueError(
             f"queue.groups_per_step = {experiment.queue.groups_per_step} times rollout.group_size = {size} "

@@ -108,8 +108,9 @@ class PolicyGradient:
         limit = self.algorithm.early_stop_ratio
         if limit is None:
             return False
-        at = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n)
-        away_m = (progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n))[at]
+        away_n = progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n)
+        at = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n & np.isfinite(away_n))
+        away_m = away_n[at]
         away = float(np.abs(np.expm1(away_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
         sums = torch.tensor([away, len(at)], dtype=torch.float64, device=self.learner.device)
         total, tokens = self.learner.ranks.sum_(sums).tolist()
@@ -162,7 +163,7 @@ class PolicyGradient:
         divisor = 1.0
         if parts[0].divisor is None:
             fixed = self.algorithm.aggregation == "fixed" and self.algorithm.fixed_denominator_tokens is not None
-            divisor = max(1.0, parts[0].total if fixed else sum(part.total for part in parts))
+            divisor = max(1.0, (max if fixed else sum)(part.total for part in parts))
             progress.loss /= divisor
         update = self.learner.update(settings, progress.loss / self.learner.ranks.size, divisor)
         bad = [str(number) for number, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
@@ -173,9 +174,9 @@ class PolicyGradient:
 
     def adapt_kl(self, kl: float | None, samples: int) -> None:
         """Move the KL coefficient towards ``kl_target`` after an applied step of ``samples`` with the measured ``kl``,
-        in nats per token; None: nothing was measured. Does nothing without a target."""
+        in nats per token; None, or no finite number: nothing was measured. Does nothing without a target."""
         target, horizon = self.algorithm.kl_target, self.algorithm.kl_horizon
-        if target is not None and kl is not None:
+        if target is not None and kl is not None and math.isfinite(kl):
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
             )

@@ -173,3 +173,28 @@ def test_fixed_micro_batches_are_given_with_their_size() -> None:
 def test_a_target_needs_a_coefficient_to_begin_with() -> None:
     assert "algorithm.kl_target = 0.1 multiplies the coefficient" in refusal(algorithm={"kl_target": 0.1})
     assert experiment(algorithm={"kl_target": 0.1, "kl_coefficient": 0.02})
+
+
+def test_a_horizon_of_a_few_steps_is_refused_where_one_step_could_end_the_penalty_for_good() -> None:
+    """A step of 4 x 5 samples takes at most 0.2 x 20 / horizon of the coefficient away."""
+    queue, rollout = {"groups_per_step": 4}, {"group_size": 5}
+    algorithm = {"kl_target": 0.1, "kl_coefficient": 0.02}
+    said = refusal(algorithm=algorithm | {"kl_horizon": 4.0}, queue=queue, rollout=rollout)
+    assert "algorithm.kl_horizon = 4" in said
+    assert "more than 4" in said
+    assert experiment(algorithm=algorithm | {"kl_horizon": 4.1}, queue=queue, rollout=rollout)
+    assert experiment(algorithm={"kl_horizon": 4.0}, queue=queue, rollout=rollout)
+
+
+def test_a_part_is_no_larger_than_a_batch() -> None:
+    assert "queue.groups_per_part = 9 is more than a batch has" in refusal(
+        queue={"groups_per_part": 9, "groups_per_step": 8}
+    )
+    assert experiment(queue={"groups_per_part": 8, "groups_per_step": 8})
+
+
+def test_pass_at_a_k_that_no_group_reaches_is_refused() -> None:
+    said = refusal(ledger={"pass_at": [2, 16]}, rollout={"group_size": 8}, evaluation={"samples_per_task": 4})
+    assert "ledger.pass_at has 16" in said
+    assert "1 to 8" in said
+    assert experiment(ledger={"pass_at": [16]}, rollout={"group_size": 8}, evaluation={"samples_per_task": 16})

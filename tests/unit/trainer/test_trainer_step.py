@@ -141,6 +141,31 @@ def test_minibatches_clip_against_the_weights_before_the_first(model: str) -> No
     assert progress.clipped_n.sum() > 0
 
 
+def test_a_token_without_a_number_ends_no_updates_and_hides_no_others(model: str) -> None:
+    """The first of three minibatches has a sample whose behaviour log-probabilities are lost: its update is left out,
+    and the healthy ones still end at the limit."""
+    batch = make_batch(4, groups=6)
+    spoilt = batch.samples[0].rollout
+    lost = msgspec.structs.replace(spoilt, response_logprobs=(math.nan,) * len(spoilt.response_ids))
+    samples = (msgspec.structs.replace(batch.samples[0], rollout=lost), *batch.samples[1:])
+    several = {"trainer": {"optimizer_steps_per_batch": 3, "learning_rate": 0.05, "max_grad_norm": 100.0}}
+    skipped: list[float] = []
+    for limit in (1e-9, 1e9):
+        trainer = service(model, algorithm={"loss": "ppo_clip", "early_stop_ratio": limit}, **several)
+        report = trainer.train_step(lay_out(TrainBatch(step=0, samples=samples)))
+        skipped.append(report.metrics["skipped_minibatches"])
+    assert skipped == [2, 0]
+
+
+def test_a_kl_without_a_number_leaves_the_coefficient_alone(model: str) -> None:
+    trainer = service(model, algorithm={"kl_coefficient": 0.1, "kl_target": 0.01})
+    for kl in (math.nan, math.inf, None):
+        trainer.policy.adapt_kl(kl, 100)
+        assert trainer.policy.kl_coefficient == 0.1
+    trainer.policy.adapt_kl(1.0, 100)
+    assert trainer.policy.kl_coefficient > 0.1
+
+
 @pytest.mark.parametrize(("loss", "against"), [("decoupled_ppo", "proximal_n"), ("ppo_clip", "behaviour_n")])
 def test_updates_of_a_batch_end_once_the_ratio_has_moved(model: str, loss: str, against: str) -> None:
     several = {"trainer": {"optimizer_steps_per_batch": 3, "learning_rate": 0.05, "max_grad_norm": 100.0}}
