@@ -72,11 +72,6 @@ def _require_parts(experiment: Experiment) -> None:
     algorithm, parts, steps = experiment.algorithm, experiment.queue.groups_per_part, experiment.trainer
     if parts is None:
         return
-    if parts > experiment.queue.groups_per_step:
-        raise ValueError(
-            f"queue.groups_per_part = {parts} is more than a batch has: valid: 1 to queue.groups_per_step = "
-            f"{experiment.queue.groups_per_step}"
-        )
     where = f"queue.groups_per_part = {parts} trains on a batch before all of it is there"
     if algorithm.advantage in BATCH_ADVANTAGES:
         raise ValueError(

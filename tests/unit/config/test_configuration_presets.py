@@ -186,13 +186,6 @@ def test_a_horizon_of_a_few_steps_is_refused_where_one_step_could_end_the_penalt
     assert experiment(algorithm={"kl_horizon": 4.0}, queue=queue, rollout=rollout)
 
 
-def test_a_part_is_no_larger_than_a_batch() -> None:
-    assert "queue.groups_per_part = 9 is more than a batch has" in refusal(
-        queue={"groups_per_part": 9, "groups_per_step": 8}
-    )
-    assert experiment(queue={"groups_per_part": 8, "groups_per_step": 8})
-
-
 def test_pass_at_a_k_that_no_group_reaches_is_refused() -> None:
     said = refusal(ledger={"pass_at": [2, 16]}, rollout={"group_size": 8}, evaluation={"samples_per_task": 4})
     assert "ledger.pass_at has 16" in said
