@@ -136,9 +136,11 @@ class GeneratorPool:
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version on all live replicas concurrently; returns one report for each. A replica that is down
-        applies it when it restarts. Raises WeightsCorrupt if a replica could not verify the weights; that replica
-        keeps its old ones."""
-        async with self._updating:
+        applies it when it restarts. In the mode ``drain`` all requests under way finish first. Raises WeightsCorrupt if
+        a replica could not verify the weights; that replica keeps its old ones."""
+        settings = self._experiment.generator
+        drains = settings.update_mode == "drain"
+        async with self._updating, self._router.drained(settings.slots) if drains else contextlib.nullcontext():
             self._require_running()
             self._newest, self._updates = weights, self._updates + 1
             live = [replica for replica in self._replicas if replica.live]
@@ -450,6 +452,7 @@ class GeneratorPool:
         if worker is None:
             raise WorkerDied(replica.name, "not running")
         number, mode = self._updates, self._experiment.generator.update_mode
+        mode = "keep" if mode == "drain" else mode  # nothing is in flight
         replica.updating_since_s = self._clock.now()
         try:
             if replica.node and self._bring_to is not None:

@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -59,6 +59,7 @@ class Router:
         self._news: deque[tuple[str, str]] = deque()  # events not reported yet
         self._flushes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Event | None = None  # set when a replica has no requests left; None: not draining
         self._encoder = encoder()
         self._deltas = decoder(list[TokenDelta])
 
@@ -164,9 +165,27 @@ class Router:
                 self._hold(call)
                 return
 
-    def clear(self, replica: Replica) -> None:
-        """Move the requests of a live replica to others, with their tokens so far."""
-        moved = sorted(replica.calls.values())
+    @contextlib.asynccontextmanager
+    async def drained(self, slots: int) -> AsyncIterator[None]:
+        """No replica has a request inside this block: it is entered when those under way have finished. New ones are
+        held until it ends, and so are those that wait for one of a replica's ``slots``."""
+        self._emptied = asyncio.Event()
+        try:
+            for replica in self._replicas:
+                waiting = [call for call in replica.calls.values() if call.tokens == len(call.request.partial.ids)]
+                over = max(0, len(replica.calls) - slots)
+                self.clear(replica, sorted(waiting, reverse=True)[:over])
+            while any(replica.calls for replica in self._replicas):
+                self._emptied.clear()
+                await self._emptied.wait()
+            yield
+        finally:
+            self._emptied = None
+            self.settle()
+
+    def clear(self, replica: Replica, calls: Collection[OpenRequest] | None = None) -> None:
+        """Move the requests of a live replica, or ``calls`` among them, to others, with their tokens so far."""
+        moved = sorted(replica.calls.values() if calls is None else calls)
         for call in moved:
             if replica.outbox.pop(call.ticket, None) is None:
                 replica.aborts.append(call.ticket)
@@ -212,6 +231,8 @@ class Router:
 
     def _route(self, call: OpenRequest) -> bool:
         """Assign a call to a replica; returns False when none takes it now."""
+        if self._emptied is not None:
+            return False
         now = self._clock.now()
         needed = call.outstanding_tokens
         saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
@@ -312,8 +333,11 @@ class Router:
             call.probe = False
             replica.breaker.withdraw()
             self._settle_soon()
-        if replica.leaving and not replica.calls:
-            replica.emptied.set()
+        if not replica.calls:
+            if replica.leaving:
+                replica.emptied.set()
+            if self._emptied is not None:
+                self._emptied.set()
 
     def _settle_soon(self) -> None:
         if self._held:

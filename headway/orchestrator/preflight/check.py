@@ -272,7 +272,7 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
         )
     if ranks > queue.groups_per_step * rollout.group_size:
         findings.error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
-    if trainer.micro_batch_tokens < experiment.max_sequence_tokens:
+    if trainer.packing != "fixed" and trainer.micro_batch_tokens < experiment.max_sequence_tokens:
         findings.warning(
             "trainer.micro_batch_tokens",
             f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "

@@ -241,6 +241,8 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
     kept = model.vocabulary_size * model.width * (1 if model.tied else 2)  # never quantised
     base = 4 * kept + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weights - kept))
     tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
+    if settings.micro_batch_samples is not None:
+        tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
     logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)

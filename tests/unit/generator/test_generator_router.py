@@ -458,15 +458,15 @@ TROUBLE = st.lists(
 )
 
 
-@given(trouble=TROUBLE, length=st.integers(1, 40))
+@given(trouble=TROUBLE, length=st.integers(1, 40), mode=st.sampled_from(("keep", "drain")))
 @settings(deadline=None, max_examples=60)
-def test_every_request_ends_once_with_its_own_tokens(trouble, length):
+def test_every_request_ends_once_with_its_own_tokens(trouble, length, mode):
     """Deaths, refusals, failures, stalls, newcomers, leavers, rests, cancellations and updates that fail, in any order:
     every request ends, with exactly its tokens unless its replica failed it, never under older weights than it had;
     nothing stays outstanding."""
 
     async def scene(clock: Clock):
-        one = Setting(clock, router={"failures_to_open": 2, "successes_to_close": 1}, slots=3)
+        one = Setting(clock, router={"failures_to_open": 2, "successes_to_close": 1}, slots=3, mode=mode)
         await one.pool.start()
         version, asked, kills = 0, 0, 0
         leaving: list[asyncio.Task[None]] = []

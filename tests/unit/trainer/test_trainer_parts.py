@@ -273,3 +273,11 @@ def test_ranks_agree_on_a_step_in_parts(service: Any) -> None:
     for a, b, c in zip(weights_of(trainers[0]), weights_of(trainers[1]), weights_of(alone), strict=True):
         assert torch.equal(a, b)
         assert torch.allclose(a, c, atol=1e-6)
+
+
+def test_an_empty_first_part_leaves_the_fixed_divisor_alone(service: Any) -> None:
+    algorithm = {"aggregation": "fixed", "fixed_denominator_tokens": 100}
+    batch = make_batch(3)
+    expected = gradient(service(algorithm=algorithm), build_arrays(batch), batch.step)
+    found = gradient_in_parts(service(algorithm=algorithm), batch, [[], list(range(len(batch.samples)))])
+    assert torch.allclose(found, expected, atol=1e-6)
