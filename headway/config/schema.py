@@ -130,9 +130,7 @@ class GeneratorConfig(Section):
     slots: Positive = 64  # concurrent requests of one replica
     kv_capacity_tokens: Positive | None = None  # default: slots x (max prompt + max response tokens)
     queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
-    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = (
-        "keep"  # of requests in flight: docs/async.md
-    )
+    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # of those in flight: docs/async.md
 
 
 class QueueConfig(Section):
