@@ -10,6 +10,7 @@ second alone (``balance``). Measured alternately, in one run, several times:
     consumption   the trainer alone, on batches recorded from that generation
     together      both of these at once, with no orchestrator: what two busy cores of this machine can give
     asynchronous  the whole system: orchestrator, buffer on disk, verifier processes, ledger; wait, budget 8
+    drained       the same, but an update waits until what is in flight has finished (generator.update_mode = "drain")
     synchronous   the same at budget 0, at the best of two concurrencies
     colocated     budget 0 without a core idle by placement: both cores generate, then both train, in turns; the best
                   of two concurrencies and of one process a core or one on both
@@ -21,7 +22,8 @@ attempts at a share of the tasks (``--uniform``; 0.55, as in a published run) ar
 verified and filtered. Rates count trained samples.
 The last line is one JSON object; ``efficiency`` = trained samples/s of *asynchronous* / min(production, consumption);
 ``asynchronous_of_together`` = the same / min of *together*; ``async_over_colocated_sync`` = *asynchronous* /
-*colocated*, the honest baseline of asynchrony. All are ratios within a round; shown are their medians over the rounds.
+*colocated*, the honest baseline of asynchrony; ``interrupted_over_drain`` = *asynchronous* / *drained*, what updates in
+flight are worth (published: 1.12 to 1.17). All are ratios within a round; shown are their medians over the rounds.
 Steady state: the first budget + 1 steps and the drain at the end are left out.
 """
 
@@ -87,7 +89,7 @@ class Plan:
     synchronous_steps: int
     budget: int = 8  # of the asynchronous and the flexible system
     placements: int = 3  # of each variant, at most, tried in the first round
-    matched: bool = False  # without the synchronous, the colocated and the flexible system
+    matched: bool = False  # without the drained, the synchronous, the colocated and the flexible system
 
     def groups(self, shape: Shape) -> range:
         """What each side alone works on: about what the system generates in its steady state."""
@@ -102,6 +104,7 @@ class Round:
     production: Rate | None = None
     consumption: Rate | None = None
     asynchronous: Steady | None = None
+    drained: Steady | None = None
     synchronous: dict[Placement, Steady] = field(default_factory=dict)
     colocated: dict[Placement, Steady] = field(default_factory=dict)
     flexible: dict[Placement, Steady] = field(default_factory=dict)
@@ -138,6 +141,11 @@ class Round:
         assert self.asynchronous
         return self.asynchronous.per_s / best(self.colocated)
 
+    def interrupted_over_drain(self) -> float:
+        assert self.asynchronous
+        assert self.drained
+        return self.asynchronous.per_s / self.drained.per_s
+
     def flexible_over_colocated_sync(self) -> float:
         return best(self.flexible) / best(self.colocated)
 
@@ -170,7 +178,7 @@ class Benchmark:
                 self._production,
                 self._consumption,
                 self._asynchronous,
-                *(() if self.plan.matched else (self._flexible, self._colocated, self._synchronous)),
+                *(() if self.plan.matched else (self._drained, self._flexible, self._colocated, self._synchronous)),
                 self._together,
             ]
             for variant in variants if number % 2 == 0 else reversed(variants):
@@ -216,6 +224,10 @@ class Benchmark:
     def _asynchronous(self, round_: Round) -> None:
         round_.asynchronous = self._system("asynchronous", apart(self.slots), self.plan.budget, self.plan.steps)
 
+    def _drained(self, round_: Round) -> None:
+        placement = apart(self.slots)
+        round_.drained = self._system("drained", placement, self.plan.budget, self.plan.steps, update_mode="drain")
+
     def _synchronous(self, round_: Round) -> None:
         self._placements("synchronous", SYNCHRONOUS, round_, 0)
 
@@ -243,18 +255,25 @@ class Benchmark:
         )
         round_.together = rates[:2]
 
-    def _system(self, name: str, placement: Placement, budget: int, steps: int) -> Steady:
+    def _system(self, name: str, placement: Placement, budget: int, steps: int, *, update_mode: str = "keep") -> Steady:
         steady = self._timed(
             name,
-            lambda: measure(self._settings(placement, budget), self.shape, steps),
+            lambda: measure(self._settings(placement, budget, update_mode), self.shape, steps),
             lambda steady: (steady.per_s, steady.usage),
         )
         print(f"         {steady.outline()}", flush=True)
         return steady
 
-    def _settings(self, placement: Placement, budget: int) -> Experiment:
-        name = f"run-{next(self._runs)}"
-        return experiment(self.folder, name, self.shape, placement=placement, budget=budget, steps=100_000)
+    def _settings(self, placement: Placement, budget: int, update_mode: str = "keep") -> Experiment:
+        return experiment(
+            self.folder,
+            f"run-{next(self._runs)}",
+            self.shape,
+            placement=placement,
+            budget=budget,
+            steps=100_000,
+            update_mode=update_mode,
+        )
 
     def _timed(self, name: str, job: Callable[[], Awaitable[T]], rate: Callable[[T], tuple[float, Usage]]) -> T:
         """Measure; again when somebody else used the machine meanwhile, as long as patience lasts."""
@@ -310,6 +329,7 @@ def report(bench: Benchmark, parameters: float) -> dict[str, float | int | bool]
     else:
         print(f"\nNo efficiency is claimed: balance {middle(balance):.2f} is outside {BALANCED}.")
     if not bench.plan.matched:
+        result |= spread("interrupted_over_drain", [each.interrupted_over_drain() for each in rounds])
         result |= spread("async_over_sync", [each.async_over_sync() for each in rounds])
         result |= spread("async_over_colocated_sync", [each.async_over_colocated_sync() for each in rounds])
         result |= spread("flexible_over_colocated_sync", [each.flexible_over_colocated_sync() for each in rounds])
@@ -351,7 +371,9 @@ def print_table(bench: Benchmark) -> None:
         "together, production": [each.together[0] for each in rounds if each.together],
         "together, consumption": [each.together[1] for each in rounds if each.together],
         f"asynchronous (budget {bench.plan.budget})": [systems(each).per_s for each in rounds],
+        "drained, the same budget": [each.drained.per_s for each in rounds if each.drained],
     }
+    rows = {name: values for name, values in rows.items() if values}
     for name, placements in (("flexible", FLEXIBLE), ("colocated", COLOCATED), ("synchronous", SYNCHRONOUS)):
         for placement in placements:
             found: list[dict[Placement, Steady]] = [getattr(each, name) for each in rounds]

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,23 +101,29 @@ def write_model(size: Model, folder: Path) -> DecoderConfig:
     return config
 
 
-def trainer(folder: Path, dtype: str, micro_batch_tokens: int, shared_prefix: bool = True) -> TrainerService:
+def trainer(
+    folder: Path, dtype: str, micro_batch_tokens: int, shared_prefix: bool = True, **more: Any
+) -> TrainerService:
     keys = {"dtype": dtype, "learning_rate": 1e-4, "micro_batch_tokens": micro_batch_tokens}
     experiment = {
         "run": {"directory": str(folder / "run")},
         "model": {"path": str(folder)},
         "tasks": {"train": {"path": "unused.jsonl"}},
-        "trainer": {**keys, "shared_prefix": shared_prefix},
+        "trainer": {**keys, "shared_prefix": shared_prefix, **more},
     }
     return TrainerService(Context, experiment=experiment, run_id=f"benchmark-{os.getpid()}")
 
 
-def batch(step: int, groups: int, members: int, prompt: int, response: int, vocabulary: int) -> TrainBatch:
+def batch(
+    step: int, groups: int, members: int, prompt: int, responses: int | Sequence[int], vocabulary: int
+) -> TrainBatch:
+    """Random tokens; ``responses``: the length of all, or of each sample."""
     random = np.random.default_rng(step)
     samples: list[Sample] = []
     for group in range(groups):
         prompt_ids = tuple(random.integers(0, vocabulary, prompt).tolist())
         for member in range(members):
+            response = responses if isinstance(responses, int) else responses[group * members + member]
             rollout = Rollout(
                 group=group,
                 member=member,

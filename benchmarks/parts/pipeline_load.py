@@ -131,7 +131,16 @@ def apart(slots: int) -> Placement:
     return Placement(("cpu:0",), ("cpu:1",), slots)
 
 
-def experiment(folder: Path, name: str, shape: Shape, *, placement: Placement, budget: int, steps: int) -> Experiment:
+def experiment(
+    folder: Path,
+    name: str,
+    shape: Shape,
+    *,
+    placement: Placement,
+    budget: int,
+    steps: int,
+    update_mode: str = "keep",
+) -> Experiment:
     """One variant's experiment: policy wait, everything else as in a real run."""
     return validate_experiment(
         {
@@ -146,7 +155,7 @@ def experiment(folder: Path, name: str, shape: Shape, *, placement: Placement, b
                 "max_prompt_tokens": shape.prompt_tokens,
                 "max_response_tokens": shape.longest_tokens,
             },
-            "generator": {"devices": placement.generator, "slots": placement.slots},
+            "generator": {"devices": placement.generator, "slots": placement.slots, "update_mode": update_mode},
             "queue": {
                 "groups_per_step": GROUPS_PER_STEP,
                 "budget": budget,

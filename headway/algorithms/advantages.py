@@ -55,7 +55,7 @@ def length_weighted(rewards_g: FloatArray, tokens_g: IntArray) -> FloatArray:
 
 def pass_at_k(rewards_g: FloatArray, k: int) -> FloatArray:
     """The mean over all subsets of k members that hold the member of ``(best reward of the subset - mean) / (std +
-    1e-6)``, mean and std over all subsets of k (Pass@k training, 2025, arXiv:2508.10751, which states it for rewards of
+    1e-6)``, mean and std over all subsets of k (Pass@k training, 2025, arXiv:2508.10751, section 2.4, for rewards of
     0 and 1). Shape [G] -> [G]; zeros where all subsets have the same best, as they do with k >= G.
 
     Example, one of four solved, k = 2: half the pairs hold it, so mean and std are 0.5. The solved one gets

@@ -48,6 +48,16 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
     return [_widen(lengths, share, batches, most, budget) for share, batches in zip(shares, plan, strict=True)]
 
 
+def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1) -> Plan:
+    """Plan micro-batches of at most ``micro_batch`` of ``sequences``, as they come and whatever their lengths, their
+    numbers differing by at most one: the baseline that a token budget is measured against (AReaL, 2025, section 5)."""
+    if micro_batch < 1 or ranks < 1:
+        raise ValueError(f"micro_batch = {micro_batch} and ranks = {ranks} must be at least 1")
+    each = max(1, -(-sequences // (micro_batch * ranks)))
+    parts: list[MicroBatch] = [part.tolist() for part in np.array_split(np.arange(sequences), each * ranks)]
+    return [parts[each * rank : each * (rank + 1)] for rank in range(ranks)]
+
+
 def _areal_micro_batches(lengths: Sequence[int], budget: int, at_least: int) -> list[MicroBatch]:
     """Place sequences longest first, each into the micro-batch with room that holds the fewest, else into a new one."""
     batches: list[MicroBatch] = []

@@ -1,4 +1,4 @@
-"""`headway init-model` and `headway sft`, which make a model to start from."""
+"""`headway init-model`, `headway sft` and `headway merge`, which make models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ def add_commands(app: typer.Typer) -> None:
     experiments.add_command(app, init_model, example, overridable=False)
     example = "headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init"
     experiments.add_command(app, sft, example)
+    example = "headway merge models/base runs/rl/best models/merged"
+    experiments.add_command(app, merge, example, overridable=False)
 
 
 def init_model(
@@ -100,3 +102,15 @@ def sft(
         print_json(result)
     else:
         print_rows(mapping_rows(result))
+
+
+def merge(
+    model: str = typer.Argument(..., metavar="MODEL", help="The base's folder.", show_default=False),
+    adapter: str = typer.Argument(..., metavar="ADAPTER", help="Folder in PEFT's format.", show_default=False),
+    output: str = typer.Argument(..., metavar="OUTPUT", help="Folder to write; must not exist.", show_default=False),
+) -> None:
+    """Merge an adapter into the model it was trained beside: a whole model, with its tokenizer."""
+    from headway.models.adapter_files import merge_folders
+
+    merge_folders(model, adapter, output)
+    typer.echo(f"{output}: {model} with {adapter} merged")

@@ -29,6 +29,13 @@ def serve(
     keys: str = typer.Option(
         "", "--keys", metavar="FILE", help="API keys, one a line; required where other machines reach the address."
     ),
+    adapters: list[str] = typer.Option(
+        [],
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="Serve an adapter of the model (PEFT's format) as model NAME as well; repeatable.",
+        show_default=False,
+    ),
     record: str = typer.Option(
         "", "--record", metavar="FILE", help="Append each finished session's (X-Session-ID) tokens to this JSONL file."
     ),
@@ -41,11 +48,12 @@ def serve(
     from headway.services.serve import serve as run
     from headway.services.serve import serving_of
 
-    wanted = serving_of(model, address, context_tokens, keys, record, overrides)
+    wanted = serving_of(model, address, context_tokens, keys, record, overrides, adapters)
     endpoint, tokens = wanted.experiment.endpoint, wanted.experiment.max_sequence_tokens
 
     def ready(at: str) -> None:
-        typer.echo(f"{model} as {endpoint.model!r}, {tokens} tokens of context, on {', '.join(devices)}")
+        names = ", ".join(map(repr, (endpoint.model, *wanted.adapters)))
+        typer.echo(f"{model} as {names}, {tokens} tokens of context, on {', '.join(devices)}")
         typer.echo(f"OPENAI_BASE_URL={at}/v1")
 
     devices = wanted.experiment.generator.devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -107,6 +108,7 @@ def evaluate(
     model: str = typer.Option(
         "", "--model", metavar="PATH", help="Model folder with its tokenizer; default: model.path of CONFIG."
     ),
+    adapter: str = typer.Option("", "--adapter", metavar="PATH", help="Adapter's folder, in PEFT's format."),
     split: str = typer.Option("test", "--split", metavar="NAME", help="train, validation or test."),
     as_json: bool = typer.Option(False, "--json", help="Print the score as one JSON object."),
 ) -> None:
@@ -119,10 +121,12 @@ def evaluate(
     experiment = experiments.load(context, config)
     if getattr(experiment.tasks, split) is None:
         raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
+    if model and (Path(model) / "adapter_config.json").is_file():
+        raise typer.BadParameter(f"--model {model}: an adapter; valid: --adapter {model}, beside its model")
     from headway.orchestrator.jobs.evaluate import evaluate_model
     from headway.report.live import evaluation_line
 
-    record = evaluate_model(experiment, model_path=model or experiment.model.path, split=split)
+    record = evaluate_model(experiment, model_path=model or experiment.model.path, adapter_path=adapter, split=split)
     if as_json:
         print_json(record)
     else:

@@ -36,4 +36,6 @@ class AdapterConfig(Section):
             raise ValueError(f"{missing} is missing: valid: rank and alpha, say 16 and 32, or path")
         if not self.path and not self.targets and not self.target_parameters:
             raise ValueError("targets and target_parameters are empty: nothing would be trained")
+        if self.dropout and self.target_parameters:
+            raise ValueError(f"dropout = {self.dropout:g} and target_parameters: all experts share an input; valid: 0")
         return self

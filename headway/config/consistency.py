@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.config.engines import require_engine
 from headway.config.schema import Experiment
 
+MOST_KL_ERROR = 0.2  # of a step, as a share of algorithm.kl_target: trainer/kl.py
 BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 
 
@@ -12,7 +13,10 @@ def require_consistent(experiment: Experiment) -> None:
     """Raise ValueError for keys that contradict each other, with their values and what would be valid."""
     _require_objective(experiment)
     _require_parts(experiment)
+    _require_packing(experiment)
     _require_publishing(experiment)
+    _require_update_mode(experiment)
+    _require_optimizer_step_staleness(experiment)
     _require_known_advantages(experiment)
     _require_determinism(experiment)
     _require_surplus(experiment)
@@ -35,6 +39,12 @@ def _require_objective(experiment: Experiment) -> None:
         raise ValueError(
             f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
             "algorithm.kl_coefficient = 0 stays 0: set the one to begin with, or leave the target out"
+        )
+    least = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
+    if algorithm.kl_target is not None and algorithm.kl_horizon <= least:
+        raise ValueError(
+            f"algorithm.kl_horizon = {algorithm.kl_horizon:g} lets one step take all of the coefficient away, which "
+            f"then stays 0: more than {least:g}, {MOST_KL_ERROR:g} x the samples of a step"
         )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
         raise ValueError(
@@ -79,12 +89,45 @@ def _require_parts(experiment: Experiment) -> None:
         raise ValueError(f"{where}, in the order of finishing, which run.deterministic = true excludes: leave it out")
 
 
+def _require_packing(experiment: Experiment) -> None:
+    trainer = experiment.trainer
+    if (trainer.packing == "fixed") != (trainer.micro_batch_samples is not None):
+        wanted = "needs" if trainer.packing == "fixed" else "has no use for"
+        raise ValueError(
+            f"trainer.packing = {trainer.packing!r} {wanted} trainer.micro_batch_samples, the samples of a forward "
+            "pass under 'fixed'"
+        )
+
+
 def _require_publishing(experiment: Experiment) -> None:
     queue, weights = experiment.queue, experiment.weights
     if queue.budget < weights.steps_per_publish - 1:
         raise ValueError(
             f"queue.budget = {queue.budget} deadlocks with weights.steps_per_publish = "
             f"{weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
+        )
+
+
+def _require_update_mode(experiment: Experiment) -> None:
+    if experiment.generator.update_mode == "finish" and experiment.model.adapter is None:
+        raise ValueError(
+            "generator.update_mode = 'finish' lets requests end on the weights they began with, which an engine holds "
+            "beside newer ones only where they are an adapter's: set [model.adapter], or one of keep, recompute, abort"
+        )
+
+
+def _require_optimizer_step_staleness(experiment: Experiment) -> None:
+    """Check that a batch's last optimiser step, on samples as old as the budget allows, keeps to the limit."""
+    queue, updates = experiment.queue, experiment.trainer.optimizer_steps_per_batch
+    limit, masked_after = queue.max_optimizer_step_staleness, experiment.token_budget
+    oldest = queue.budget if masked_after is None else min(queue.budget, masked_after)
+    worst = (oldest + 1) * updates - 1
+    if limit is not None and worst > limit:
+        most = (limit + 1) // updates - 1
+        valid = f"queue.budget = {most}" if most >= 0 else f"at least {updates - 1}"
+        raise ValueError(
+            f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} makes up to "
+            f"{worst} of a staleness of {oldest} steps; valid: {valid}, or fewer optimiser steps"
         )
 
 
@@ -212,6 +255,10 @@ def _require_group_sizes(experiment: Experiment) -> None:
         raise ValueError(
             f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not {smallest}"
         )
+    most = max(largest, experiment.evaluation.samples_per_task)
+    for k in experiment.ledger.pass_at:
+        if k > most:
+            raise ValueError(f"ledger.pass_at has {k}, which no group of {most} attempts reaches: valid: 1 to {most}")
     if experiment.queue.groups_per_step * size < 2:
         raise ValueError(
             f"queue.groups_per_step = {experiment.queue.groups_per_step} times rollout.group_size = {size} "

@@ -45,6 +45,11 @@ def require_engine(experiment: Experiment) -> None:
         )
     if generator.engine == "torch":
         return
+    if experiment.model.adapter is not None:
+        raise ValueError(
+            f"generator.engine = {generator.engine!r} takes whole models, and model.adapter trains weights beside one; "
+            "valid: generator.engine = 'torch'"
+        )
     for name, reason in RESERVED.items():
         if name in generator.engine_arguments:
             raise ValueError(f"generator.engine_arguments.{name} can't be set: {reason}")

@@ -52,7 +52,8 @@ PRESETS: dict[str, Preset] = {
     "reinforce++-baseline": _plain_ppo("group_mean_batch_std", "token_mean", kl_coefficient=0.01, kl_estimator="k2"),
     # Back to Basics, 2024: leave-one-out baseline, plain policy gradient
     "rloo": _method("leave_one_out", "reinforce", "seq_mean_token_sum", filter_zero_variance=False),
-    # GPG, 2025: group mean subtracted, plain policy gradient, groups without signal left out of the mean over tokens
+    # GPG, 2025 (arXiv:2504.02546): group mean subtracted, plain policy gradient, groups without signal left out of the
+    # mean over tokens
     "gpg": _method("group_mean", "reinforce", "token_mean", filter_zero_variance=True),
     # GSPO, 2025: sequence-level ratio, its narrow clip range
     "gspo": _method("group_mean_std", "gspo", "seq_mean_token_mean", clip=(3e-4, 4e-4)),

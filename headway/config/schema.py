@@ -130,7 +130,7 @@ class GeneratorConfig(Section):
     slots: Positive = 64  # concurrent requests of one replica
     kv_capacity_tokens: Positive | None = None  # default: slots x (max prompt + max response tokens)
     queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
-    update_mode: Literal["keep", "recompute", "abort"] = "keep"  # of requests in flight: docs/async.md
+    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # of those in flight: docs/async.md
 
 
 class QueueConfig(Section):
@@ -147,6 +147,7 @@ class QueueConfig(Section):
     budget_s: Seconds | None = None  # groups that have been open for longer end as overdue, whatever `overdue` says
     max_token_staleness: NonNegative | None = None  # tokens staler than this are old; default: none is
     old_tokens: Literal["mask", "train"] = "mask"  # carry no loss, or train as if the present weights had sampled them
+    max_optimizer_step_staleness: NonNegative | None = None  # in optimiser steps: budget must keep to it; default: any
     max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
     stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
     filter_zero_variance: bool = True  # groups whose rewards are all equal are filtered: they have no gradient
@@ -179,7 +180,7 @@ class AlgorithmConfig(Section):
     sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
     dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
     divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
-    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may be so far by it
+    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: most of a token (paper: kl 0.05)
     early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token that the coefficient adapts to
@@ -217,7 +218,8 @@ class TrainerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
-    packing: Literal["balanced", "areal"] = "balanced"  # how samples are spread over micro-batches and ranks
+    packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
+    micro_batch_samples: Positive | None = None  # fixed: a forward pass has so many (branches count), of any length
     shared_prefix: bool = True  # a prompt is computed once for all of its group in a micro-batch: same gradient
     native_kernels: bool = True  # in float32 on one CPU core: C++ kernels, gradients equal to rounding
     gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
@@ -399,7 +401,7 @@ RESUMABLE_KEYS = {
     "hooks": "group_meta logging",
     "weights": "steps_per_publish",
     "pruning": "* *.* *.parameters.*",
-    "trainer": "devices micro_batch_tokens shared_prefix gradient_checkpointing",
+    "trainer": "devices micro_batch_tokens micro_batch_samples shared_prefix gradient_checkpointing",
     "verifier": "timeout_s workers nodes",
     "verifiers": "*.timeout_s",
     "rollout": "timeout_s retries",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
@@ -66,9 +67,10 @@ class GeneratorPool:
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
         bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
+        adapters: Mapping[str, AdapterConfig] | None = None,
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
-        ``bring_to(weights, node)``: the weights as a node's replicas can read them."""
+        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: beside the run's."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
@@ -76,6 +78,7 @@ class GeneratorPool:
         self._log_directory = log_directory
         self._restart_limit = restart_limit
         self._bring_to = bring_to
+        self._adapters = adapters
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
             self._add_replica(device)
@@ -133,9 +136,11 @@ class GeneratorPool:
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version on all live replicas concurrently; returns one report for each. A replica that is down
-        applies it when it restarts. Raises WeightsCorrupt if a replica could not verify the weights; that replica
-        keeps its old ones."""
-        async with self._updating:
+        applies it when it restarts. In the mode ``drain`` all requests under way finish first. Raises WeightsCorrupt if
+        a replica could not verify the weights; that replica keeps its old ones."""
+        settings = self._experiment.generator
+        drains = settings.update_mode == "drain"
+        async with self._updating, self._router.drained(settings.slots) if drains else contextlib.nullcontext():
             self._require_running()
             self._newest, self._updates = weights, self._updates + 1
             live = [replica for replica in self._replicas if replica.live]
@@ -366,7 +371,7 @@ class GeneratorPool:
         return None
 
     def _add_replica(self, device: str) -> Replica:
-        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory)
+        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory, self._adapters)
         slot = WorkerSlot(
             spec,
             self._launcher,
@@ -447,6 +452,7 @@ class GeneratorPool:
         if worker is None:
             raise WorkerDied(replica.name, "not running")
         number, mode = self._updates, self._experiment.generator.update_mode
+        mode = "keep" if mode == "drain" else mode  # nothing is in flight
         replica.updating_since_s = self._clock.now()
         try:
             if replica.node and self._bring_to is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import Literal
 
 from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
@@ -35,7 +36,8 @@ class FakeGenerator:
     full, the youngest request is preempted: it waits, and is prefilled again. ``slots`` bounds the running requests.
 
     ``length_of(request)``: response tokens; a length above ``max_tokens`` ends with "length". ``update_s``: pause of
-    every replica in an update; ``recompute`` then prefills the running requests again, ``abort`` ends them.
+    every replica in an update; ``recompute`` then prefills the running requests again, ``abort`` ends them, ``drain``
+    lets them finish first.
     ``error_of(request)``: a cause with which the request fails after its prefill, or "".
 
     A token has the version that was applied when it was completed. Equal calls at equal times give equal results;
@@ -54,7 +56,7 @@ class FakeGenerator:
         length_of: Callable[[GenerationRequest], int] | None = None,
         prefill_s: Callable[[GenerationRequest], float] | None = None,
         update_s: float = 0.0,
-        update_mode: UpdateMode = "keep",
+        update_mode: UpdateMode | Literal["drain"] = "keep",
         error_of: Callable[[GenerationRequest], str] | None = None,
         version: int = 0,
         shares_devices: bool = False,
@@ -75,7 +77,9 @@ class FakeGenerator:
         self._lend_s = lend_s
         self._length_of = length_of or _length_from_seed
         self._update_s = update_s
-        self._mode: UpdateMode = update_mode
+        self._drains = update_mode == "drain"
+        self._mode: UpdateMode = "keep" if update_mode == "drain" else update_mode
+        self._emptied = asyncio.Event()  # nothing is under way
         self._error_of = error_of
         costs = ReplicaCosts(
             token_s=token_s,
@@ -130,6 +134,7 @@ class FakeGenerator:
                 replica.advance()
                 replica.core.withdraw(entry)
                 replica.settle()
+                self._note_emptied()
 
     def cancel(self, request_id: str) -> None:
         """End a request with reason "abort" and its tokens so far. Unknown ids: no-op."""
@@ -142,6 +147,8 @@ class FakeGenerator:
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version to all replicas, in the fake's update mode; one report for each."""
         async with self._updating:
+            if self._drains:
+                await self._drain()
             crossings: list[tuple[int, int]] = []
             for replica in self._replicas:
                 replica.advance()
@@ -277,6 +284,20 @@ class FakeGenerator:
         self._spills += chosen.spilled
         return self._replicas[chosen.replica]
 
+    async def _drain(self) -> None:
+        """Wait until every request that has begun has finished; others don't begin until the update is applied."""
+        self._emptied.clear()
+        for replica in self._replicas:
+            replica.core.begin_drain()
+        self._note_emptied()
+        await self._emptied.wait()
+
+    def _note_emptied(self) -> None:
+        if not self._emptied.is_set() and not any(
+            entry.begun or entry.reprefills for entry, _, _ in self._open.values()
+        ):
+            self._emptied.set()
+
     def _set_trainer(self, *, lent: bool, beside: bool) -> None:
         """Set whether the trainer computes on the replicas' devices, or on its own beside them."""
         for replica in self._replicas:
@@ -310,6 +331,7 @@ class FakeGenerator:
                     first_token_s=entry.first_token_s if produced else 0.0,
                 )
             )
+        self._note_emptied()
 
 
 class DrivenReplica:

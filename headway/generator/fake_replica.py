@@ -97,7 +97,9 @@ class FakeReplica:
         self.running: dict[int, FakeRequest] = {}  # by serial, in the order they began
         self.waiting: list[tuple[int, int, int, FakeRequest]] = []  # (priority, serial, stretch, request)
         self.open = 0
+        self._held: list[tuple[int, int, int, FakeRequest]] | None = None  # those that wait while others finish
         self.paused = self.lent = False
+        self._finishing = False  # requests end on the version they began with
         self.beside = False  # the trainer computes, on devices of its own
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
         self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at its watch's next notification, ...)
@@ -328,7 +330,8 @@ class FakeReplica:
         """Queue a request for a slot; lower priorities first."""
         self.open += 1
         self._allowed += entry.allowed_tokens
-        heapq.heappush(self.waiting, (entry.request.priority, entry.serial, entry.stretch, entry))
+        queue = self.waiting if self._held is None or entry.reprefills else self._held
+        heapq.heappush(queue, (entry.request.priority, entry.serial, entry.stretch, entry))
 
     def leave(self, entry: FakeRequest) -> None:
         """Remove a request, freeing its slot and KV."""
@@ -371,11 +374,18 @@ class FakeReplica:
     def forget_session(self, session: str) -> None:
         self._session_tokens -= self._sessions.pop(session, 0)
 
+    def begin_drain(self) -> None:
+        """Let only requests that have begun go on, preempted ones too, until the next update is applied."""
+        self._held = [one for one in self.waiting if not one[-1].reprefills]
+        self.waiting = [one for one in self.waiting if one[-1].reprefills]
+        heapq.heapify(self.waiting)
+
     def begin_update(self, mode: UpdateMode) -> tuple[list[FakeRequest], int]:
         """Pause decoding. Returns (requests that cross the update, tokens to prefill again)."""
         self._sessions.clear()
         self._session_tokens = 0
-        crossing = list(self.running.values())
+        self._finishing = mode == "finish"
+        crossing = [] if self._finishing else list(self.running.values())
         reprefilled = 0
         if mode == "recompute":
             for entry in crossing:
@@ -386,6 +396,9 @@ class FakeReplica:
 
     def end_update(self, version: int, reprefilled: int) -> None:
         self.paused = False
+        self.waiting += self._held or ()
+        heapq.heapify(self.waiting)
+        self._held = None
         self.changes.append((self.work, version))
         if reprefilled and self.costs.prefill_token_s:
             self._prefills.append((None, 0))
@@ -402,7 +415,7 @@ class FakeReplica:
         for index in range(entry.change, len(self.changes)):
             version = self.changes[index][1]
             end = produced
-            if index + 1 < len(self.changes):
+            if index + 1 < len(self.changes) and not self._finishing:
                 work = self.changes[index + 1][0]
                 end = max(counted, min(produced, math.floor(work - entry.base + _ROUNDING)))
             if end > counted and spans and spans[-1][0] == version:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,30 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
-from headway.models.adapter_targets import AdaptedTarget, AdapterTarget, adapted_targets, chosen_targets
+from headway.models.adapter_targets import CONFIG_FILE, AdaptedTarget, AdapterTarget, adapted_targets, stored_targets
 from headway.models.configuration import DecoderConfig, read_json
-from headway.models.lora import Lora
+from headway.models.loading import parse_dtype, save_model
+from headway.models.lora import Lora, merge
+from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.files import file_digests, folder_digest
+from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
-# Keys of a LoraConfig that change what is computed, with the value that means they don't.
-_PLAIN: dict[str, Any] = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "exclude_modules": None,
-    "trainable_token_indices": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
+_QUANTIZATION = "base_quantization"  # that the adapter was trained with, likewise
 
 
 def open_adapter(
@@ -67,17 +57,18 @@ def load_adapter(
     """The adapter in ``folder``. Raises ConfigurationError, naming file and key or tensor, for one that was trained on
     another base than the folder ``model``, and for parts that aren't supported."""
     folder = Path(folder)
-    targets = _stored_targets(folder, config)
+    targets = stored_targets(folder, config)
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt") as content:
-            trained_on = (content.metadata() or {}).get(_BASE)
+            metadata = content.metadata() or {}
             stored = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
-    if trained_on is not None and trained_on != base_digest(model):
+    if metadata.get(_BASE, "") not in ("", base_digest(model)):
         raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
     lora = Lora(targets, device, dtype)
+    lora.quantization = metadata.get(_QUANTIZATION)
     lora.copy_weights(_ours(file, targets, stored))
     return lora
 
@@ -88,37 +79,38 @@ def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: one.cpu().contiguous() for name, one in _theirs(lora).items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", _BASE: base_digest(model)})
+    metadata = {"format": "pt", _BASE: base_digest(model)}
+    if lora.quantization is not None:
+        metadata[_QUANTIZATION] = lora.quantization
+    save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
     config = json.dumps(_peft_config(lora, model), indent=2)
     (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+
+
+def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
+    """Write the model folder ``output``: ``model`` with ``adapter`` merged, in the dtype of its config.json, with its
+    tokenizer. Raises ConfigurationError: ``output`` exists, or the adapter isn't one of this model."""
+    target = Path(output)
+    if target.exists():
+        raise ConfigurationError(f"{output} exists: a merged model is written into a new folder")
+    raw = read_json(Path(model) / "config.json")
+    dtype = parse_dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    lora = load_adapter(adapter, model, DecoderConfig.from_pretrained(Path(model)))
+    merged = load_sampled(model, lora.quantization, torch.float32 if lora.quantization else dtype, torch.device("cpu"))
+    merge(merged, lora)
+    merged = merged.to(dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
+        save_model(merged, folder, model)
+        flush_folder(folder)
+        folder.rename(target)
+        flush(target.parent)
 
 
 def base_digest(model: str | Path) -> str:
     """Digest that tells a model folder's weights from others: of sizes, headers and samples of its files."""
     found = file_digests(Path(model))
     return folder_digest({name: one for name, one in found.items() if name.endswith((".safetensors", "config.json"))})
-
-
-def _stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, ...]:
-    """The targets of the adapter in ``folder``, with rank and scale."""
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise ConfigurationError(f"{folder}: no {CONFIG_FILE}: not an adapter in PEFT's format")
-    given = read_json(file)
-    if given.get("peft_type") != "LORA":
-        raise ConfigurationError(f"{file}: peft_type = {given.get('peft_type')!r}: valid: 'LORA'")
-    for key, plain in _PLAIN.items():
-        if given.get(key, plain) not in (plain, None, [], {}):
-            raise ConfigurationError(f"{file}: {key} = {given[key]!r} is not supported; valid: {plain!r}")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(given.get(key), int | float) or given[key] <= 0:
-            raise ConfigurationError(f"{file}: {key} = {given.get(key)!r}: valid: a number above 0")
-    rank, alpha = int(given["r"]), float(given["lora_alpha"])
-    scale = alpha / (math.sqrt(rank) if given.get("use_rslora") else rank)
-    wanted = given.get("target_modules") or ()
-    wanted = wanted if isinstance(wanted, str) else tuple(wanted)
-    chosen = chosen_targets(config, wanted, tuple(given.get("target_parameters") or ()))
-    return tuple(AdaptedTarget(target=target, rank=rank, scale=scale) for target in chosen)
 
 
 def _theirs(lora: Lora) -> dict[str, Tensor]:
@@ -171,18 +163,20 @@ def _prefix(target: AdapterTarget) -> str:
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:
-    modules = sorted({adapted.target.name for adapted in lora.targets if not adapted.target.experts})
-    parameters = sorted({adapted.target.name for adapted in lora.targets if adapted.target.experts})
-    rank, scale = lora.targets[0].rank, lora.targets[0].scale
+    ranks = Counter((adapted.rank, adapted.scale) for adapted in lora.targets)
+    (rank, scale), _ = ranks.most_common(1)[0]
+    others = [adapted for adapted in lora.targets if (adapted.rank, adapted.scale) != (rank, scale)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model),
         "r": rank,
         "lora_alpha": scale * rank,
+        "rank_pattern": {re.escape(adapted.target.name): adapted.rank for adapted in others},
+        "alpha_pattern": {re.escape(adapted.target.name): adapted.scale * adapted.rank for adapted in others},
         "lora_dropout": 0.0,
-        "target_modules": modules,
-        "target_parameters": parameters or None,
+        "target_modules": sorted(adapted.target.name for adapted in lora.targets if not adapted.target.experts),
+        "target_parameters": sorted(adapted.target.name for adapted in lora.targets if adapted.target.experts) or None,
         "bias": "none",
         "inference_mode": True,
     }

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from headway.config.adapter import AdapterConfig
-from headway.models.configuration import DecoderConfig
+from headway.models.configuration import DecoderConfig, read_json
 from headway.records.errors import ConfigurationError
 
 ALL_LINEAR = "all-linear"
+CONFIG_FILE = "adapter_config.json"  # of an adapter's folder
+# Keys of a LoraConfig that change what is computed, with the value that means they don't.
+_PLAIN: dict[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "exclude_modules": None,
+    "trainable_token_indices": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,48 +109,81 @@ def _target(
 
 
 def chosen_targets(
-    config: DecoderConfig, targets: Sequence[str] | str, target_parameters: Collection[str] = ()
+    config: DecoderConfig, targets: Sequence[str] | str, target_parameters: Sequence[str] = ()
 ) -> list[AdapterTarget]:
     """The targets that PEFT would choose: names that equal one of ``targets`` or end with ``.`` and it, those that
-    match it wholly where it is one regular expression, or ``all-linear``; parameters of mixtures by
-    ``target_parameters`` alone.
+    match it wholly where it is one regular expression, or ``all-linear``, which leaves out mixtures (their routers and
+    experts; PEFT 0.21 takes them in for some models); by ``target_parameters`` the experts' parameters, and matrices
+    as ``NAME.weight``.
 
     Raises ConfigurationError for an entry that no layer has, with the nearest names.
     """
     known = list(targets_of(config))
-    matrices = [one for one in known if not one.experts]
-    found = _found(matrices, targets, "targets")
-    found |= _found([one for one in known if one.experts], tuple(target_parameters), "target_parameters")
+    matrices = {one.name: one for one in known if not one.experts}
+    parameters = {one.name if one.experts else f"{one.name}.weight": one for one in known}
+    found = _found(matrices, targets, "targets") | _found(parameters, target_parameters, "target_parameters")
     return [one for one in known if one.name in found]
 
 
-def _found(known: Sequence[AdapterTarget], wanted: Sequence[str] | str, key: str) -> set[str]:
-    if wanted == ALL_LINEAR or tuple(wanted) == (ALL_LINEAR,):
-        return {one.name for one in known}
-    if isinstance(wanted, str):
-        found = {one.name for one in known if re.fullmatch(wanted, one.name)}
+def _found(known: Mapping[str, AdapterTarget], wanted: Sequence[str] | str, key: str) -> set[str]:
+    """Names of the targets that ``wanted`` means; ``known``: by the names that it may use."""
+    if isinstance(wanted, str) and wanted != ALL_LINEAR:
+        found = {one.name for name, one in known.items() if re.fullmatch(wanted, name)}
         if not found:
             raise ConfigurationError(f"model.adapter.{key} = {wanted!r} matches no layer of the model")
         return found
     found = set[str]()
-    for entry in wanted:
-        matching = {one.name for one in known if one.name == entry or one.name.endswith("." + entry)}
+    for entry in (wanted,) if isinstance(wanted, str) else wanted:
+        if entry == ALL_LINEAR:
+            found |= {one.name for one in known.values() if one.product != "router"}
+            continue
+        matching = {one.name for name, one in known.items() if name == entry or name.endswith("." + entry)}
         if not matching:
-            ends = sorted({one.name.partition("layers.")[2].partition(".")[2] for one in known})
+            ends = sorted({name.partition("layers.")[2].partition(".")[2] for name in known})
             ends += sorted({end.rpartition(".")[2] for end in ends})
             nearest = get_close_matches(entry, ends, 3, 0.3) or ends[-7:]
-            raise ConfigurationError(
-                f"model.adapter.{key}: no layer has {entry!r}; "
-                + (f"nearest: {', '.join(nearest)}" if known else "the model is no mixture of experts")
-            )
+            raise ConfigurationError(f"model.adapter.{key}: no layer has {entry!r}; nearest: {', '.join(nearest)}")
         found |= matching
     return found
 
 
 def adapted_targets(config: DecoderConfig, settings: AdapterConfig) -> tuple[AdaptedTarget, ...]:
-    """The targets of a new adapter with their rank and scale. Raises ConfigurationError as `chosen_targets`."""
+    """The targets of a run's adapter, new or that of ``settings.path``, with their rank and scale. Raises
+    ConfigurationError as `chosen_targets` and `stored_targets`."""
+    if settings.path:
+        return stored_targets(Path(settings.path), config)
     assert settings.rank is not None
     assert settings.alpha is not None
     scale = settings.alpha / (math.sqrt(settings.rank) if settings.rslora else settings.rank)
     chosen = chosen_targets(config, settings.targets, settings.target_parameters)
     return tuple(AdaptedTarget(target=target, rank=settings.rank, scale=scale) for target in chosen)
+
+
+def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, ...]:
+    """The targets of the adapter in ``folder``, with rank and scale, from its ``adapter_config.json``. Raises
+    ConfigurationError, naming file and key, for what isn't supported."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigurationError(f"{folder}: no {CONFIG_FILE}: not an adapter in PEFT's format")
+    given = read_json(file)
+    if given.get("peft_type") != "LORA":
+        raise ConfigurationError(f"{file}: peft_type = {given.get('peft_type')!r}: valid: 'LORA'")
+    for key, plain in _PLAIN.items():
+        if given.get(key) and given[key] != plain:
+            raise ConfigurationError(f"{file}: {key} = {given[key]!r} is not supported; valid: {plain!r}")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(given.get(key), int | float) or given[key] <= 0:
+            raise ConfigurationError(f"{file}: {key} = {given.get(key)!r}: valid: a number above 0")
+    wanted, parameters = given.get("target_modules") or (), tuple(given.get("target_parameters") or ())
+    found: list[AdaptedTarget] = []
+    for target in chosen_targets(config, wanted if isinstance(wanted, str) else tuple(wanted), parameters):
+        rank = int(_by_pattern(given.get("rank_pattern"), target.name, given["r"]))
+        alpha = _by_pattern(given.get("alpha_pattern"), target.name, given["lora_alpha"])
+        scale = alpha / (math.sqrt(rank) if given.get("use_rslora") else rank)
+        found.append(AdaptedTarget(target=target, rank=rank, scale=scale))
+    return tuple(found)
+
+
+def _by_pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
+    """The value of the first pattern that the name ends with, as PEFT reads them."""
+    return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)

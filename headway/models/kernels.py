@@ -60,13 +60,14 @@ class _RmsNorm(torch.autograd.Function):
         return _weighted(unit, weight, offset, product_dtype(x_nd))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         unit, inverse, weight = ctx.saved_tensors
         if ctx.fast is not None:
             return *ctx.fast.rms_norm_backward(grads[0], unit, weight, inverse), None, None
         wide = with_offset(weight, ctx.offset) if ctx.offset else _wide(weight)
         grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, wide)
-        return grad_x.to(ctx.dtype), per_weight.sum(0).to(weight.dtype), None, None
+        to_weight = per_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.to(ctx.dtype), to_weight, None, None
 
 
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
@@ -92,6 +93,9 @@ class FrozenMatrix:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenMatrix:
+        return self
 
 
 class _FrozenProduct(torch.autograd.Function):

@@ -6,13 +6,16 @@ m (row, expert) pairs sorted by expert.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
+from headway.config.adapter import Quantization
 from headway.models.adapter_targets import AdaptedTarget, AdapterTarget
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.experts import LayerAdapter, grouped_linear
@@ -29,10 +32,28 @@ class LoraPair(NamedTuple):
     b: nn.Parameter  # [f, r] in the decoder's order of rows; of experts [x, f, r]
 
 
+class Dropout:
+    """Dropout of an adapter's inputs while ``key`` is set: what is dropped follows from rate, key, target and shape
+    alone, so a layer that is computed again for its gradients drops the same."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        self.rate = rate
+        self.key: str | None = None
+
+    def applied(self, x_nd: Tensor, target: str) -> Tensor:
+        """``x_nd`` with a share of its elements 0 and the others scaled up, so that the mean stays."""
+        generator = torch.Generator(x_nd.device).manual_seed(
+            xxhash.xxh3_64_intdigest(f"{self.key}/{target}".encode()) >> 1
+        )
+        kept = torch.rand(x_nd.shape, generator=generator, device=x_nd.device) >= self.rate
+        return x_nd * kept / (1 - self.rate)
+
+
 class LayerLora:
     """The part of an adapter in one layer: what a `DecoderLayer` calls."""
 
-    def __init__(self, pairs: Sequence[LoraPair]) -> None:
+    def __init__(self, pairs: Sequence[LoraPair], dropout: Dropout) -> None:
+        self._dropout = dropout
         self.products: dict[str, list[LoraPair]] = {}
         for pair in pairs:
             self.products.setdefault(pair.target.product, []).append(pair)
@@ -42,9 +63,11 @@ class LayerLora:
         pairs = self.products.get(product)
         if pairs is None:
             return out_nf
-        places = tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs)
-        matrices = (matrix for pair in pairs for matrix in (pair.a, pair.b))
-        return _AddLowRank.apply(out_nf, x_nd, places, *matrices)  # pyright: ignore[reportReturnType]
+        if self._dropout.key is None:
+            return _add_low_rank(out_nf, x_nd, pairs)
+        for pair in pairs:  # each target has a mask of its own, as PEFT's
+            out_nf = _add_low_rank(out_nf, self._dropout.applied(x_nd, pair.target.name), [pair])
+        return out_nf
 
     def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
         """Add the adapter's part of ``product`` (gate_up, down) of a mixture's experts; ``expert_m`` ascends, ``row_m``
@@ -69,6 +92,8 @@ class Lora:
         seed: int = 0,
     ) -> None:
         self.targets = tuple(targets)
+        self.dropout = Dropout()
+        self.quantization: Quantization | None = None  # of the base that it was trained beside
         self.parameters: dict[str, nn.Parameter] = {}
         generator = torch.Generator().manual_seed(seed)
         by_layer: dict[int, list[LoraPair]] = {}
@@ -81,7 +106,7 @@ class Lora:
             pair = LoraPair(target, adapted.scale, *(nn.Parameter(one.to(device, dtype)) for one in (a, b)))
             self.parameters |= {f"{target.name}.lora_A": pair.a, f"{target.name}.lora_B": pair.b}
             by_layer.setdefault(target.layer, []).append(pair)
-        self.layers = {layer: LayerLora(pairs) for layer, pairs in by_layer.items()}
+        self.layers = {layer: LayerLora(pairs, self.dropout) for layer, pairs in by_layer.items()}
 
     def pairs(self) -> Iterator[LoraPair]:
         """The two matrices of every target."""
@@ -114,6 +139,15 @@ def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:
         layer.adapter = None if adapter is None else adapter.get(number)
 
 
+def base_of(model: Decoder) -> Decoder:
+    """The decoder without an adapter, whose weights are the same tensors as those of ``model``."""
+    base = copy.deepcopy(
+        model, {id(one): one for one in (*model.parameters(), *(layer.adapter for layer in model.layers))}
+    )
+    use(base, None)
+    return base
+
+
 @torch.no_grad()
 def merge(model: Decoder, lora: Lora) -> None:
     """Add the adapter to the weights of ``model``: W + scale * B A, in at least float32, rounded once."""
@@ -124,6 +158,12 @@ def merge(model: Decoder, lora: Lora) -> None:
                 part = weight.narrow(-2, target.first, target.rows)
                 wide = torch.promote_types(part.dtype, torch.float32)
                 part.copy_(part.to(wide) + scale * (b.to(part.device, wide) @ a.to(part.device, wide)))
+
+
+def _add_low_rank(out_nf: Tensor, x_nd: Tensor, pairs: Sequence[LoraPair]) -> Tensor:
+    places = tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs)
+    matrices = (matrix for pair in pairs for matrix in (pair.a, pair.b))
+    return _AddLowRank.apply(out_nf, x_nd, places, *matrices)  # pyright: ignore[reportReturnType]
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -160,7 +200,7 @@ class _AddLowRank(torch.autograd.Function):
         to_inner_nr = torch.cat(to_inner, 1)
         to_a = (to_inner_nr.t() @ x_nd).to(b[0].dtype).split(ctx.ranks)
         pairs = (gradient for pair in zip(to_a, to_b, strict=True) for gradient in pair)
-        return grads[0], to_inner_nr @ a_rd, None, *pairs
+        return grads[0], to_inner_nr @ a_rd if ctx.needs_input_grad[1] else None, None, *pairs
 
 
 def _by_expert(rows_md: Tensor, weights_xfd: Tensor, expert_m: Tensor) -> Tensor:

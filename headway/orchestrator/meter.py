@@ -16,18 +16,19 @@ from headway.algorithms.groups.outcome import is_zero_variance
 from headway.config.schema import Experiment
 from headway.control.length_bias import LengthBias, LengthBiasStatistics
 from headway.control.pruning.rules import pruner_figures
-from headway.control.summaries import distribution, length_histogram, quantile, solve_rate_histogram
+from headway.control.summaries import length_histogram, quantile, solve_rate_histogram
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import pass_at, source_scores
 from headway.orchestrator.state import RunState
+from headway.orchestrator.trained_staleness import staleness_fields
 from headway.records.curriculum import CurriculumStep
 from headway.records.generation import ROUTER_COUNTERS, AppliedWeights, EngineStatistics, RouterStatistics
-from headway.records.ledger import Distribution, StepRecord
+from headway.records.ledger import StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, StepTrace, TraceLine
-from headway.records.training import StepReport
+from headway.records.training import SKIPPED_MINIBATCHES, StepReport
 from headway.runtime.clock import Clock
 
 _TYPICAL_STEPS = 8  # newest steps whose durations say what a step takes
@@ -74,6 +75,7 @@ class Meter:
         self._clock = clock
         self._token_budget = experiment.token_budget
         self._pass_at = experiment.ledger.pass_at
+        self._updates = experiment.trainer.optimizer_steps_per_batch
         self._configured = first_knobs(experiment)
         self.peak_flops_per_s = 0.0  # of the trainer's device; 0: not measured
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
@@ -230,9 +232,9 @@ class Meter:
                 update_wait_s=interval.update_wait_s,
             ),
             curriculum=self._curriculum(),
-            trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
-            token_staleness=token_staleness(trained, report.step, self._token_budget),
-            environment_staleness=environment_staleness(trained, report.step),
+            **staleness_fields(
+                trained, report.step, self._updates, self._token_budget, int(report.metrics.get(SKIPPED_MINIBATCHES, 0))
+            ),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             pruning=pruner_figures(interval.finished),
             **_queue_fields(state),
@@ -254,9 +256,7 @@ class Meter:
             samples=samples,
             groups=len(trained),
             endings={"trained": samples},
-            trajectory_staleness=trajectory_staleness(trained, step, self._token_budget),
-            token_staleness=token_staleness(trained, step, self._token_budget),
-            environment_staleness=environment_staleness(trained, step),
+            **staleness_fields(trained, step, self._updates, self._token_budget),
             pruning=pruner_figures(trained),
             **_learning_fields(trained, self._pass_at),
             **_length_fields([r for group in trained for r in group.valid]),
@@ -457,33 +457,3 @@ def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "length_histogram": length_histogram(lengths),
         "truncated_share": sum(r.truncated for r in rollouts) / len(rollouts),
     }
-
-
-def trajectory_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: int | None = None) -> Distribution:
-    """Staleness at ``step`` of every trained rollout's first token that carries loss: tokens staler than
-    ``token_budget`` are masked."""
-    return distribution(
-        (max(ages), 1)
-        for group in groups
-        for rollout in group.valid
-        if (ages := [age for age, _ in _ages(rollout, step, token_budget)])
-    )
-
-
-def token_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: int | None = None) -> Distribution:
-    """Staleness of every trained token at ``step``, masked ones left out."""
-    return distribution(
-        age for group in groups for rollout in group.valid for age in _ages(rollout, step, token_budget)
-    )
-
-
-def environment_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
-    """Staleness at ``step`` of the environments that trained rollouts were resumed in."""
-    versions = (rollout.environment_version for group in groups for rollout in group.valid)
-    return distribution((step - version, 1) for version in versions if version >= 0)
-
-
-def _ages(rollout: Rollout, step: int, token_budget: int | None) -> list[tuple[int, int]]:
-    """(staleness, tokens) of each span of versions."""
-    ages = [(step - span.version, span.tokens) for sequence in rollout.sequences for span in sequence.versions]
-    return ages if token_budget is None else [(age, tokens) for age, tokens in ages if age <= token_budget]

@@ -222,13 +222,17 @@ class TrainLoop:
         """The result of a ``call`` that trains; where the trainer shares devices with the generator, they are its own
         meanwhile."""
         run = self._run
-        asked_s = run.clock.now()
-        await run.generator.lend_devices()
-        run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
-        try:
-            return await call_with_restart(run, call, run.state.version)
-        finally:
-            await run.generator.reclaim_devices()
+
+        async def lent() -> Result:
+            asked_s = run.clock.now()
+            await run.generator.lend_devices()
+            run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
+            try:
+                return await call()
+            finally:  # before a dead trainer is replaced: an update may wait for what stands still meanwhile
+                await run.generator.reclaim_devices()
+
+        return await call_with_restart(run, lent, run.state.version)
 
     def _require_steps(self, report: StepReport) -> None:
         """Raise NoProgress after ``MOST_SKIPPED_IN_A_ROW`` skipped steps in a row."""

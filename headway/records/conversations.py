@@ -56,6 +56,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()  # strings that end it
     purpose: str  # of its random numbers; no other answer of its rollout has the same
     client: ClientSampling = ClientSampling()
+    adapter: str = ""  # as in GenerationRequest
 
 
 class SampleTurn(Protocol):

@@ -12,7 +12,8 @@ from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32
-# What a weight update does to requests in flight (DESIGN rule 4); "finish": of an adapter, they end on its old weights.
+# What a weight update does to requests in an engine (DESIGN rule 4); "finish": of an adapter, they end on its old
+# weights. Before an update that drains, the pool empties the engine.
 UpdateMode = Literal["keep", "recompute", "abort", "finish"]
 POLICY_ADAPTER = "policy"  # the adapter that a run trains
 BASE_MODEL = "base"  # the model without an adapter

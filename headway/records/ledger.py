@@ -151,6 +151,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     trajectory_staleness: Distribution = Distribution()
     token_staleness: Distribution = Distribution()
     environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
+    # ... of trajectories, in optimiser steps: with several on one batch, the later ones use older samples
+    optimizer_step_staleness: Distribution = Distribution()
     # what entered the queue, rollouts since the last step
     admitted_rollouts: int = 0
     parkings: int = 0  # of members, on a full batch or an update

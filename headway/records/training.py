@@ -8,6 +8,7 @@ from headway.records.rollout import Sample
 from headway.records.tokens import TokenLogprobs
 
 MOST_SKIPPED_IN_A_ROW = 20  # steps; beyond it, weights that don't change won't recover by themselves
+SKIPPED_MINIBATCHES = "skipped_minibatches"  # metric of a step: those that algorithm.early_stop_ratio left out
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -197,6 +197,18 @@ def _solve_rate(axes: Axes, evidence: PlotData) -> bool:
     return drawn
 
 
+def _pass_at(axes: Axes, evidence: PlotData) -> bool:
+    series, drawn = evidence.series, False
+    ks = sorted({int(k) for step in series.steps for k in step.pass_at} - {1})
+    for number, k in enumerate(ks):
+        values = series.mean(lambda step, k=str(k): step.pass_at[k].value if k in step.pass_at else math.nan)
+        shade = f"C{number}" if len(ks) > 1 else TRAINER
+        drawn |= _line(axes, series, values, shade, f"pass@{k}")
+    _finish(axes, ylabel="tasks solved by the best of k")
+    axes.set_ylim(0, 1.02)
+    return drawn
+
+
 def _reward(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     mean = series.mean(lambda step: step.reward_mean)
@@ -245,6 +257,9 @@ def _staleness(axes: Axes, evidence: PlotData) -> bool:
     drawn = _line(axes, series, series.max(lambda s: s.trajectory_staleness.max), ALARM, "trajectory, worst")
     drawn |= _line(axes, series, series.mean(lambda s: s.trajectory_staleness.mean), TRAINER, "trajectory, mean")
     drawn |= _line(axes, series, series.mean(lambda s: s.token_staleness.mean), THIRD, "token, mean")
+    if any(step.optimizer_step_staleness != step.trajectory_staleness for step in series.steps):
+        worst = series.max(lambda s: s.optimizer_step_staleness.max)
+        drawn |= _line(axes, series, worst, GREY, "trajectory, worst, in optimiser steps")
     if evidence.budget is not None:
         axes.axhline(evidence.budget, color="black", linewidth=0.9, linestyle="--", label="budget")
     _finish(axes, ylabel="versions")
@@ -313,6 +328,7 @@ PLOTS: tuple[Plot, ...] = plots_of(
     {
         "Learning": {
             "Solve rate": ("Evaluations are what counts; training tasks come as sampled.", _solve_rate),
+            "pass@k": ("Training tasks: the chance that one of k attempts solves its task, unbiased.", _pass_at),
             "Reward": ("Mean and spread over the rollouts that finished since the last step.", _reward),
             "Groups by share solved": (
                 "Groups at either end carry no signal: all their advantages are zero.",

@@ -93,6 +93,7 @@ def as_json(view: RunView) -> dict[str, Any]:
         "solve_rate_after_error": _error(view, "after"),
         "mean_trajectory_staleness": weighted_mean(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
         "mean_token_staleness": weighted_mean(trained, lambda s: s.token_staleness.mean, _trained_tokens),
+        "max_optimizer_step_staleness": int(max((step.optimizer_step_staleness.max for step in steps), default=0)),
         "length_bias_scheduling_ks": last.length_bias_scheduling_ks,
         "length_bias_filter_ks": last.length_bias_filter_ks,
         "length_bias_pruning_ks": last.length_bias_pruning_ks,

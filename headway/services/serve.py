@@ -9,12 +9,13 @@ import itertools
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.config.adapter import AdapterConfig
 from headway.config.load import overridden, validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
@@ -28,11 +29,19 @@ from headway.orchestrator.nodes.machines import open_machines
 from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded
-from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
+from headway.records.generation import (
+    BASE_MODEL,
+    POLICY_ADAPTER,
+    GenerationRequest,
+    GenerationResult,
+    PartialResponse,
+    SamplingParameters,
+)
 from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.devices import parse_device
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.supervision import handled_signals
@@ -58,15 +67,22 @@ class Serving:
     """Settings of a server: model, keys and the file of `--record`."""
 
     experiment: Experiment  # its model, [generator], [router] and [endpoint]
+    adapters: Mapping[str, AdapterConfig]  # served beside the model, by name
     keys: tuple[str, ...] = ()  # accepted API keys; (): none is needed
     record: Path | None = None  # file that gets a line for each named session that has ended
 
 
 def serving_of(
-    model: str, address: str, context_tokens: int | None, keys_file: str, record: str, overrides: list[str]
+    model: str,
+    address: str,
+    context_tokens: int | None,
+    keys_file: str,
+    record: str,
+    overrides: list[str],
+    adapters: Sequence[str] = (),
 ) -> Serving:
-    """Settings from the command's arguments. Raises ConfigurationError: no such model, an address that other machines
-    reach without keys, a file without any."""
+    """Settings from the command's arguments; ``adapters``: NAME=FOLDER. Raises ConfigurationError: no such model or
+    adapter, an address that other machines reach without keys, a file without any."""
     most = DecoderConfig.from_pretrained(Path(model)).max_positions
     wanted = context_tokens or min(most, _CONTEXT_TOKENS)
     if not 2 <= wanted <= most:
@@ -90,7 +106,30 @@ def serving_of(
             f"endpoint.address = {experiment.endpoint.address!r}: other machines reach it, so keys are required: "
             "--keys FILE, one key a line"
         )
-    return Serving(experiment=experiment, keys=keys, record=Path(record) if record else None)
+    found = _adapters(adapters, experiment)
+    return Serving(experiment=experiment, adapters=found, keys=keys, record=Path(record) if record else None)
+
+
+def _adapters(given: Sequence[str], experiment: Experiment) -> dict[str, AdapterConfig]:
+    """Adapters by name, of NAME=FOLDER. Their files are read here too: an error of theirs ends the command at once."""
+    from headway.models.adapter_files import load_adapter  # torch, which this process needs for nothing else
+
+    generator, endpoint, found = experiment.generator, experiment.endpoint, dict[str, AdapterConfig]()
+    path = Path(experiment.model.path)
+    taken = (BASE_MODEL, POLICY_ADAPTER, endpoint.model, *endpoint.aliases, path.name, str(path))
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder:
+            raise ConfigurationError(f"--adapter {one}: valid: NAME=FOLDER, a folder in PEFT's format")
+        if name in taken or name in found:
+            raise ConfigurationError(f"--adapter {one}: the name {name!r} is taken; valid: another")
+        if generator.engine != "torch" or any(parse_device(device).node for device in generator.devices):
+            raise ConfigurationError(
+                f"--adapter {one}: valid with generator.engine = 'torch' on this machine's devices"
+            )
+        load_adapter(folder, path, DecoderConfig.from_pretrained(path))
+        found[name] = AdapterConfig(path=folder)
+    return found
 
 
 def _keys(file: str) -> tuple[str, ...]:
@@ -120,7 +159,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
 
         machines = await stack.enter_async_context(open_machines(experiment, clock, worker_event))
         experiment = machines.experiment
-        pool = GeneratorPool(machines.launcher, experiment, clock, on_event=worker_event)
+        pool = GeneratorPool(machines.launcher, experiment, clock, on_event=worker_event, adapters=wanted.adapters)
         record = None
         if wanted.record is not None:
             file = stack.enter_context(LineFile(wanted.record))
@@ -128,7 +167,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
         over = _ignore if record is None else record.add
         stack.push_async_callback(pool.stop)
         await pool.start()
-        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener)
+        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener, wanted.adapters)
         address, access = await stack.enter_async_context(served)
         await stack.enter_async_context(short_collections(clock))
         on_ready(address)
@@ -155,9 +194,10 @@ async def served_pool(
     keys: tuple[str, ...] = (),
     on_over: Callable[[Session], object] = _ignore,
     listener: socket.socket | None = None,
+    adapters: Collection[str] = (),
 ) -> AsyncIterator[tuple[str, ServedSessions]]:
     """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Callers are
-    foreign: each call takes a place from the pool's limiter."""
+    foreign: each call takes a place from the pool's limiter. ``adapters``: names of the pool's."""
     chat = Chat(tokenizer, experiment.endpoint.tools)
     sample_of = sampling(pool.generate, tokenizer, pool.limiter.place)
     access = ServedSessions(chat, experiment, sample_of, clock, keys, on_over)
@@ -166,7 +206,8 @@ async def served_pool(
         return ServeMetrics(responses, pool.routing(), pool.worker_states, len(access), access.kept_tokens).text()
 
     tokens = experiment.max_sequence_tokens
-    app = App(access, chat, experiment.endpoint, experiment.model.path, tokens, metrics=metrics)
+    path = experiment.model.path
+    app = App(access, chat, experiment.endpoint, path, tokens, adapters=adapters, metrics=metrics)
     try:
         async with serving(app, experiment.endpoint, listener) as address:
             yield address, access
@@ -222,6 +263,7 @@ def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> C
             sampling=parameters,
             priority=number,
             session=session,
+            adapter=wanted.adapter,
         )
         prompt_tokens = len(wanted.prompt_ids)
         async with place_for(prompt_tokens + wanted.max_tokens) as place:

@@ -86,6 +86,7 @@ STALENESS = {
     "staleness/trajectory_steps": "trajectory_staleness",
     "staleness/token_steps": "token_staleness",
     "staleness/environment_steps": "environment_staleness",
+    "staleness/optimizer_steps": "optimizer_step_staleness",
 }
 LENGTHS = "length/tokens"
 
@@ -120,12 +121,14 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"{prefix}_reward_mean", line.reward_mean
             yield f"{prefix}_length_mean_tokens", line.length_mean
             yield f"{prefix}_duration_s", line.duration_s
+            yield from _pass_at(f"{prefix}_", line)
             names = source_names({*sources, *line.by_source})
             for label, score in line.by_source.items():
                 yield f"evaluation_by_source/{line.split}_{names[label]}_solve_rate", score.solve_rate
     elif isinstance(line, StepRecord):
         for name, (field, _) in STEP_METRICS.items():
             yield name, float(getattr(line, field)) if field != "solve_rate" else line.measured_solve_rate
+        yield from _pass_at("reward/", line)
         for name, field in STALENESS.items():
             distribution: Distribution = getattr(line, field)
             kind = name.removesuffix("_steps")
@@ -161,6 +164,12 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _pass_at(prefix: str, line: StepRecord | EvaluationRecord) -> Iterator[tuple[str, float]]:
+    for k, found in line.pass_at.items():
+        yield f"{prefix}pass_at_{k}", found.value
+        yield f"{prefix}pass_at_{k}_standard_error", found.standard_error
 
 
 def router_metrics(router: RouterStatistics) -> Iterator[tuple[str, float]]:
@@ -248,8 +257,8 @@ def _metric_group(name: str) -> str:
 
 
 def histograms(line: LedgerLine) -> dict[str, Histogram]:
-    """Name -> histogram of a step: staleness by trajectory and by token (steps), response lengths (tokens), and
-    latencies of sandboxes (seconds). Empty ones are left out."""
+    """Name -> histogram of a step: staleness by trajectory and by token (steps, optimiser steps), response lengths
+    (tokens), and latencies of sandboxes (seconds). Empty ones are left out."""
     if not isinstance(line, StepRecord):
         return {}
     found = {name: _of_values(getattr(line, field).histogram) for name, field in STALENESS.items()}

@@ -16,20 +16,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headway.config.consistency import MOST_KL_ERROR
 from headway.trainer.losses import MAX_LOG_RATIO, ratio
 
 KlEstimator = Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"]
-
-
-# Ziegler et al., 2019: a step's error counts for at most a fifth, so that one odd batch can't swing the coefficient.
-MOST_ERROR = 0.2
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, samples: int, horizon: float) -> float:
     """The coefficient after a step of ``samples`` whose mean KL was ``kl`` nats per token: times ``1 + K e`` with
     ``e = clip((kl - target) / target, -0.2, 0.2)`` (Fine-Tuning Language Models from Human Preferences, 2019, section
     2.2) and ``K = samples / horizon``, as its code has it. Never below 0."""
-    error = min(max((kl - target) / target, -MOST_ERROR), MOST_ERROR)
+    error = min(max((kl - target) / target, -MOST_KL_ERROR), MOST_KL_ERROR)
     return coefficient * max(0.0, 1.0 + error * samples / horizon)
 
 

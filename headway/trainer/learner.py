@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
-from headway.config.schema import TrainerConfig
+from headway.config.schema import ModelConfig, TrainerConfig
+from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
-from headway.models.loading import DTYPES, copy_weights, load_model, weights_of
+from headway.models.loading import DTYPES, copy_weights, load_model, save_model, weights_of
+from headway.models.lora import Lora, base_of, use
+from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
 from headway.trainer.ranks import Ranks
@@ -42,11 +45,25 @@ class Learner:
     """Float32 master weights, AdamW and the forward pass in the chosen dtype.
 
     bfloat16 means autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
+    With an adapter only its weights are trained, published and saved; the model's stay as they are in its folder.
     """
 
-    def __init__(self, model_path: str | Path, settings: TrainerConfig, device: torch.device, ranks: Ranks) -> None:
-        self.model: Decoder = load_model(model_path, torch.float32, device)
+    def __init__(
+        self, chosen: ModelConfig, settings: TrainerConfig, device: torch.device, ranks: Ranks, seed: int = 0
+    ) -> None:
+        """``seed``: of a new adapter's weights."""
+        self._folder = chosen.path
+        if chosen.quantization is None:
+            self.model: Decoder = load_model(chosen.path, torch.float32, device)
+        else:
+            self.model = load_frozen(chosen.path, chosen.quantization, device)
         self.model.checkpoints_layers = settings.gradient_checkpointing
+        self.lora: Lora | None = None
+        if chosen.adapter is not None:
+            self.model.requires_grad_(False)
+            self.lora = open_adapter(chosen.path, self.model.config, chosen.adapter, seed=seed, device=device)
+            self.lora.quantization = chosen.quantization
+            use(self.model, self.lora.layers)
         self.reference: Decoder | None = None
         self.device = device
         self.ranks = ranks
@@ -54,16 +71,26 @@ class Learner:
         self.dtype = DTYPES[settings.dtype]
         native_kernels = settings.native_kernels and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
-        self.parameters = list(self.model.parameters())
+        self.parameters = list(self._trained().values())
         self.optimiser = torch.optim.AdamW(
             self.parameters,
             lr=0.0,  # as all settings, given at each step
             fused=True,
         )
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters()) if self.lora is None else self.lora.parameters
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that are trained, and published, by name and without copying."""
+        return {name: parameter.detach() for name, parameter in self._trained().items()}
+
     def load_reference(self, model_path: str | Path) -> None:
-        """Load the frozen reference model of a KL penalty, in the forward pass's dtype. Raises ConfigurationError when
-        its vocabulary size differs from the model's."""
+        """Load the frozen reference model of a KL penalty, in the forward pass's dtype; beside an adapter the model's
+        own folder is the model without it. Raises ConfigurationError when its vocabulary size differs."""
+        if self.lora is not None and Path(model_path) == Path(self._folder):
+            self.reference = base_of(self.model)
+            return
         reference = load_model(model_path, self.dtype, self.device)
         mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
         if mine != its:
@@ -146,21 +173,32 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def load_weights(self, model_path: str | Path) -> None:
-        """Overwrite the weights with those of the model folder; the optimiser keeps its state."""
-        copy_weights(self.model, weights_of(load_model(model_path, torch.float32, self.device)))
+    def load_weights(self, path: str | Path) -> None:
+        """Overwrite the weights with those of a folder that `save_weights` wrote, or any model folder, or any adapter's
+        beside the same base; the optimiser keeps its state. Raises ConfigurationError before anything is changed."""
+        if self.lora is None:
+            copy_weights(self.model, weights_of(load_model(path, torch.float32, self.device)))
+        else:
+            self.lora.copy_weights(load_adapter(path, self._folder, self.model.config).weights())
+
+    def save_weights(self, path: str | Path) -> None:
+        """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""
+        if self.lora is None:
+            save_model(self.model, path, self._folder)
+        else:
+            save_adapter(self.lora, path, self._folder)
 
     def optimiser_tensors(self) -> dict[str, Tensor]:
         """AdamW's state by parameter name; empty before the first step."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._trained().items():
             for key, value in self.optimiser.state.get(parameter, {}).items():
                 tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
         return tensors
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
-        named = dict(self.model.named_parameters())
+        named = self._trained()
         self.optimiser.state.clear()
         for full_name, value in tensors.items():
             key, _, name = full_name.partition("/")

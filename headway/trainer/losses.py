@@ -145,7 +145,8 @@ def gmpo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
 
 
 def sapo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """Soft Adaptive Policy Optimization (Qwen, 2025, arXiv:2511.20347): ``-(4 / t) sigmoid(t (u - 1)) A``.
+    """Soft Adaptive Policy Optimization (Qwen, 2025, arXiv:2511.20347, Eqs. 5 and 6): ``-(4 / t) sigmoid(t (u - 1))
+    A``.
 
     u = pi_theta / pi_behav; t is ``sapo_temperature_positive`` for a positive advantage, ``sapo_temperature_negative``
     otherwise. On policy the gradient is the policy gradient's; it fades as u leaves 1 either way, and is never removed.
@@ -177,9 +178,10 @@ def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
 
 
 def dro(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """Direct Reward Optimisation (2024, arXiv:2405.19107), token by token as Kimi k1.5 (2025) and Tinker have it:
-    ``-A log pi_theta + beta / 2 (log u)^2``, u = pi_theta / pi_behav. No importance weight and no clip: tokens are held
-    to the policy that sampled them by the square, those without an advantage too."""
+    """Direct Reward Optimisation (2024, arXiv:2405.19107), token by token as Tinker has it, where the paper and Kimi
+    k1.5 (2025) square the log ratio of a whole response: ``-A log pi_theta + beta / 2 (log u)^2``, u = pi_theta /
+    pi_behav. No importance weight and no clip: tokens are held to the policy that sampled them by the square, those
+    without an advantage too."""
     log_ratio_m = terms.logprobs_m - terms.behaviour_m
     loss_m = 0.5 * settings.dro_beta * log_ratio_m.square() - terms.advantages_m * terms.logprobs_m
     return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
@@ -196,10 +198,11 @@ def binary_kl(behaviour_m: Tensor, logprobs_m: Tensor) -> Tensor:
 
 
 def dppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """DPPO (2026, arXiv:2602.04879): `reinforce` (the paper doesn't truncate u) without tokens that move further away
+    """DPPO (2026, arXiv:2602.04879): `reinforce` (verl's truncates u at 20) without tokens that move further away
     although their divergence already exceeds ``divergence_limit``: u > 1 with a positive advantage, u < 1 with a
-    negative one. ``divergence``: "tv", the paper's Binary-TV |pi_theta - pi_behav|, or "kl", its Binary-KL
-    (`binary_kl`). Unlike a bound on the ratio this lets rare tokens grow and restrains likely ones."""
+    negative one. ``divergence``: "tv", the paper's Binary-TV |pi_theta - pi_behav| (its limit: 0.15), or "kl", its
+    Binary-KL (`binary_kl`; its limit: 0.05). Unlike a bound on the ratio this lets rare tokens grow and restrains
+    likely ones."""
     logprobs_m = terms.logprobs_m.detach()
     ratio_m = ratio(logprobs_m, terms.behaviour_m)
     if settings.divergence == "kl":

@@ -16,6 +16,7 @@ import torch
 from headway.algorithms.aggregation import Weighting, weighting
 from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
+from headway.algorithms.packing import pack_in_order
 from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
@@ -29,7 +30,7 @@ from headway.algorithms.samples import (
 from headway.algorithms.shared_packing import pack_families
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
-from headway.records.training import OptimiserSettings
+from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
@@ -107,8 +108,9 @@ class PolicyGradient:
         limit = self.algorithm.early_stop_ratio
         if limit is None:
             return False
-        at = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n)
-        away_m = (progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n))[at]
+        away_n = progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n)
+        at = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n & np.isfinite(away_n))
+        away_m = away_n[at]
         away = float(np.abs(np.expm1(away_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
         sums = torch.tensor([away, len(at)], dtype=torch.float64, device=self.learner.device)
         total, tokens = self.learner.ranks.sum_(sums).tolist()
@@ -161,7 +163,7 @@ class PolicyGradient:
         divisor = 1.0
         if parts[0].divisor is None:
             fixed = self.algorithm.aggregation == "fixed" and self.algorithm.fixed_denominator_tokens is not None
-            divisor = max(1.0, parts[0].total if fixed else sum(part.total for part in parts))
+            divisor = max(1.0, (max if fixed else sum)(part.total for part in parts))
             progress.loss /= divisor
         update = self.learner.update(settings, progress.loss / self.learner.ranks.size, divisor)
         bad = [str(number) for number, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
@@ -172,9 +174,9 @@ class PolicyGradient:
 
     def adapt_kl(self, kl: float | None, samples: int) -> None:
         """Move the KL coefficient towards ``kl_target`` after an applied step of ``samples`` with the measured ``kl``,
-        in nats per token; None: nothing was measured. Does nothing without a target."""
+        in nats per token; None, or no finite number: nothing was measured. Does nothing without a target."""
         target, horizon = self.algorithm.kl_target, self.algorithm.kl_horizon
-        if target is not None and kl is not None:
+        if target is not None and kl is not None and math.isfinite(kl):
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
             )
@@ -339,16 +341,15 @@ class PolicyGradient:
         """Yield this rank's micro-batches of the minibatch; samples without a loss token are left out."""
         lengths = input_lengths(arrays)[minibatch]
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
-        ranks, groups = self.learner.ranks, arrays.groups_s[minibatch]
-        prefixes = shared_prefixes(arrays, minibatch) if self.trainer.shared_prefix else np.zeros_like(lengths)
-        plan = pack_families(
-            lengths.tolist(),
-            groups.tolist(),
-            prefixes.tolist(),
-            self.trainer.micro_batch_tokens,
-            ranks.size,
-            self.trainer.packing,
-        )
+        ranks, groups, settings = self.learner.ranks, arrays.groups_s[minibatch], self.trainer
+        prefixes = shared_prefixes(arrays, minibatch) if settings.shared_prefix else np.zeros_like(lengths)
+        if settings.packing == "fixed":
+            assert settings.micro_batch_samples is not None, "the configuration is refused without it"
+            plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)
+        else:
+            budget = settings.micro_batch_tokens
+            sizes = lengths.tolist(), groups.tolist(), prefixes.tolist()
+            plan = pack_families(*sizes, budget, ranks.size, settings.packing)
         for chosen in plan[ranks.rank]:
             if chosen:
                 yield slice_micro_batch(arrays, minibatch[chosen], prefixes[chosen])
@@ -367,9 +368,7 @@ class PolicyGradient:
         return {
             "loss": progress.loss / max(1, len(progress.updates)),
             "grad_norm": max(norms, default=0.0),
-            **(
-                {} if self.algorithm.early_stop_ratio is None else {"skipped_minibatches": progress.skipped_minibatches}
-            ),
+            **({} if self.algorithm.early_stop_ratio is None else {SKIPPED_MINIBATCHES: progress.skipped_minibatches}),
             **token_metrics(
                 logprobs_m=progress.logprobs_n[at],
                 proximal_m=progress.proximal_n[at],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError
@@ -17,10 +18,10 @@ from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
-from headway.models.loading import DTYPES, save_model, weights_of
+from headway.models.loading import DTYPES
 from headway.models.peak import measure_peak_flops
-from headway.records.errors import CheckpointCorrupt, StorageFailed
-from headway.records.generation import PublishedWeights
+from headway.records.errors import CheckpointCorrupt, ConfigurationError, StorageFailed
+from headway.records.generation import POLICY_ADAPTER, PublishedWeights
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
@@ -31,7 +32,8 @@ from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
 from headway.weights.shared_memory import Publisher
 
-MODEL_FOLDER = "model"
+MODEL_FOLDER = "model"  # of a checkpoint
+ADAPTER_FOLDER = "adapter"  # in its place where an adapter is trained
 OPTIMISER_FILE = "optimizer.safetensors"
 
 
@@ -46,19 +48,21 @@ class ModelService:
     ) -> None:
         self.experiment = experiment
         self.ranks = ranks or Ranks()
-        self.learner = Learner(experiment.model.path, settings, use_device(context.device), self.ranks)
+        device, seed = use_device(context.device), experiment.run.seed
+        self.learner = Learner(experiment.model, settings, device, self.ranks, seed)
         self.version = 0  # completed steps
         self._run_id = run_id
         self._publisher: Publisher | None = None
 
     def publish(self, version: int) -> PublishedWeights:
-        """Publish the present weights under ``version``, in the generator's dtype."""
+        """Publish what is trained under ``version``, in the generator's dtype."""
         if self._publisher is None:
             self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
-        return self._publisher.publish(version, weights_of(self.learner.model))
+        published = self._publisher.publish(version, self.learner.weights())
+        return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
 
     def load_weights(self, path: str) -> None:
-        """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder)."""
+        """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder; or adapters')."""
         if (Path(path) / STATE_FILE).is_file():
             verify(path)
         self.learner.load_weights(path)
@@ -75,9 +79,8 @@ class ModelService:
         self.ranks.close()
 
     def _save_model(self, path: str, state: CheckpointState) -> None:
-        """Write weights, configuration, tokenizer and ``state`` into one folder, atomically. Raises StorageFailed."""
-        model = self.experiment.model.path
-        _write(path, lambda folder: save_model(self.learner.model, folder, model), state)
+        """Write a model folder, or an adapter's, and ``state``, atomically. Raises StorageFailed."""
+        _write(path, self.learner.save_weights, state)
 
 
 class TrainerService(ModelService):
@@ -174,7 +177,7 @@ class TrainerService(ModelService):
         Raises StorageFailed on a full disk; the older checkpoints are then kept."""
 
         def fill(folder: Path) -> None:
-            save_model(self.learner.model, folder / MODEL_FOLDER, self.experiment.model.path)
+            self.learner.save_weights(folder / self._weights_folder)
             save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
 
         adapted = self.experiment.algorithm.kl_target is not None
@@ -195,14 +198,21 @@ class TrainerService(ModelService):
             optimiser = load_file(Path(path) / OPTIMISER_FILE)
         except (OSError, SafetensorError) as error:
             raise CheckpointCorrupt(f"{Path(path) / OPTIMISER_FILE}: {error}") from None
+        if not (weights := Path(path) / self._weights_folder).is_dir():
+            other = "a whole model" if self.learner.lora is not None else "an adapter"
+            raise ConfigurationError(f"{path} is a checkpoint of a run that trained {other}: there is no {weights}")
         self.policy.clear()
-        self.learner.load_weights(Path(path) / MODEL_FOLDER)
+        self.learner.load_weights(weights)
         self.learner.load_optimiser_tensors(optimiser)
         generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(generator.copy()))
         self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
         self.version = state.version
         return self.version
+
+    @property
+    def _weights_folder(self) -> str:
+        return MODEL_FOLDER if self.learner.lora is None else ADAPTER_FOLDER
 
     def _settings(self) -> OptimiserSettings:
         return self.learner.optimiser_settings(self._learning_rate())

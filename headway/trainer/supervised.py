@@ -147,14 +147,22 @@ class SupervisedService(ModelService):
         """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns (mean, FLOP spent)."""
         total = flops = 0.0
         lengths = (arrays.lengths_s - 1).tolist()
-        for chosen in pack(lengths, self.settings.micro_batch_tokens)[0]:
+        for number, chosen in enumerate(pack(lengths, self.settings.micro_batch_tokens)[0]):
             batch = slice_micro_batch(arrays, chosen)
+            self._drop(f"{self.experiment.run.seed}/{self.version + self.skipped}/{number}")
             logprobs_m, _ = self.learner.logprobs(batch, arrays, 1.0)
             loss: Tensor = -logprobs_m.sum() / arrays.loss_tokens
             self.learner.backward(loss)
             total += float(loss.detach())
             flops += 3.0 * self.learner.flops(batch)
+        self._drop(None)
         return total, flops
+
+    def _drop(self, key: str | None) -> None:
+        """Apply the adapter's dropout by ``key``, if it has any; None: no more."""
+        adapter = self.experiment.model.adapter
+        if adapter is not None and adapter.dropout and self.learner.lora is not None:
+            self.learner.lora.dropout.rate, self.learner.lora.dropout.key = adapter.dropout, key
 
 
 def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:

@@ -246,7 +246,8 @@ def check_tokens_do_not_depend_on_neighbours(make: MakeEngine, seed: int) -> Non
 
 
 def check_updates_in_flight(make: MakeEngine, mode: UpdateMode, seed: int) -> None:
-    """``keep``: a replay of the segments, old KV and all; ``recompute``: each segment is its version's own forward."""
+    """``keep``: a replay of the segments, old KV and all; ``recompute``: each segment is its version's own forward;
+    ``finish``: every response is one version's."""
     rng = random.Random(seed)
     session = Session(make(slots=4))
     waiting = random_requests(rng, 16)
@@ -260,8 +261,9 @@ def check_updates_in_flight(make: MakeEngine, mode: UpdateMode, seed: int) -> No
         if version < 3 and rng.random() < 0.5:
             version += 1
             crossed += session.update(version, mode).in_flight
-    assert crossed > 0
-    assert any(len(result.response.versions) > 1 for result in session.results.values())
+    assert (crossed > 0) == (mode != "finish")
+    assert any(len(result.response.versions) > 1 for result in session.results.values()) == (mode != "finish")
+    assert len({span.version for result in session.results.values() for span in result.response.versions}) > 1
     for name, result in session.results.items():
         asked = session.requests[name]
         prompt, ids, temperature = asked.prompt_ids, result.response.ids, asked.sampling.temperature
@@ -274,6 +276,8 @@ def check_updates_in_flight(make: MakeEngine, mode: UpdateMode, seed: int) -> No
                 parts.append(own[first:])
                 first += span.tokens
             expected = torch.cat(parts)
+            if mode == "finish":
+                assert not result.reprefills
             assert result.reprefills >= len(result.response.versions) - 1 or len(prompt) == 1
         assert_logprobs(result, expected)
 

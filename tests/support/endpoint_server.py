@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -162,6 +162,7 @@ async def served(
     *,
     batch: int = 3,
     context_tokens: int = CONTEXT_TOKENS,
+    adapters: Sequence[str] = (),
     **keys: Any,
 ) -> AsyncIterator[Served]:
     """``keys``: of [endpoint]."""
@@ -170,7 +171,8 @@ async def served(
     settings = EndpointConfig(**{"address": "127.0.0.1:0", "aliases": ("gpt-4o",), **keys})
     events: list[tuple[str, str]] = []
     sessions = Sessions(engine.chat, settings, context_tokens, lambda name, detail: events.append((name, detail)))
-    app = App(sessions, engine.chat, settings, "models/tiny", context_tokens, now_s=lambda: 1_800_000_000.5)
+    model = "models/tiny"
+    app = App(sessions, engine.chat, settings, model, context_tokens, adapters=adapters, now_s=lambda: 1_800_000_000.5)
     async with serving(app, settings) as address:
         sessions.address = address
         yield Served(address, sessions, engine, sessions.open("7-0", engine), events)

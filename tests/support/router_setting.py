@@ -20,7 +20,9 @@ PROMPT = tuple(range(100, 110))
 class Setting:
     """A pool of fake replicas, and what it told."""
 
-    def __init__(self, clock: Clock, replicas: int = 2, *, slots: int = 8, router: Any = None, **options: Any) -> None:
+    def __init__(
+        self, clock: Clock, replicas: int = 2, *, slots: int = 8, router: Any = None, mode: str = "keep", **options: Any
+    ) -> None:
         self.events: list[str] = []
         self.seen: list[str] = []  # sampling seeds in the order they reached a replica
         experiment = validate_experiment(
@@ -29,7 +31,11 @@ class Setting:
                 "model": {"path": "m"},
                 "tasks": {"train": {"path": "t"}},
                 "rollout": {"max_prompt_tokens": 20, "max_response_tokens": 100},
-                "generator": {"devices": [f"cpu:{index}" for index in range(replicas)], "slots": slots},
+                "generator": {
+                    "devices": [f"cpu:{index}" for index in range(replicas)],
+                    "slots": slots,
+                    "update_mode": mode,
+                },
                 "trainer": {"devices": ["cpu:1"]},
                 "router": {"health_interval_s": 1.0, "health_timeout_s": 3.0, **(router or {})},
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -109,12 +110,13 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._known)
 
-    def keys(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
-        """(tokens, key) of the prompt's prefixes, shortest first; the last is the whole prompt."""
+    def keys(self, prompt: Sequence[int], adapter: str = "") -> list[tuple[int, int]]:
+        """(tokens, key) of the prompt's prefixes, shortest first; the last is the whole prompt. KV of one ``adapter``
+        is of no use to another."""
         if not self._capacity or not prompt:
             return []
         found: list[tuple[int, int]] = []
-        key, ids = 0, tuple(prompt)
+        key, ids = zlib.crc32(adapter.encode()), tuple(prompt)
         for start in range(0, len(ids), self._block):
             part = ids[start : start + self._block]
             key = hash((key, part))  # of integers alone: the same in every process

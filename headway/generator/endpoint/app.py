@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 
@@ -75,17 +75,19 @@ class App:
         model_path: str,
         context_tokens: int,
         *,
+        adapters: Collection[str] = (),
         now_s: Callable[[], float] = time.time,
         metrics: Callable[[Counted], bytes] | None = None,
     ) -> None:
-        """``model_path``: the model's folder; requests may name the model by its path or last component. ``now_s``:
-        seconds since the epoch, for the answers' creation times. ``metrics``: renders `/metrics`; None: no such
-        route."""
+        """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
+        names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
+        ``metrics``: renders `/metrics`; None: no such route."""
         self._access = access
         self._chat = chat
         self._settings = settings
         self._context_tokens = context_tokens
         self._names = (settings.model, PurePath(model_path).name, model_path, *settings.aliases)
+        self._adapters = tuple(adapters)
         self._texts = TokenTexts(chat.tokenizer)
         self._now_s = now_s
         self._metrics = metrics
@@ -148,8 +150,8 @@ class App:
         with session.attended():
             raw = await exchange.body()
             body = self._decoded(raw)
-            self._require_model(body)
-            asked = dialect.read(body, self._setting(session, exchange))
+            adapter = self._adapter_of(body)
+            asked = dialect.read(body, self._setting(session, exchange, adapter))
             fingerprint = _identity(exchange, raw)
             planned: Planned | None = None
             if len(raw) > _LARGE_BYTES and session.recorder.earlier(fingerprint) is None:
@@ -172,8 +174,8 @@ class App:
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         raw = await exchange.body()
         body = self._decoded(raw)
-        self._require_model(body)
-        asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange))
+        adapter = self._adapter_of(body)
+        asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
         count = self._tokens_of
         tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
@@ -193,19 +195,22 @@ class App:
         await exchange.reply(200, msgspec.json.encode(posted))
 
     def _models(self, path: str) -> dict[str, Any]:
-        """Describe the served model: in a list, or alone where ``path`` names it."""
+        """Describe what is served: the model and its adapters in a list, or the one that ``path`` names."""
+        served = self._settings.model
         model = {
-            "id": self._settings.model,
+            "id": served,
             "object": "model",
             "created": int(self._now_s()),
             "owned_by": "headway",
             "max_model_len": self._context_tokens,
         }
         if path == _MODELS:
-            return {"object": "list", "data": [model]}
+            return {
+                "object": "list",
+                "data": [model, *({**model, "id": one, "parent": served} for one in self._adapters)],
+            }
         name = path[len(_MODELS) + 1 :]
-        self._require_model({"model": name})
-        return {**model, "id": name}
+        return {**model, "id": name} | ({"parent": served} if self._adapter_of({"model": name}) else {})
 
     async def _aside(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
         """Run ``work`` in a thread, at most `_THREADS` at once: other parts of the process share the thread pool."""
@@ -223,17 +228,21 @@ class App:
             raise HttpError(400, "the request's body must be a JSON object")
         return body
 
-    def _require_model(self, body: Mapping[str, Any]) -> None:
+    def _adapter_of(self, body: Mapping[str, Any]) -> str:
+        """The adapter that a request's ``model`` names; "" where it names the model itself."""
         name = body.get("model")
         if not isinstance(name, str):
             raise RequestRefused("you must provide a model parameter", param="model")
+        if name in self._adapters:
+            return name
         if name not in self._names and "*" not in self._settings.aliases:
-            known = ", ".join(dict.fromkeys((self._settings.model, *self._settings.aliases)))
+            known = ", ".join(dict.fromkeys((self._settings.model, *self._settings.aliases, *self._adapters)))
             raise HttpError(
                 404, f"the model {name!r} does not exist; valid: {known}", code="model_not_found", param="model"
             )
+        return ""
 
-    def _setting(self, session: Session, exchange: HttpExchange) -> Setting:
+    def _setting(self, session: Session, exchange: HttpExchange, adapter: str) -> Setting:
         return Setting(
             settings=self._settings,
             chat=self._chat,
@@ -241,6 +250,7 @@ class App:
             fixed_sampling=session.fixed_sampling,
             created=int(self._now_s()),
             answer_id=exchange.request_id[4:],
+            adapter=adapter,
         )
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:

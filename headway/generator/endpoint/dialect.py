@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Setting:
     fixed_sampling: bool  # the experiment's sampling parameters hold, not the client's
     created: int  # seconds since the epoch
     answer_id: str  # without the API's prefix
+    adapter: str = ""  # that the request names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,7 @@ class Dialect(ABC):
         logprobs = values.get("logprobs")
         return ParsedRequest(
             setting=setting,
-            request=self.request(values),
+            request=dataclasses.replace(self.request(values), adapter=setting.adapter),
             client=fields.client_sampling(values, fixed=setting.fixed_sampling),
             stream=values["stream"],
             include_usage=values.get("stream_options", {}).get("include_usage", False),

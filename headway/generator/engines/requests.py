@@ -25,6 +25,8 @@ class EngineRequest:
         self.arrival = arrival
         self.response = TokenIds(request.partial.ids)
         self.slot = -1
+        self.adapter = request.adapter
+        self.update = -1  # number of the update whose weights it is sampled from; -1: the newest, once it runs
         self.prefix_update = -1  # number of the update whose weights computed the KV of the whole prompt
         self.reprefilled = False  # the KV of sampled tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None

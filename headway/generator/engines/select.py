@@ -6,13 +6,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headway.config.engines import head_size_refused
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.torch.engine import TorchEngine
+from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import why_none
-from headway.models.loading import load_for_generation, load_model, weights_of
+from headway.models.loading import load_model, weights_of
+from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 from headway.runtime.child import WorkerContext
 from headway.runtime.devices import Device
@@ -29,7 +33,11 @@ def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine[Any
 
 
 def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
-    model = load_for_generation(settings.model_path, settings.dtype, context.device.torch_device())
+    path, device = settings.model_path, torch.device(context.device.torch_device())
+    model = load_sampled(path, settings.quantization, settings.dtype, device)
+    adapters = {
+        name: open_adapter(path, model.config, one, seed=settings.seed) for name, one in settings.adapters.items()
+    }
     if settings.native_kernels and (reason := why_none(model.dtype, model.device)):
         context.log.warning("decoding without the native kernels, which costs speed: %s", reason)
     return TorchEngine(
@@ -42,6 +50,7 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
         deterministic=settings.deterministic,
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
         native_kernels=settings.native_kernels,
+        adapters=adapters,
     )
 
 

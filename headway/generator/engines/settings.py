@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.config.adapter import AdapterConfig, Quantization
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Settings of one replica's engine, out of `[generator]` and related sections."""
 
     model_path: str
+    quantization: Quantization | None = None
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict[str, AdapterConfig])  # by name
+    seed: int = 0  # of new adapters
     dtype: str
     slots: int
     max_context_tokens: int

@@ -32,6 +32,7 @@ class RecordedTurn:
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
     messages: int  # in the request and the answer: its place in a conversation that continues it
+    adapter: str = ""  # that sampled it
     received: bool = False  # a client got every byte: only then its tokens carry loss
     children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
 
@@ -77,6 +78,7 @@ class CallRequest:
     max_tokens: int | None = None  # of each response; None: as many as are left
     stop: tuple[str, ...] = ()
     seed: int | None = None  # the client's; distinguishes calls of one rollout only
+    adapter: str = ""  # that answers; "": the model that is served
 
     @property
     def param(self) -> str:

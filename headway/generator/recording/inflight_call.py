@@ -143,6 +143,7 @@ class InflightCall:
                 stop=call.request.stop,
                 purpose=call.purposes[choice],
                 client=client,
+                adapter=call.request.adapter,
             )
             result = await sample(wanted, told)
             if not self._goes_on(choice, result.response):

@@ -212,10 +212,10 @@ class Recorder:
         """Return (the answer that a request continues, text and token ids of its prompt after it, cause)."""
         chat, most = self.chat, self._context_tokens
         if isinstance(request.prompt, tuple):
-            return self._continued_ids(TokenIds(request.prompt))
+            return self._continued_ids(TokenIds(request.prompt), request.adapter)
         raw = request.prompt is not None
         if request.prompt is not None:
-            text, candidates = request.prompt, self._raw_candidates()
+            text, candidates = request.prompt, self._raw_candidates(keys[0])
         else:
             messages = self._restored(request.messages, keys)
             text = chat.render(messages, request.tools, request.variables)
@@ -241,10 +241,10 @@ class Recorder:
         whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
         return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
-    def _continued_ids(self, prompt: TokenIds) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
-        """Find the longest path that a prompt of token ids begins with; returns as `_continued`."""
+    def _continued_ids(self, prompt: TokenIds, adapter: str) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
+        """Find the longest path of an adapter that a prompt of token ids begins with; returns as `_continued`."""
         best, taken = None, 0
-        further = [(turn, 0) for turn in self._roots]
+        further = [(turn, 0) for turn in self._roots if turn.adapter == adapter]
         while further:
             turn, at = further.pop()
             asked, end = at + len(turn.context_ids), at + len(turn.context_ids) + len(turn.answer.ids)
@@ -252,17 +252,17 @@ class Recorder:
                 further += [(child, end) for child in turn.children]
                 if best is None or (end, turn.number) > (taken, best.number):  # ties: the newest
                     best, taken = turn, end
-        children = self._roots if best is None else best.children
+        children = [turn for turn in self._roots if turn.adapter == adapter] if best is None else best.children
         cause: Cause = "start" if not self._roots else "branched" if children else "continued"
         if any(prompt[taken:] == turn.context_ids for turn in children):
             cause = "sibling"
         text = self.chat.tokenizer.decode(prompt[taken:], keep_special=True)
         return best, text, prompt[taken:], cause
 
-    def _raw_candidates(self) -> Iterator[tuple[RecordedTurn, bool]]:
+    def _raw_candidates(self, key: bytes) -> Iterator[tuple[RecordedTurn, bool]]:
         """Yield (answer, answer included): answers to raw prompts, longest prompt first, then again for their prompts
         alone."""
-        turns = self._asked.get(history_keys(_RAW, ())[0], [])
+        turns = self._asked.get(key, [])
         longest = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
         yield from ((turn, True) for turn in longest)
         yield from ((turn, False) for turn in longest)
@@ -416,6 +416,7 @@ class Recorder:
             finish_reason=finish_reason,
             own_limit=len(response.ids) == call.request.max_tokens,
             messages=len(call.request.messages) + 1,
+            adapter=call.request.adapter,
         )
         if ids_to(turn) != TokenIds.joined((call.prompt_ids, response.ids)):
             raise AssertionError(f"call {call.number}: the path to its answer isn't what the engine was given")
@@ -430,10 +431,10 @@ class Recorder:
 
 
 def _root_key(request: CallRequest) -> str:
-    """Key of a conversation's tools and template variables, which a continuation must share."""
-    if request.prompt is not None:
-        return _RAW
-    return canonical_value([request.tools or [], dict(request.variables)])
+    """Key of a conversation's adapter, tools and template variables, which a continuation must share: what another
+    adapter has answered is a prompt to it."""
+    raw = request.prompt is not None
+    return request.adapter + (_RAW if raw else canonical_value([request.tools or [], dict(request.variables)]))
 
 
 def _digest(data: bytes | str) -> str:

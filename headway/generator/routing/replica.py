@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import WorkerDied
-from headway.records.generation import EngineStatistics
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics
 from headway.runtime.devices import lends, parse_device
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import Worker, WorkerSpec
@@ -94,15 +95,25 @@ class Replica:
         )
 
 
-def replica_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:
-    """The worker specification of replica ``index`` on ``device``."""
+def replica_spec(
+    index: int,
+    device: str,
+    experiment: Experiment,
+    log_directory: str | Path | None,
+    adapters: Mapping[str, AdapterConfig] | None = None,
+) -> WorkerSpec:
+    """The worker specification of replica ``index`` on ``device``; ``adapters``: by name, beside the experiment's."""
     name = f"generator-{index}"
-    settings = experiment.generator
+    settings, model = experiment.generator, experiment.model
+    own = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}
     return WorkerSpec(
         name=name,
         factory=_FACTORY,
         arguments={
-            "model_path": experiment.model.path,
+            "model_path": model.path,
+            "quantization": model.quantization,
+            "adapters": {**own, **(adapters or {})},
+            "seed": experiment.run.seed,
             "dtype": settings.dtype,
             "native_kernels": settings.native_kernels,
             "prefill_tokens_per_step": settings.prefill_tokens_per_step,

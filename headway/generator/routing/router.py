@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -49,7 +49,8 @@ class Router:
         self._calls: dict[str, OpenRequest] = {}  # by request id, in order of arrival
         self._held: list[OpenRequest] = []  # a heap of held requests; finished ones are skipped when popped
         self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
-        self._last_prompt: tuple[object, list[tuple[int, int]]] = ((), [])  # the last prompt looked up, and its keys
+        self._last_prompt: tuple[object, str] = ((), "")  # the last prompt and adapter that were looked up
+        self._last_keys: list[tuple[int, int]] = []
         self._newest_update = 0  # highest update applied by any replica so far
         self._tickets = itertools.count()
         self._serials = itertools.count()
@@ -58,6 +59,7 @@ class Router:
         self._news: deque[tuple[str, str]] = deque()  # events not reported yet
         self._flushes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Event | None = None  # set when a replica has no requests left; None: not draining
         self._encoder = encoder()
         self._deltas = decoder(list[TokenDelta])
 
@@ -163,9 +165,27 @@ class Router:
                 self._hold(call)
                 return
 
-    def clear(self, replica: Replica) -> None:
-        """Move the requests of a live replica to others, with their tokens so far."""
-        moved = sorted(replica.calls.values())
+    @contextlib.asynccontextmanager
+    async def drained(self, slots: int) -> AsyncIterator[None]:
+        """No replica has a request inside this block: it is entered when those under way have finished. New ones are
+        held until it ends, and so are those that wait for one of a replica's ``slots``."""
+        self._emptied = asyncio.Event()
+        try:
+            for replica in self._replicas:
+                waiting = [call for call in replica.calls.values() if call.tokens == len(call.request.partial.ids)]
+                over = max(0, len(replica.calls) - slots)
+                self.clear(replica, sorted(waiting, reverse=True)[:over])
+            while any(replica.calls for replica in self._replicas):
+                self._emptied.clear()
+                await self._emptied.wait()
+            yield
+        finally:
+            self._emptied = None
+            self.settle()
+
+    def clear(self, replica: Replica, calls: Collection[OpenRequest] | None = None) -> None:
+        """Move the requests of a live replica, or ``calls`` among them, to others, with their tokens so far."""
+        moved = sorted(replica.calls.values() if calls is None else calls)
         for call in moved:
             if replica.outbox.pop(call.ticket, None) is None:
                 replica.aborts.append(call.ticket)
@@ -211,6 +231,8 @@ class Router:
 
     def _route(self, call: OpenRequest) -> bool:
         """Assign a call to a replica; returns False when none takes it now."""
+        if self._emptied is not None:
+            return False
         now = self._clock.now()
         needed = call.outstanding_tokens
         saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
@@ -264,9 +286,10 @@ class Router:
             return {}
         epochs = {one.index: one.epoch for one in self._replicas if one.live}
         if call.prefix is None:
-            if self._last_prompt[0] is not call.request.prompt_ids:  # a group's members share the object
-                self._last_prompt = call.request.prompt_ids, self._prefixes.keys(call.request.prompt_ids)
-            call.prefix = self._last_prompt[1]
+            prompt, adapter = call.request.prompt_ids, call.request.adapter
+            if self._last_prompt[0] is not prompt or self._last_prompt[1] != adapter:  # a group shares the object
+                self._last_prompt, self._last_keys = (prompt, adapter), self._prefixes.keys(prompt, adapter)
+            call.prefix = self._last_keys
         found = self._prefixes.cached_tokens(call.prefix, epochs)
         return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
 
@@ -274,7 +297,8 @@ class Router:
         """Remember the call's whole context as this replica's: the session's next turn begins with it."""
         if call.request.session and call.prefix:
             context = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
-            self._prefixes.remember(self._prefixes.keys(context), replica.index, replica.epoch)
+            keys = self._prefixes.keys(context, call.request.adapter)
+            self._prefixes.remember(keys, replica.index, replica.epoch)
 
     def _hold(self, call: OpenRequest) -> None:
         """Hold a call until a replica takes it; retried at the latest when a breaker's cool-down is over."""
@@ -309,8 +333,11 @@ class Router:
             call.probe = False
             replica.breaker.withdraw()
             self._settle_soon()
-        if replica.leaving and not replica.calls:
-            replica.emptied.set()
+        if not replica.calls:
+            if replica.leaving:
+                replica.emptied.set()
+            if self._emptied is not None:
+                self._emptied.set()
 
     def _settle_soon(self) -> None:
         if self._held:

@@ -325,31 +325,42 @@ struct Sizes {
     double epsilon;
 };
 
-// All layers for one decode row a slot: row r is at position[r] of slot r. The residual stream x is overwritten.
-void decode(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin, const int64_t* position,
-            int64_t rows, const Sizes* sizes) {
+// All layers for one decode row a slot: row r is at position[r] of slot[r] (of slot r where `slot` is null). The
+// residual stream x is overwritten. `groups`: the rows that have an adapter; `most_rank`: of any of their products.
+void decode(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin, const int64_t* slot,
+            const int64_t* position, int64_t rows, const Sizes* sizes, const Group* groups, int64_t group_count,
+            int64_t most_rank) {
     const Sizes& s = *sizes;
     int64_t queries = s.heads * s.dim, projected = queries + 2 * s.kv_heads * s.dim;
-    static thread_local std::vector<float> scratch[4];
+    static thread_local std::vector<float> scratch[5];
     for (auto [which, columns] : {std::pair<int, int64_t>{0, std::max(s.width, queries)},
-                                  {1, projected}, {2, 2 * s.intermediate}, {3, s.intermediate}})
+                                  {1, projected}, {2, 2 * s.intermediate}, {3, s.intermediate}, {4, most_rank}})
         if (int64_t(scratch[which].size()) < rows * columns) scratch[which].resize(rows * columns);
     float *inner = scratch[0].data(), *qkv = scratch[1].data(), *gate_up = scratch[2].data(), *gated = scratch[3].data();
     float epsilon = float(s.epsilon);
+    Beside beside{groups, group_count, 0, scratch[4].data(), most_rank};
+    auto product = [&](const float* in, const float* panels, const float* bias, const float* add, float* out,
+                       int64_t columns, int64_t depth) {
+        for (const Group* g = groups; g < groups + group_count; ++g)
+            if (const LowRank& low = g->products[beside.product]; low.a)
+                linear(in + g->first * depth, low.a, nullptr, nullptr, scratch[4].data() + g->first * most_rank, g->rows,
+                       low.rank, depth);
+        linear_beside(in, panels, bias, add, out, rows, columns, depth, group_count ? &beside : nullptr);
+        ++beside.product;
+    };
     for (const Layer* l = layers; l < layers + count; ++l) {
         rms_norm(x, l->input_norm, inner, nullptr, rows, s.width, epsilon);
-        linear(inner, l->qkv, l->qkv_bias, nullptr, qkv, rows, projected, s.width);
+        product(inner, l->qkv, l->qkv_bias, nullptr, qkv, projected, s.width);
         norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, static_cast<float*>(nullptr), nullptr, rows, projected,
                     s.dim / 2, s.heads, s.kv_heads, s.dim, epsilon);
         const float* keys = qkv + queries;
-        attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, static_cast<const int64_t*>(nullptr),
-                  position, rows, projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.context, l->window,
+        attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, slot, position, rows, projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.context, l->window,
                   float(l->scale), 1);
-        linear(inner, l->output, l->output_bias, x, x, rows, s.width, queries);
+        product(inner, l->output, l->output_bias, x, x, s.width, queries);
         rms_norm(x, l->post_norm, inner, nullptr, rows, s.width, epsilon);
-        linear(inner, l->gate_up, l->gate_up_bias, nullptr, gate_up, rows, 2 * s.intermediate, s.width);
+        product(inner, l->gate_up, l->gate_up_bias, nullptr, gate_up, 2 * s.intermediate, s.width);
         gated_silu(gate_up, gated, rows, s.intermediate);
-        linear(gated, l->down, l->down_bias, x, x, rows, s.width, s.intermediate);
+        product(gated, l->down, l->down_bias, x, x, s.width, s.intermediate);
     }
 }
 

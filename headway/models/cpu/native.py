@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack": (*(_Tensor,) * 2, *(_INT,) * 2),
     "linear": (*(_Tensor,) * 5, *(_INT,) * 3),
-    "decode": (_Tensor, _POINTER, _INT, *(_Tensor,) * 3, _INT, _POINTER),
+    "decode": (_Tensor, _POINTER, _INT, *(_Tensor,) * 4, _INT, *(_POINTER,) * 2, *(_INT,) * 2),
     "rms_norm_backward": (*(_Tensor,) * 6, *(_INT,) * 2),
     "norm_rotate_backward": (*(_Tensor,) * 9, *(_INT,) * 6),
     "gated_silu_backward": (*(_Tensor,) * 3, *(_INT,) * 2),
@@ -83,6 +83,18 @@ class DecodeSizes(ctypes.Structure):
     )
 
 
+class LowRankPointers(ctypes.Structure):
+    """An adapter's part of a product, for `Kernels.decode`; 0: it has none there."""
+
+    _fields_ = (*((name, _POINTER) for name in ("a", "b", "spans")), ("rank", _INT))
+
+
+class RowGroup(ctypes.Structure):
+    """Neighbouring rows with one adapter; ``products``: address of its `LowRankPointers`, four for each layer."""
+
+    _fields_ = (("first", _INT), ("rows", _INT), ("products", _POINTER))
+
+
 class Kernels:
     """The functions of `native.cpp` for one dtype. Tensors are on the CPU and contiguous unless stated otherwise.
 
@@ -95,7 +107,7 @@ class Kernels:
         for name, types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
             pointer = library.function(f"{name}_{_DTYPES[dtype]}".encode())
             self._functions[name] = ctypes.CFUNCTYPE(None, *types)(pointer)
-        self._panel_columns = int(library.panel_columns())
+        self.panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
     def pack(self, weights: Iterable[Tensor]) -> None:
@@ -103,15 +115,18 @@ class Kernels:
         when a value changes. No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
-        pack = self._functions["pack"]
         before, self._panels = self._panels, {}
         for weight in weights:
-            columns, depth = weight.shape
             known, panels = before.get(id(weight), (None, None))
-            if known is not weight or panels is None:
-                panels = weight.new_empty(-(-columns // self._panel_columns), depth, self._panel_columns)
-            pack(weight.detach().contiguous(), panels, columns, depth)
-            self._panels[id(weight)] = weight, panels
+            self._panels[id(weight)] = weight, self.packed(weight, panels if known is weight else None)
+
+    def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
+        """The panels of a float32 matrix [columns, depth], written into ``panels`` where given."""
+        columns, depth = weight.shape
+        if panels is None:
+            panels = weight.new_empty(-(-columns // self.panel_columns), depth, self.panel_columns)
+        self._functions["pack"](weight.detach().contiguous(), panels, columns, depth)
+        return panels
 
     def packs(self, weight: Tensor) -> bool:
         """Whether `linear` takes this matrix: the last `pack` included it."""
@@ -136,13 +151,19 @@ class Kernels:
         layers: ctypes.Array[LayerPointers],
         cos: Tensor,
         sin: Tensor,
+        slot_n: Tensor | None,
         position_n: Tensor,
         sizes: DecodeSizes,
+        groups: Sequence[RowGroup] = (),
+        most_rank: int = 0,
     ) -> None:
         """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values; row i is at
-        position[i] of slot i. cos and sin: float32 [n, 1, c / 2]."""
-        layers_at, sizes_at = ctypes.addressof(layers), ctypes.addressof(sizes)
-        self._functions["decode"](x_nd, layers_at, len(layers), cos, sin, position_n, len(x_nd), sizes_at)
+        position[i] of slot[i] (of slot i where ``slot_n`` is None). cos and sin: float32 [n, 1, c / 2]. ``groups``: the
+        rows with adapters, none of whose products has a rank above ``most_rank``."""
+        array, sizes_at = (RowGroup * len(groups))(*groups), ctypes.addressof(sizes)
+        tensors, groups_at = (cos, sin, slot_n, position_n), ctypes.addressof(array)
+        layers_at = (ctypes.addressof(layers), len(layers))
+        self._functions["decode"](x_nd, *layers_at, *tensors, len(x_nd), sizes_at, groups_at, len(groups), most_rank)
 
     def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float, inverses_n: Tensor | None = None) -> Tensor:
         """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with 1 / rms(x) for `rms_norm_backward`."""

@@ -91,23 +91,62 @@ template <int... R> MultiplyTile tile_of(int64_t rows, std::integer_sequence<int
     return tiles[rows - 1];
 }
 
+// Calls `work(row, multiply)` for tiles of about equal height: a low one waits for its own sums.
+template <class Work> void each_tile(int64_t rows, Work work) {
+    int64_t tiles = (rows + TILE - 1) / TILE;
+    for (int64_t i = 0, row = 0; i < tiles; ++i) {
+        int64_t height = rows / tiles + (i < rows % tiles);
+        work(row, tile_of(height, std::make_integer_sequence<int, TILE>()));
+        row += height;
+    }
+}
+
+// A product of low rank, B A x, beside another of the same input: of an adapter.
+struct LowRank {
+    const float *a, *b;    // panels of A [rank, depth] and B [columns, rank]; null: none here
+    const int64_t* spans;  // [panels of B, 2]: first and end of the ranks that a panel has anything of
+    int64_t rank;
+};
+// Neighbouring rows with one adapter, and its products: four for each layer.
+struct Group {
+    int64_t first, rows;
+    const LowRank* products;
+};
+struct Beside {
+    const Group* groups;
+    int64_t count, product;
+    const float* inner;  // A x of the rows of a group, [rows, rank], at `stride` x its first row
+    int64_t stride;
+};
+
+// Adds B's part to the sums of a panel for rows [top, top + high).
+void add_low_rank(const Beside& beside, float* sums, int64_t top, int64_t high, int64_t panel) {
+    for (const Group* g = beside.groups; g < beside.groups + beside.count; ++g) {
+        const LowRank& low = g->products[beside.product];
+        int64_t first = std::max(g->first, top), end = std::min(g->first + g->rows, top + high);
+        if (!low.b || first >= end) continue;
+        int64_t k = low.spans[2 * panel], depth = low.spans[2 * panel + 1] - k;
+        const float* inner = beside.inner + g->first * beside.stride + (first - g->first) * low.rank + k;
+        const float* b = low.b + (panel * low.rank + k) * PANEL;
+        each_tile(depth > 0 ? end - first : 0, [&](int64_t row, MultiplyTile multiply) {
+            multiply(inner + row * low.rank, b, sums + (first - top + row) * PANEL, depth, low.rank, true);
+        });
+    }
+}
+
 // `add` may be `out`.
-void linear(const float* x, const float* panels, const float* bias, const float* add, float* out, int64_t rows,
-            int64_t columns, int64_t depth) {
+void linear_beside(const float* x, const float* panels, const float* bias, const float* add, float* out, int64_t rows,
+                   int64_t columns, int64_t depth, const Beside* beside) {
     float sums[ROWS * PANEL];
     for (int64_t top = 0; top < rows; top += ROWS, x += ROWS * depth) {
         int64_t high = std::min(ROWS, rows - top);
         for (int64_t first = 0; first < columns; first += PANEL) {
-            for (int64_t k = 0; k < depth; k += DEPTH) {
-                int64_t tiles = (high + TILE - 1) / TILE;  // about equally high: a low one waits for its own sums
-                for (int64_t i = 0, row = 0; i < tiles; ++i) {
-                    int64_t height = high / tiles + (i < high % tiles);
-                    auto multiply = tile_of(height, std::make_integer_sequence<int, TILE>());
+            for (int64_t k = 0; k < depth; k += DEPTH)
+                each_tile(high, [&](int64_t row, MultiplyTile multiply) {
                     multiply(x + row * depth + k, panels + first * depth + k * PANEL, sums + row * PANEL,
                              std::min(DEPTH, depth - k), depth, k > 0);
-                    row += height;
-                }
-            }
+                });
+            if (beside) add_low_rank(*beside, sums, top, high, first / PANEL);
             int64_t there = std::min<int64_t>(PANEL, columns - first);
             for (int64_t row = 0; row < high; ++row) {
                 int64_t at = (top + row) * columns + first;
@@ -116,6 +155,11 @@ void linear(const float* x, const float* panels, const float* bias, const float*
             }
         }
     }
+}
+
+void linear(const float* x, const float* panels, const float* bias, const float* add, float* out, int64_t rows,
+            int64_t columns, int64_t depth) {
+    linear_beside(x, panels, bias, add, out, rows, columns, depth, nullptr);
 }
 
 }  // namespace

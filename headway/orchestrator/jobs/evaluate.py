@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.environments import open_multi_turn_host
@@ -81,9 +82,11 @@ class Scorer:
         )
 
 
-def evaluate_model(experiment: Experiment, *, model_path: str, split: str) -> EvaluationRecord:
-    """`headway eval`: solve rate of the model at ``model_path`` on one split."""
-    model = experiment.model.model_copy(update={"path": model_path})
+def evaluate_model(experiment: Experiment, *, model_path: str, split: str, adapter_path: str = "") -> EvaluationRecord:
+    """`headway eval`: solve rate of the model at ``model_path`` on one split, with the adapter at ``adapter_path``
+    (default: the experiment's, which is the model itself where it is a new one)."""
+    adapter = AdapterConfig(path=adapter_path) if adapter_path else experiment.model.adapter
+    model = experiment.model.model_copy(update={"path": model_path, "adapter": adapter})
     chosen = experiment.model_copy(update={"model": model})
 
     async def score() -> EvaluationRecord:

@@ -132,7 +132,9 @@ async def open_machines(
 
 def _folders(experiment: Experiment) -> dict[str, str]:
     """The folders that workers read by path, by the keys that name them."""
+    adapter = experiment.model.adapter
     folders = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
+    folders["model.adapter.path"] = "" if adapter is None else adapter.path
     return {key: folder for key, folder in folders.items() if folder}
 
 

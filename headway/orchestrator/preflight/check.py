@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
+from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.cluster import cluster_findings
@@ -59,6 +60,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
     for look in (
         _model,
         _reference,
+        _adapter,
         _tokenizer,
         _tasks,
         _prompts,
@@ -78,6 +80,9 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         except HeadwayError as error:
             findings.error(look.__name__.strip("_"), str(error))
     return findings.by_level()
+
+
+_FULL_RATE = 1e-5  # the default, and the most that whole models are given
 
 
 # --- model and tokenizer ---------------------------------------------------------------------------------
@@ -112,6 +117,25 @@ def _reference(inputs: _Inputs, findings: Findings) -> None:
         if inputs.model is not None and size != inputs.model.vocabulary_size:
             known = f"the model one of {inputs.model.vocabulary_size}"
             findings.error("model.reference", f"{folder} has a vocabulary of {size}, {known}: they must be equal")
+
+
+def _adapter(inputs: _Inputs, findings: Findings) -> None:
+    adapter, rate = inputs.experiment.model.adapter, inputs.experiment.trainer.learning_rate
+    if adapter is None or inputs.model is None:
+        return
+    with findings.refused("model.adapter"):
+        adapted_targets(inputs.model, adapter)
+    if adapter.dropout:
+        findings.error(
+            "model.adapter.dropout",
+            f"{adapter.dropout:g}: valid: 0, but for headway sft: the policy that is trained would differ from the one "
+            "that sampled, and no ratio would be 1",
+        )
+    if 0 < rate <= _FULL_RATE:
+        findings.warning(
+            "trainer.learning_rate",
+            f"{rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
+        )
 
 
 def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
@@ -249,7 +273,7 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
         )
     if ranks > queue.groups_per_step * rollout.group_size:
         findings.error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
-    if trainer.micro_batch_tokens < experiment.max_sequence_tokens:
+    if trainer.packing != "fixed" and trainer.micro_batch_tokens < experiment.max_sequence_tokens:
         findings.warning(
             "trainer.micro_batch_tokens",
             f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "

@@ -8,12 +8,12 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. vLLM
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
-- trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
-  (`ModelSizes.activation_bytes`, `score_bytes`); logits of one chunk. With several ranks gradients are summed in one
-  more copy, 4·P
-- published weights: 3 versions of P·b in /dev/shm, which is main memory and counted there too; the system shows them
-  once more in every process that reads them
-- checkpoints: 12·P each (weights and two moments), one more than is kept while it is written, and the best model twice
+- trainer rank: float32 weights, gradients and two moments 16·P; beside an adapter of A weights 4·P, quantised P or
+  0.57·P, and 16·A; the reference model P·b; activations of a micro-batch (`ModelSizes.activation_bytes`,
+  `score_bytes`); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
+- published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
+  system shows them once more in every process that reads them
+- checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 """
 
@@ -28,6 +28,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.models.adapter_targets import adapted_targets
+from headway.models.configuration import DecoderConfig
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
@@ -51,6 +53,7 @@ BASE_BYTES = {
 }
 CUDA_CONTEXT_BYTES = 600 << 20  # of GPU memory, for the context and its libraries
 
+_BASE_BYTES_OF_WEIGHT = {None: 4.0, "8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
 _CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
 _LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
@@ -67,9 +70,18 @@ def bytes_of(dtype: str) -> int:
     return 2 if dtype in ("bfloat16", "float16") else 4
 
 
+def trained_weights(experiment: Experiment, model: ModelSizes) -> int:
+    """Count of the weights that are trained, published and saved: the model's, or its adapter's."""
+    adapter = experiment.model.adapter
+    if adapter is None:
+        return model.parameters
+    decoder = DecoderConfig.from_pretrained(Path(experiment.model.path))
+    return sum(one.size for one in adapted_targets(decoder, adapter))
+
+
 def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     """Bytes that each process and kind of file needs, and in which place."""
-    queue, run, weights = experiment.queue, experiment.run.directory, model.parameters
+    queue, run, weights = experiment.queue, experiment.run.directory, trained_weights(experiment, model)
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
     workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
@@ -125,7 +137,8 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         "KV cache": kv,
         "activations": _step_bytes(experiment, model, width),
     }
-    on_host = {"base": BASE_BYTES["generator"], "update buffer": weights * bytes_of(settings.dtype)}
+    update = trained_weights(experiment, model) * bytes_of(settings.dtype)
+    on_host = {"base": BASE_BYTES["generator"], "update buffer": update}
     yield from _on_device(name, device, on_device, on_host)
 
 
@@ -178,16 +191,21 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
 
 
 def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
-    settings, weights = experiment.trainer, model.parameters
+    settings, weights, trained = experiment.trainer, model.parameters, trained_weights(experiment, model)
+    apart = 0 if experiment.model.adapter is None else trained
+    kept = model.outside  # never quantised
+    base = 4 * kept + round(_BASE_BYTES_OF_WEIGHT[experiment.model.quantization] * (weights - kept))
     tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
+    if settings.micro_batch_samples is not None:
+        tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
     logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)
     dtype, again = settings.dtype, settings.gradient_checkpointing
     on_device = {
-        "weights": 4 * weights,
-        "gradients": 4 * weights * (2 if ranks > 1 else 1),
-        "AdamW": 8 * weights,
+        "weights": base + 4 * apart,
+        "gradients": 4 * trained * (2 if ranks > 1 else 1),
+        "AdamW": 8 * trained,
         "activations": model.activation_bytes(tokens, bytes_of(dtype), checkpointing=again)
         + model.score_bytes(tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=again),
         "logits": 4 * logits * _LOGIT_COPIES,
@@ -195,7 +213,8 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
         reference = sizes_of(folder) if folder else model
-        on_device["reference"] = reference.parameters * bytes_of(dtype)
+        own = apart and (not folder or Path(folder) == Path(experiment.model.path))  # the model without its adapter
+        on_device["reference"] = 0 if own else reference.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
         yield from _on_device(f"trainer-{rank}", device, on_device, {"base": BASE_BYTES["trainer"]})
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.algorithms.packing import Plan, pack
+from headway.algorithms.packing import Plan, pack, pack_in_order
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -96,3 +96,21 @@ def test_nothing_to_pack() -> None:
     assert pack([], 8, 3) == [[[]], [[]], [[]]]
     with pytest.raises(ValueError, match="budget"):
         pack([1], 0)
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 4))
+def test_fixed_micro_batches_take_sequences_in_order_and_evenly(sequences: int, micro_batch: int, ranks: int) -> None:
+    plan = pack_in_order(sequences, micro_batch, ranks)
+    batches = [batch for rank in plan for batch in rank]
+    assert [i for batch in batches for i in batch] == list(range(sequences))
+    assert len(plan) == ranks
+    assert {len(rank) for rank in plan} == {max(1, -(-sequences // (micro_batch * ranks)))}
+    sizes = [len(batch) for batch in batches]
+    assert max(sizes) <= micro_batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("micro_batch", "ranks"), [(0, 1), (1, 0)])
+def test_fixed_micro_batches_of_nothing_are_refused(micro_batch: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        pack_in_order(3, micro_batch, ranks)

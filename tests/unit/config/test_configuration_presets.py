@@ -164,6 +164,30 @@ def test_updates_end_early_only_where_a_batch_has_several() -> None:
     assert "groups_per_part" in refusal(algorithm={"early_stop_ratio": 0.1}, queue={"groups_per_part": 1}, **several)
 
 
+def test_fixed_micro_batches_are_given_with_their_size() -> None:
+    assert "'fixed' needs trainer.micro_batch_samples" in refusal(trainer={"packing": "fixed"})
+    assert "'balanced' has no use for trainer.micro_batch_samples" in refusal(trainer={"micro_batch_samples": 4})
+    assert experiment(trainer={"packing": "fixed", "micro_batch_samples": 4})
+
+
 def test_a_target_needs_a_coefficient_to_begin_with() -> None:
     assert "algorithm.kl_target = 0.1 multiplies the coefficient" in refusal(algorithm={"kl_target": 0.1})
     assert experiment(algorithm={"kl_target": 0.1, "kl_coefficient": 0.02})
+
+
+def test_a_horizon_of_a_few_steps_is_refused_where_one_step_could_end_the_penalty_for_good() -> None:
+    """A step of 4 x 5 samples takes at most 0.2 x 20 / horizon of the coefficient away."""
+    queue, rollout = {"groups_per_step": 4}, {"group_size": 5}
+    algorithm = {"kl_target": 0.1, "kl_coefficient": 0.02}
+    said = refusal(algorithm=algorithm | {"kl_horizon": 4.0}, queue=queue, rollout=rollout)
+    assert "algorithm.kl_horizon = 4" in said
+    assert "more than 4" in said
+    assert experiment(algorithm=algorithm | {"kl_horizon": 4.1}, queue=queue, rollout=rollout)
+    assert experiment(algorithm={"kl_horizon": 4.0}, queue=queue, rollout=rollout)
+
+
+def test_pass_at_a_k_that_no_group_reaches_is_refused() -> None:
+    said = refusal(ledger={"pass_at": [2, 16]}, rollout={"group_size": 8}, evaluation={"samples_per_task": 4})
+    assert "ledger.pass_at has 16" in said
+    assert "1 to 8" in said
+    assert experiment(ledger={"pass_at": [16]}, rollout={"group_size": 8}, evaluation={"samples_per_task": 16})

@@ -129,6 +129,14 @@ def test_the_longest_common_beginning_in_blocks_is_found(prompts, replicas, aske
     assert found == {replica: tokens for replica, tokens in expected.items() if tokens}
 
 
+def test_kv_of_another_adapter_saves_nothing():
+    memory = PrefixMemory(2, 100)
+    memory.remember(memory.keys((1, 2, 3, 4), "poet"), 0, 0)
+    assert memory.cached_tokens(memory.keys((1, 2, 3, 4), "poet"), {0: 0}) == {0: 4}
+    assert memory.cached_tokens(memory.keys((1, 2, 3, 4)), {0: 0}) == {}
+    assert memory.cached_tokens(memory.keys((1, 2, 3, 4), "critic"), {0: 0}) == {}
+
+
 def test_a_new_epoch_voids_what_was_remembered_and_the_least_recent_is_forgotten():
     memory = PrefixMemory(2, 3)
     keys = memory.keys((1, 2, 3))

@@ -193,6 +193,50 @@ def test_the_model_is_listed() -> None:
     play(test)
 
 
+def test_adapters_answer_by_name_in_every_api() -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": talk({"role": "user", "content": "a"})},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/messages": {"messages": talk({"role": "user", "content": "a"}), "max_tokens": 9},
+        "/v1/responses": {"input": "a"},
+    }
+
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        assert [model.id async for model in client.models.list()] == ["headway", "poet"]
+        assert (await client.models.retrieve("poet")).model_dump()["parent"] == "headway"
+        for path, body in bodies.items():
+            for stream in (False, True):
+                status, _, answer = await server.post(path, {**body, "model": "poet", "stream": stream})
+                assert status == 200
+                assert stream or answer["model"] == "poet"
+                assert server.engine.asked[-1].adapter == "poet"
+            status, _, answer = await server.post(path, {**body, "model": "critic"})
+            assert (status, "valid: headway, gpt-4o, poet" in str(answer)) == (404, True)
+            assert (await server.post(path, {**body, "model": "headway"}))[0] == 200
+            assert server.engine.asked[-1].adapter == ""
+        counted = {**bodies["/v1/messages"], "model": "critic"}
+        assert (await server.post("/v1/messages/count_tokens", counted))[0] == 404
+
+    play(test, adapters=("poet",))
+
+
+def test_what_another_adapter_answered_is_a_prompt_and_not_learned() -> None:
+    """A conversation that changes its model: tokens of a branch are all one adapter's."""
+
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        messages: list[Any] = talk({"role": "user", "content": "a"})
+        for name in ("headway", "poet", "poet"):
+            answer = await client.chat.completions.create(model=name, messages=messages)
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+        for name in ("headway", "poet", "headway"):
+            await client.completions.create(model=name, prompt=[5, 6, 7])
+        conversation = recorded(server)
+        assert conversation.causes == {"start": 1, "branched": 3, "continued": 1, "sibling": 1}
+        assert sorted(len(branch.turn_ends) for branch in conversation.branches) == [1, 1, 1, 1, 2]
+
+    play(test, adapters=("poet",))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "param", "says"),
     [

@@ -30,6 +30,7 @@ def vllm(**arguments: Any) -> dict[str, Any]:
 
 
 SERVER = "http://a:1"
+ADAPTER = {"model": {"path": "none", "adapter": {"rank": 4, "alpha": 8.0}}}
 
 
 def served(**fields: Any) -> dict[str, Any]:
@@ -74,6 +75,9 @@ def model(head_dim: int) -> DecoderConfig:
         (served(), {"rollout": {"temperature": 2.5}}, r"rollout.temperature = 2.5: .* from 0.01 to 2"),
         (served(), {"trainer": {"devices": [SERVER]}}, r"trainer.devices has 'http://a:1': valid: cuda:N"),
         ({"exchange_directory": "/x"}, {}, r"exchange_directory has no effect"),
+        ({"update_mode": "finish"}, {}, r"update_mode = 'finish' .* set \[model.adapter\], or one of keep, recompute"),
+        (vllm(), ADAPTER, r"generator.engine = 'vllm' takes whole models"),
+        (served(), ADAPTER, r"generator.engine = 'vllm-server' takes whole models"),
     ],
 )
 def test_what_an_engine_can_not_do_is_refused(generator: Any, sections: Any, said: str) -> None:
@@ -85,6 +89,7 @@ def test_what_it_can_do_is_accepted() -> None:
     given = experiment(vllm(block_size=64, kv_cache_dtype="fp8"), evaluation={"temperature": 0.0})
     assert given.generator.engine_arguments == {"block_size": 64, "kv_cache_dtype": "fp8"}
     assert experiment(served(exchange_directory="/x")).generator.exchange_directory == "/x"
+    assert experiment({"update_mode": "finish"}, **ADAPTER).generator.update_mode == "finish"
     assert experiment({"devices": ["cuda:0"]} | vllm(tensor_parallel_size=2)).generator.engine == "vllm"
 
 

@@ -105,6 +105,19 @@ def test_recompute_pauses_and_counts():
     assert (spans(result), result.reprefills) == ([(0, 2), (1, 2)], 1)
 
 
+def test_requests_finish_on_the_version_they_began_with():
+    async def main(clock: Clock):
+        generator = fake(clock, update_mode="finish", update_s=0.0)
+        old = asyncio.create_task(timed(clock, generator, request("old", 6)))
+        await clock.sleep(2.0)
+        (applied,) = await generator.update_weights(published(1))
+        assert applied.in_flight == 0
+        return await old, await timed(clock, generator, request("new", 2))
+
+    (_, old), (_, new) = run_virtual(main)
+    assert (spans(old), spans(new)) == ([(0, 6)], [(1, 2)])
+
+
 def test_abort_update_parks_and_resumes():
     """Running ones come back with their tokens; waiting and uninterruptible ones go on; a resume loses nothing."""
 

@@ -324,6 +324,33 @@ def test_an_update_voids_what_replicas_hold():
     assert playing(scene) == 0
 
 
+@pytest.mark.parametrize(("adapters", "spills"), [(("poet",) * 4, 1), (("poet", "poet", "", "critic"), 0)])
+def test_a_prompt_is_shared_by_the_requests_of_one_adapter(adapters, spills):
+    """The first two leave it on the first replica, one as a prompt, one as a session; the last two begin with it where
+    there is less to do."""
+
+    async def scene(clock: Clock):
+        one = Setting(clock, slots=16, router={"prefix_block_tokens": 5})
+        await one.pool.start()
+        prompt = tuple(range(19))
+        asked = [
+            request(name, 5, prompt=prompt, adapter=mine, session="s")
+            for name, mine in zip("abcd", adapters, strict=True)
+        ]
+        for early in asked[:2]:
+            await asyncio.gather(*one.ask(early))
+        for number, late in enumerate(asked[2:]):
+            one.ask(request(f"load{number}", 90, prompt=(1,)))
+            await clock.sleep(0.1)
+            one.ask(late)
+            await clock.sleep(0.1)
+        found = one.pool.routing().spills
+        await one.end()
+        return found
+
+    assert playing(scene) == spills
+
+
 def test_lent_ones_are_asked_only_when_the_others_are_full():
     async def scene(clock: Clock):
         one = Setting(clock, slots=2)  # room for two requests of 120 tokens each
@@ -431,15 +458,15 @@ TROUBLE = st.lists(
 )
 
 
-@given(trouble=TROUBLE, length=st.integers(1, 40))
+@given(trouble=TROUBLE, length=st.integers(1, 40), mode=st.sampled_from(("keep", "drain")))
 @settings(deadline=None, max_examples=60)
-def test_every_request_ends_once_with_its_own_tokens(trouble, length):
+def test_every_request_ends_once_with_its_own_tokens(trouble, length, mode):
     """Deaths, refusals, failures, stalls, newcomers, leavers, rests, cancellations and updates that fail, in any order:
     every request ends, with exactly its tokens unless its replica failed it, never under older weights than it had;
     nothing stays outstanding."""
 
     async def scene(clock: Clock):
-        one = Setting(clock, router={"failures_to_open": 2, "successes_to_close": 1}, slots=3)
+        one = Setting(clock, router={"failures_to_open": 2, "successes_to_close": 1}, slots=3, mode=mode)
         await one.pool.start()
         version, asked, kills = 0, 0, 0
         leaving: list[asyncio.Task[None]] = []

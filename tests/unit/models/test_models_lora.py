@@ -29,8 +29,10 @@ def small(family: str) -> DecoderConfig:
 
 def adapter_for(model: Decoder, **changes: Any) -> Lora:
     """An adapter beside every matrix, with random B."""
-    experts = EXPERTS if model.config.mixture is not None else ()
-    settings = AdapterConfig(**{"rank": 3, "alpha": 6.0, "target_parameters": experts} | changes)
+    experts, router = (EXPERTS, ("mlp.gate",)) if model.config.mixture is not None else ((), ())
+    settings = AdapterConfig(
+        **{"rank": 3, "alpha": 6.0, "targets": ("all-linear", *router), "target_parameters": experts} | changes
+    )
     lora = Lora(adapted_targets(model.config, settings), seed=1)
     generator = torch.Generator().manual_seed(2)
     for name, parameter in lora.parameters.items():
@@ -124,7 +126,7 @@ def test_targets_are_chosen_as_peft_chooses_them() -> None:
     ("changes", "words"),
     [
         ({"targets": ("q_porj",)}, "q_porj.*nearest: .*q_proj"),
-        ({"target_parameters": ("mlp.experts.gate_up_proj",)}, "no mixture of experts"),
+        ({"target_parameters": ("mlp.experts.gate_up_proj",)}, "no layer has"),
     ],
 )
 def test_a_target_that_no_layer_has_is_refused_with_the_nearest(changes: dict[str, Any], words: str) -> None:

@@ -107,6 +107,8 @@ def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
     assert two["trainer-1 memory"].parts["gradients"] == 8 * PARAMETERS
     twice = uses_of(tmp_path, trainer={"micro_batch_tokens": 32768 // 2 * 2, "dtype": "bfloat16"})
     assert twice["trainer-0 memory"].parts["activations"] < 2 * parts["activations"]
+    fixed = uses_of(tmp_path, trainer={"packing": "fixed", "micro_batch_samples": 3})["trainer-0 memory"].parts
+    assert fixed["activations"] == MODEL.activation_bytes(1500, 4)  # three of the longest samples
     assert MODEL.activation_bytes(2000, 4) == 2 * MODEL.activation_bytes(1000, 4)
 
 

@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn) -> dict[str, object]:
         "sample_s": draw(st.sampled_from([0.001, 0.05, 0.5])),
         "verify_s": draw(st.sampled_from([0.0, 0.01, 1.0])),
         "publish_s": draw(st.sampled_from([0.0, 0.3])),
-        "mode": draw(st.sampled_from(["keep", "recompute", "abort"])),
+        "mode": draw(st.sampled_from(["keep", "recompute", "abort", "drain"])),
         "shared": draw(st.booleans()),
         "seed": draw(st.integers(0, 10_000)),
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 
 from headway.control.summaries import pooled
 from headway.records.errors import ConfigurationError, HeadwayError
-from headway.records.ledger import Distribution, EventRecord, Flow, LedgerLine, PrunerFigures, StepRecord
+from headway.records.ledger import Distribution, EventRecord, Flow, LedgerLine, PassAt, PrunerFigures, StepRecord
 from headway.report import live
 from headway.report import page as page_module
 from headway.report.formats import duration, quantity
@@ -331,6 +332,30 @@ def test_the_last_bin_of_the_endings_counts_only_its_own_steps() -> None:
 def test_the_learning_rate_has_its_plot() -> None:
     evidence = PlotData(Series([step_record(step) for step in range(3)]), [], 4)
     assert render(next(plot for plot in PLOTS if plot.title == "Learning rate"), evidence) is not None
+
+
+def test_pass_at_k_has_a_line_for_each_k_above_one() -> None:
+    plot, axes = next(plot for plot in PLOTS if plot.title == "pass@k"), Figure().subplots()
+    found = [{"1": 0.3, "2": 0.5, "16": 0.75}, {"1": 0.4, "2": 0.6}, {}]
+    steps = [
+        step_record(step, pass_at={k: PassAt(groups=4, value=v, standard_error=0.1) for k, v in values.items()})
+        for step, values in enumerate(found)
+    ]
+    assert plot.draw(axes, PlotData(Series(steps), [], 4))
+    lines = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.lines}
+    assert list(lines) == ["pass@2", "pass@16"]
+    assert lines["pass@2"] == pytest.approx([0.5, 0.6, math.nan], nan_ok=True)
+    assert lines["pass@16"] == pytest.approx([0.75, math.nan, math.nan], nan_ok=True)
+    assert render(plot, PlotData(Series(steps[2:]), [], 4)) is None
+
+
+def test_staleness_in_optimiser_steps_is_drawn_where_it_differs() -> None:
+    plot, one = next(plot for plot in PLOTS if plot.title == "Staleness"), Distribution(mean=1.0, max=1.0)
+    for older, wanted in ((one, False), (Distribution(mean=5.0, max=7.0), True)):
+        axes = Figure().subplots()
+        step = step_record(0, trajectory_staleness=one, optimizer_step_staleness=older)
+        assert plot.draw(axes, PlotData(Series([step]), [], 4))
+        assert any("optimiser steps" in str(line.get_label()) for line in axes.lines) is wanted
 
 
 def test_plots_are_the_same_when_drawn_again() -> None:

@@ -206,6 +206,14 @@ def test_what_is_served(tmp_path: Path) -> None:
         (("127.0.0.1:0", None, f"{tmp_path}/none", "", []), "none"),
         (("127.0.0.1:0", None, "", "", ["--run.seed=1"]), "valid are keys of"),
         (("nowhere", None, "", "", []), "endpoint.address"),
+        (("127.0.0.1:0", None, "", "", [], ["poet"]), "--adapter poet: valid: NAME=FOLDER"),
+        (("127.0.0.1:0", None, "", "", [], ["base=x"]), "the name 'base' is taken"),
+        (("127.0.0.1:0", None, "", "", [], ["headway=x"]), "the name 'headway' is taken"),
+        (("127.0.0.1:0", None, "", "", [], [f"poet={tmp_path}"]), "no adapter_config.json"),
+        (
+            ("127.0.0.1:0", None, "", "", ["--generator.engine=vllm"], ["poet=x"]),
+            "valid with generator.engine = 'torch'",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=says):
             serving_of(model, *arguments)  # type: ignore[arg-type]

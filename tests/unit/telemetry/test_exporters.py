@@ -19,7 +19,7 @@ from test_ledger import ManualClock
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.generation import RouterStatistics
-from headway.records.ledger import EventRecord, LedgerLine, SourceScore
+from headway.records.ledger import Distribution, EventRecord, LedgerLine, PassAt, SourceScore
 from headway.records.trace import Pulse
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.exporters import exporters
@@ -243,8 +243,8 @@ def test_every_number_of_a_step_has_a_name() -> None:
     assert values["failures/engine_rollouts"] == 2
     assert values["by_source/sums__easy__solve_rate"] == 0.25
     named = {field for field, _ in STEP_METRICS.values()}
-    other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
-             "token_staleness", "environment_staleness", "endings", "ended_tokens", "failures", "filtered",
+    other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness", "token_staleness",
+             "environment_staleness", "optimizer_step_staleness", "endings", "ended_tokens", "failures", "filtered",
              "group_meta", "solve_rate_histogram", "pass_at", "length_histogram", "by_source", "curriculum",
              "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes", "sandboxes"}  # fmt: skip
     assert named | other == set(step.__struct_fields__), "give a new field of StepRecord a name in STEP_METRICS"
@@ -253,6 +253,20 @@ def test_every_number_of_a_step_has_a_name() -> None:
     assert (routed["router/routed"], routed["router/spills"], routed["router/used_tokens"]) == (5, 2, 70)
     named = {name.removeprefix("router/") for name in routed if name.startswith("router/")}
     assert named == set(RouterStatistics.__struct_fields__)
+
+
+def test_pass_at_k_and_staleness_in_optimiser_steps_have_names() -> None:
+    found = {
+        "1": PassAt(groups=9, value=0.5, standard_error=0.1),
+        "8": PassAt(groups=4, value=0.9, standard_error=0.05),
+    }
+    older = Distribution(mean=2.5, max=7, histogram={"2": 3, "7": 1})
+    values = scalars(step_record(0, pass_at=found, optimizer_step_staleness=older))
+    assert [values[f"reward/pass_at_{name}"] for name in ("1", "8", "8_standard_error")] == [0.5, 0.9, 0.05]
+    assert (values["staleness/optimizer_mean_steps"], values["staleness/optimizer_max_steps"]) == (2.5, 7)
+    assert sum(histograms(step_record(0, optimizer_step_staleness=older))["staleness/optimizer_steps"].counts) == 4
+    held = scalars(evaluation("after", 5, 0.5, pass_at=found))
+    assert (held["evaluation/test_pass_at_8"], held["evaluation/test_pass_at_8_standard_error"]) == (0.9, 0.05)
 
 
 def test_names_that_trackers_refuse_are_mended() -> None:

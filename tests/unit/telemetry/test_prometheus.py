@@ -18,7 +18,7 @@ from test_ledger import ManualClock
 
 from headway.orchestrator.preflight.check import check
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EventRecord
+from headway.records.ledger import EventRecord, PassAt
 from headway.records.node import GpuConditions, NodeConditions
 from headway.records.trace import Pulse, WorkerState
 from headway.runtime.addresses import is_loopback
@@ -81,7 +81,15 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
         assert scrape(url)["headway_steps_total", ()] == 0
         for step in range(3):
             lengths = {"8": 30, "20": 4}
-            ledger.record(step_record(step, buffered_groups=step, length_mean=9.0, length_histogram=lengths))
+            ledger.record(
+                step_record(
+                    step,
+                    buffered_groups=step,
+                    length_mean=9.0,
+                    length_histogram=lengths,
+                    pass_at={k: PassAt(groups=8, value=0.25 * step, standard_error=0.1) for k in ("4", "8")},
+                )
+            )
         ledger.record(evaluation("during", 3, 0.75, split="validation"))
         ledger.record(EventRecord(event="generator_died"))
         while events.get(timeout=5.0).event != "generator_died":
@@ -92,6 +100,7 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
         assert seen["headway_steps_total", ()] == 3
         assert seen["headway_queue_buffered_groups", ()] == 2
         assert seen["headway_evaluation_validation_solve_rate", ()] == 0.75
+        assert seen["headway_reward_pass_at_8", ()] == 0.5
         assert seen["headway_endings_rollouts_total", (("ending", "trained"),)] == 3 * 64
         assert seen["headway_last_step_age_s", ()] < 60
         staleness = "headway_staleness_trajectory_steps_distribution"

@@ -78,7 +78,7 @@ def test_gradient_equals_the_definition(model: str, loss: str, aggregation: str)
 @given(
     seed=st.integers(0, 10**6),
     budget=st.integers(1, 200),
-    packing=st.sampled_from(["balanced", "areal"]),
+    packing=st.sampled_from(["balanced", "areal", "fixed"]),
     ranks=st.integers(1, 3),
     extras=st.sampled_from([{}, MASKS, {"algorithm": {"kl_coefficient": 0.1}}]),
     order=st.randoms(use_true_random=False),
@@ -92,6 +92,7 @@ def test_packing_order_and_ranks_leave_the_gradient_alone(
     samples = list(batch.samples)
     order.shuffle(samples)
     spread = {"micro_batch_tokens": budget, "packing": packing}
+    spread |= {"micro_batch_samples": 1 + budget % 8} if packing == "fixed" else {}
     found = gradient_over_ranks(
         lambda: service(model, loss, aggregation, trainer=spread, **extras),
         TrainBatch(step=batch.step, samples=tuple(samples)),

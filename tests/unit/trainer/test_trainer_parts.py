@@ -101,7 +101,8 @@ def test_parts_in_any_number_order_and_packing_give_the_gradient_of_the_batch(
     cuts = [piece.tolist() for piece in np.array_split(places, parts)]
     apart = service(algorithm=algorithm, trainer={"micro_batch_tokens": budget})
     found = gradient_in_parts(apart, batch, cuts)
-    assert float((found - expected).abs().max()) <= 1e-5 * max(float(expected.abs().max()), 1.0)
+    # Mostly 5e-7 of the largest; sums of both signs in float32 come to 1.4e-6 in the worst of 120 draws.
+    assert float((found - expected).abs().max()) <= 3e-6 * float(expected.abs().max()) + 1e-9
 
 
 def test_a_whole_batch_with_its_divisor_is_the_train_step_bit_for_bit(service: Any) -> None:
@@ -272,3 +273,11 @@ def test_ranks_agree_on_a_step_in_parts(service: Any) -> None:
     for a, b, c in zip(weights_of(trainers[0]), weights_of(trainers[1]), weights_of(alone), strict=True):
         assert torch.equal(a, b)
         assert torch.allclose(a, c, atol=1e-6)
+
+
+def test_an_empty_first_part_leaves_the_fixed_divisor_alone(service: Any) -> None:
+    algorithm = {"aggregation": "fixed", "fixed_denominator_tokens": 100}
+    batch = make_batch(3)
+    expected = gradient(service(algorithm=algorithm), build_arrays(batch), batch.step)
+    found = gradient_in_parts(service(algorithm=algorithm), batch, [[], list(range(len(batch.samples)))])
+    assert torch.allclose(found, expected, atol=1e-6)

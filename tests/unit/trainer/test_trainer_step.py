@@ -44,7 +44,7 @@ def gradient(trainer: TrainerService, batch: TrainBatch) -> torch.Tensor:
 @given(
     seed=st.integers(0, 10**6),
     budget=st.integers(1, 200),
-    packing=st.sampled_from(["balanced", "areal"]),
+    packing=st.sampled_from(["balanced", "areal", "fixed"]),
     order=st.randoms(use_true_random=False),
 )
 def test_any_packing_and_order_give_the_same_gradient(model: str, seed, budget, packing, order) -> None:
@@ -52,8 +52,25 @@ def test_any_packing_and_order_give_the_same_gradient(model: str, seed, budget, 
     whole = gradient(service(model, trainer={"micro_batch_tokens": 10**6}), batch)
     samples = list(batch.samples)
     order.shuffle(samples)
-    packed = service(model, trainer={"micro_batch_tokens": budget, "packing": packing})
+    fixed = {"micro_batch_samples": 1 + budget % 8} if packing == "fixed" else {}
+    packed = service(model, trainer={"micro_batch_tokens": budget, "packing": packing, **fixed})
     assert torch.allclose(gradient(packed, TrainBatch(step=0, samples=tuple(samples))), whole, atol=1e-5, rtol=0)
+
+
+def test_fixed_micro_batches_have_so_many_samples(model: str) -> None:
+    """12 samples, of which one has no loss token and isn't fed: three micro-batches of 4, 4 and 3, also of parts."""
+    batch = make_batch(1)
+    first = batch.samples[0]
+    rollout = msgspec.structs.replace(first.rollout, response_mask=(False,) * len(first.rollout.response_ids))
+    samples = (msgspec.structs.replace(first, rollout=rollout), *batch.samples[1:])
+    keys = {"packing": "fixed", "micro_batch_samples": 4}
+    trainer, parts = service(model, trainer=keys), service(model, trainer=keys)
+    assert trainer.train_step(lay_out(TrainBatch(step=0, samples=samples))).micro_batches == 3
+    for at in (0, 6):
+        parts.forward_backward(lay_out(TrainBatch(step=0, samples=samples[at : at + 6])))
+    assert parts.optim_step().micro_batches == 4
+    two = service(model, trainer={**keys, "optimizer_steps_per_batch": 2, "packing": "fixed"})
+    assert two.train_step(lay_out(TrainBatch(step=0, samples=samples))).micro_batches == 4
 
 
 def test_step_moves_weights_and_reports(model: str) -> None:
@@ -122,6 +139,31 @@ def test_minibatches_clip_against_the_weights_before_the_first(model: str) -> No
     assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) < 2].max() < 1e-5
     assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) >= 4].max() > 1e-2
     assert progress.clipped_n.sum() > 0
+
+
+def test_a_token_without_a_number_ends_no_updates_and_hides_no_others(model: str) -> None:
+    """The first of three minibatches has a sample whose behaviour log-probabilities are lost: its update is left out,
+    and the healthy ones still end at the limit."""
+    batch = make_batch(4, groups=6)
+    spoilt = batch.samples[0].rollout
+    lost = msgspec.structs.replace(spoilt, response_logprobs=(math.nan,) * len(spoilt.response_ids))
+    samples = (msgspec.structs.replace(batch.samples[0], rollout=lost), *batch.samples[1:])
+    several = {"trainer": {"optimizer_steps_per_batch": 3, "learning_rate": 0.05, "max_grad_norm": 100.0}}
+    skipped: list[float] = []
+    for limit in (1e-9, 1e9):
+        trainer = service(model, algorithm={"loss": "ppo_clip", "early_stop_ratio": limit}, **several)
+        report = trainer.train_step(lay_out(TrainBatch(step=0, samples=samples)))
+        skipped.append(report.metrics["skipped_minibatches"])
+    assert skipped == [2, 0]
+
+
+def test_a_kl_without_a_number_leaves_the_coefficient_alone(model: str) -> None:
+    trainer = service(model, algorithm={"kl_coefficient": 0.1, "kl_target": 0.01})
+    for kl in (math.nan, math.inf, None):
+        trainer.policy.adapt_kl(kl, 100)
+        assert trainer.policy.kl_coefficient == 0.1
+    trainer.policy.adapt_kl(1.0, 100)
+    assert trainer.policy.kl_coefficient > 0.1
 
 
 @pytest.mark.parametrize(("loss", "against"), [("decoupled_ppo", "proximal_n"), ("ppo_clip", "behaviour_n")])

@@ -22,7 +22,10 @@ from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_table import SlotTable
 from headway.models.decoder import Decoder
 from headway.models.loading import adopt_weights, copy_weights
+from headway.models.lora import Lora
+from headway.records.errors import ConfigurationError
 from headway.records.generation import (
+    POLICY_ADAPTER,
     AppliedWeights,
     EngineStatistics,
     FinishReason,
@@ -39,7 +42,7 @@ HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting an
 
 
 class _Partial(NamedTuple):
-    """Computed prefix of a prompt longer than a step's budget; void after an update, or once its slot is used."""
+    """Computed prefix of a prompt longer than a step's budget; void for other weights, or once its slot is used."""
 
     ids: TokenIds
     update: int  # number of the update whose weights computed it
@@ -58,6 +61,9 @@ class TorchEngine(Engine[EngineRequest]):
 
     KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
     youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
+
+    Beside the model it serves adapters by name. Each holds its newest revision, and older ones while a request still
+    samples from them: in one step, rows may have different adapters, and different revisions of one.
 
     ``deterministic``: every step is computed on all slots over the whole context and every prompt alone, so a
     row's result does not depend on its neighbours.
@@ -78,10 +84,12 @@ class TorchEngine(Engine[EngineRequest]):
         deterministic: bool = False,
         prefill_tokens_per_step: int = 8192,
         native_kernels: bool = True,
+        adapters: Mapping[str, Lora] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
-        model; ``now``: monotonic seconds, for the statistics."""
+        model; ``adapters``: by name, the engine's from now on, at ``version``; ``now``: monotonic seconds, for the
+        statistics."""
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
         context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
@@ -104,8 +112,13 @@ class TorchEngine(Engine[EngineRequest]):
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._watched: set[EngineRequest] = set()  # running requests with stop strings
-        self._updates = 0  # applied so far; unlike versions they never repeat
+        self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
+        self._model_version, self._model_update = version, 0  # of the model without an adapter
         self._subscriber = Subscriber()
+        self.adapters = self._runner.adapters
+        for name, adapter in (adapters or {}).items():
+            self._updates += 1
+            self._runner.register(name, adapter, version, self._updates)
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -122,7 +135,25 @@ class TorchEngine(Engine[EngineRequest]):
         self._note_idleness()
 
     def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
-        return EngineRequest(request, arrival)
+        entry = EngineRequest(request, arrival)
+        if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
+            revision = self.adapters.held(entry.adapter, request.partial.versions[-1].version)
+            entry.update = -1 if revision is None else revision.update
+        return entry
+
+    def _unserved(self, entry: EngineRequest) -> str:
+        return self.adapters.unknown(entry.adapter)
+
+    def _ended(self, entry: EngineRequest) -> None:
+        super()._ended(entry)
+        self.adapters.unload(self._open.values())
+
+    def _update_of(self, request: EngineRequest) -> int:
+        """Number of the update whose weights the request is to be computed with from now on."""
+        if request.update >= 0:
+            return request.update
+        newest = self.adapters.newest(request.adapter)
+        return self._model_update if newest is None else newest.update
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -142,7 +173,7 @@ class TorchEngine(Engine[EngineRequest]):
             self._busy_s += self._now() - started
             return True
         rows = self.slots if self._deterministic else n
-        logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows])
+        logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows], table.update[:rows])
         sampled = self._runner.sample(logits, table.row_sampling(rows, self._runner.device))
         self._advance(sampled[0, :n].astype(np.int64), sampled[1, :n])
         self._steps += 1
@@ -160,7 +191,7 @@ class TorchEngine(Engine[EngineRequest]):
         # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
         self._holes.sort(reverse=True)
         used, budget = self._kv_used(), self._prefill_tokens_per_step
-        plans: dict[TokenIds, Prefill] = {}
+        plans: dict[tuple[int, TokenIds], Prefill] = {}  # by update and tokens
         copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
         begun_slots: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
         admitted: list[EngineRequest] = []
@@ -172,21 +203,24 @@ class TorchEngine(Engine[EngineRequest]):
                 if wanted > self.kv_capacity_tokens:
                     break
             ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
-            plan = plans.get(ids)
-            donor = None if plan is not None or request.response else self._donor(request)
+            update = self._update_of(request)
+            plan = plans.get((update, ids))
+            donor = None if plan is not None or request.response else self._donor(request.prompt, update)
             if plan is None and donor is None and ids:
-                begun = self._begun(ids)
+                begun = self._begun(ids, update)
                 if len(ids) - begun > budget and (plans or not self._deterministic):
                     free = self._rows < self.slots or self.slots - 1 in self._holes
                     if budget and not self._deterministic and free:
                         end = begun + budget
                         # A request admitted in this step may have exactly this prefix: its slot needs it too.
-                        plans.setdefault(ids[:end], Prefill(ids[:end], [], begun)).slots.append(self.slots - 1)
-                        self._partial = _Partial(ids[:end], self._updates)
+                        part = Prefill(ids[:end], [], begun, update)
+                        plans.setdefault((update, ids[:end]), part).slots.append(self.slots - 1)
+                        self._partial = _Partial(ids[:end], update)
                     break
                 budget -= len(ids) - begun
-                plan = plans[ids] = Prefill(ids, [], begun)
+                plan = plans[update, ids] = Prefill(ids, [], begun, update)
             heapq.heappop(self._waiting)
+            request.update = request.prefix_update = update
             slot = self._place(request)
             used += request.tokens
             admitted.append(request)
@@ -205,10 +239,10 @@ class TorchEngine(Engine[EngineRequest]):
         self._prefilled += sum(plan.tokens for plan in plans.values())
         return list(plans.values())
 
-    def _begun(self, ids: TokenIds) -> int:
-        """Count of leading tokens of ``ids`` whose KV is in the last slot."""
+    def _begun(self, ids: TokenIds, update: int) -> int:
+        """Count of leading tokens of ``ids`` whose KV by these weights is in the last slot."""
         partial = self._partial
-        if partial is None or partial.update != self._updates or ids[: len(partial.ids)] != partial.ids:
+        if partial is None or partial.update != update or ids[: len(partial.ids)] != partial.ids:
             return 0
         return min(len(partial.ids), len(ids) - 1)
 
@@ -221,16 +255,15 @@ class TorchEngine(Engine[EngineRequest]):
         if slot == self.slots - 1:
             self._partial = None
         request.reprefilled = request.reprefilled or bool(request.response)
-        request.prefix_update = self._updates
         self._table.occupy(slot, request, self.context_tokens)
         if request.stop_strings is not None:
             self._watched.add(request)
         return slot
 
-    def _donor(self, request: EngineRequest) -> EngineRequest | None:
-        """Find a running request whose prompt KV was computed since the last update, and so may be copied."""
-        for donor in self._donors.get(request.prompt, ()):
-            if donor.prefix_update == self._updates:
+    def _donor(self, prompt: TokenIds, update: int) -> EngineRequest | None:
+        """Find a running request whose KV of this prompt was computed by these weights, and so may be copied."""
+        for donor in self._donors.get(prompt, ()):
+            if donor.prefix_update == update:
                 return donor
         return None
 
@@ -267,11 +300,13 @@ class TorchEngine(Engine[EngineRequest]):
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
         data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
+        revision = self.adapters.of(entry.update)
+        version = self._model_version if revision is None else revision.version
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
                 data=data,
-                version=self.version if data else -1,
+                version=version if data else -1,
                 finish_reason=finish_reason,
                 error=error,
                 reprefilled=entry.reprefilled,
@@ -336,19 +371,26 @@ class TorchEngine(Engine[EngineRequest]):
         with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
             tensors = self._subscriber.fetch(published)
         fetch_s = self._now() - started
-        applied = self.update_weights(tensors, published.version, mode, adopt=True)
+        if published.adapter:
+            applied = self.update_adapter(published.adapter, tensors, published.version, mode)
+        else:
+            applied = self.update_weights(tensors, published.version, mode, adopt=True)
         return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
     ) -> AppliedWeights:
-        """Replace the weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's last
-        fetch, and become the parameters without a copy where they fit.
+        """Replace the model's weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's
+        last fetch, and become the parameters without a copy where they fit.
 
         ``keep``: running requests continue on their KV; ``recompute``: their KV is computed anew first; ``abort``:
         they end with reason "abort" (waiting and not interruptible requests stay).
-        Raises ConfigurationError, with nothing changed, when the tensors are not this model's.
+        Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for ``finish``, and
+        where there are adapters: they belong to the weights that are here.
         """
+        if mode == "finish" or self.adapters:
+            cause = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
+            raise ConfigurationError(f"an update of the model's own weights: {cause}")
         before_s = self._paused_s
         with self.paused():
             if not adopt:
@@ -358,20 +400,52 @@ class TorchEngine(Engine[EngineRequest]):
             self._runner.weights_changed()
             self._close_holes()
             self._emit_ready()  # tokens so far are the old version's
-            running = [request for request in self._table.requests[: self._rows] if request is not None]
-            if mode == "abort":
-                for request in running:
-                    if request.interruptible:
-                        self._end_running(request.slot, "abort")
-                self._close_holes()
-            self.version = version
             self._updates += 1
-            reprefilled = self._recompute(running) if mode == "recompute" else 0
+            self._model_version, self._model_update = version, self._updates
+            in_flight, reprefilled = self._cross("", mode)
+        return self._applied(version, before_s, in_flight, reprefilled)
+
+    def update_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
+    ) -> AppliedWeights:
+        """Register a revision of an adapter between two steps. Modes as of `update_weights`, for its own requests;
+        ``finish``: those that have begun keep the revision that they are on. Raises ConfigurationError, with nothing
+        changed, when no adapter of this name, with these names and shapes, is registered."""
+        before_s = self._paused_s
+        with self.paused():
+            adapter = self.adapters.revised(name, tensors)
+            self._close_holes()
+            self._emit_ready()
+            self._updates += 1
+            self._runner.register(name, adapter, version, self._updates)
+            in_flight, reprefilled = (0, 0) if mode == "finish" else self._cross(name, mode)
+            self.adapters.unload(self._open.values())
+        return self._applied(version, before_s, in_flight, reprefilled)
+
+    def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
+        """Move the requests of an adapter (""; of the model) to what the last update made; returns the count of
+        running ones and of tokens recomputed."""
+        mine = {one for one in self._open.values() if not adapter or (one.adapter or POLICY_ADAPTER) == adapter}
+        running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
+        for request in mine:
+            request.update = -1
+            if request.slot >= 0:
+                request.update = self._table.update[request.slot] = self._updates
+        if mode == "abort":
+            for request in running:
+                if request.interruptible:
+                    self._end_running(request.slot, "abort")
+            self._close_holes()
+        return len(running), self._recompute(running) if mode == "recompute" else 0
+
+    def _applied(self, version: int, before_s: float, in_flight: int, reprefilled: int) -> AppliedWeights:
+        """Report of an update; ``before_s``: time paused before it."""
+        self.version = version
         self._note_idleness()
         return AppliedWeights(
             version=version,
             pause_s=self._paused_s - before_s,
-            in_flight=len(running),
+            in_flight=in_flight,
             reprefilled_tokens=reprefilled,
         )
 
@@ -385,7 +459,7 @@ class TorchEngine(Engine[EngineRequest]):
             request.reprefilled = request.reprefilled or len(ids) > 0
             begun = len(request.prompt) - 1 if request.prompt in shared else 0
             if len(ids) > begun:
-                own.append(Prefill(ids, [request.slot], begun))
+                own.append(Prefill(ids, [request.slot], begun, self._updates))
         total = 0
         for stage in (list(shared.values()), own):
             chunk: list[Prefill] = []
@@ -409,7 +483,9 @@ class TorchEngine(Engine[EngineRequest]):
         for request in running:
             slots.setdefault(request.prompt, []).append(request.slot)
         return {
-            prompt: Prefill(prompt[:-1], group) for prompt, group in slots.items() if len(group) > 1 and len(prompt) > 1
+            prompt: Prefill(prompt[:-1], group, 0, self._updates)
+            for prompt, group in slots.items()
+            if len(group) > 1 and len(prompt) > 1
         }
 
     # --- statistics -----------------------------------------------------------------------------------------

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from headway.generator.engines.sampling import RowSampling, sample_tokens
+from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.kv_cache import SlotCache
 from headway.generator.engines.torch.native_decode import NativeDecode, can_decode
 from headway.models.configuration import Scores
 from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, seen
 
 KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
+_NONE = np.zeros(0, np.int64)
 
 
 class Prefill(NamedTuple):
@@ -31,6 +34,7 @@ class Prefill(NamedTuple):
     ids: Sequence[int] | np.ndarray  # [L], L > start
     slots: list[int]
     start: int = 0
+    update: int = 0  # number of the update whose weights compute it: see `AdapterRevisions`
 
     @property
     def tokens(self) -> int:
@@ -78,6 +82,7 @@ class ModelRunner:
             self.cache = SlotCache(
                 len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
             )
+        self.adapters = AdapterRevisions(model, fixed_shapes)
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
         fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
         self._attention_kernels = self._kernels if fits else None
@@ -86,6 +91,12 @@ class ModelRunner:
         self._plain_windows = {
             layer.kind.scores.window for layer in self._layers if not self._natively(layer.kind.scores)
         }
+
+    def register(self, name: str, lora: Lora, version: int, update: int) -> None:
+        """See `AdapterRevisions.register`; its dtype and device become the model's."""
+        for pair in lora.pairs():
+            pair.a.data, pair.b.data = (one.data.to(self.device, self.dtype) for one in (pair.a, pair.b))
+        self.adapters.register(name, lora, version, update, self._native_decode)
 
     def weights_changed(self) -> None:
         """Repack the kernels' copies of the weights; call this after every change of the model's weights."""
@@ -102,9 +113,9 @@ class ModelRunner:
         """Compute and store KV, without sampling."""
         if self.fixed_shapes:
             for one in prefills:
-                self._forward([one], None, None, 0)
+                self._forward([one], None, None, _NONE, 0)
         elif prefills:
-            self._forward(prefills, None, None, 0)
+            self._forward(prefills, None, None, _NONE, 0)
 
     @torch.inference_mode()
     def sample(self, logits_nv: Tensor, how: RowSampling) -> np.ndarray:
@@ -113,8 +124,11 @@ class ModelRunner:
             return sample_tokens(logits_nv, how).cpu().numpy()
 
     @torch.inference_mode()
-    def step(self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray) -> Tensor:
-        """Store KV of ``prefills``, then of each pending token, and return its successors' logits [n, v].
+    def step(
+        self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray, update: np.ndarray = _NONE
+    ) -> Tensor:
+        """Store KV of ``prefills``, then of each pending token, and return its successors' logits [n, v]. ``update``:
+        of each row, as `Prefill.update`.
 
         Decode row i is slot i. A slot may be prefilled and decoded in the same step: in every layer its prefix is
         written before decode rows attend to it.
@@ -128,14 +142,22 @@ class ModelRunner:
             reach = min(reach, -(-longest // KV_BUCKET_TOKENS) * KV_BUCKET_TOKENS)
         pending_n = torch.from_numpy(pending).to(self.device)
         position_n = torch.from_numpy(position).to(self.device)
-        x_nd = self._forward(prefills, pending_n, position_n, reach)
+        x_nd = self._forward(prefills, pending_n, position_n, update, reach)
         assert x_nd is not None
         with native.using(self._kernels):
             return self.model.head(x_nd)
 
     def _forward(
-        self, prefills: Sequence[Prefill], pending_n: Tensor | None, position_n: Tensor | None, reach: int
+        self,
+        prefills: Sequence[Prefill],
+        pending_n: Tensor | None,
+        position_n: Tensor | None,
+        update: np.ndarray,
+        reach: int,
     ) -> Tensor | None:
+        prefills = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
+        if self.adapters:
+            self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
         with native.using(self._kernels):
             return self._layers_forward(prefills, pending_n, position_n, reach)
 
@@ -152,7 +174,8 @@ class ModelRunner:
         x_nd = self.model.embed(ids)
         cos, sin = self._cos[position], self._sin[position]
         if position_n is not None and not blocks and self._native_decode is not None:
-            return self._native_decode(x_nd, cos, sin, position_n)
+            order, adapters = self.adapters.rows.groups()
+            return self._native_decode(x_nd, cos, sin, position_n, order, adapters)
         rows = None
         biases: dict[int | None, Tensor] = {}
         if position_n is not None and self._plain_windows:
@@ -179,13 +202,12 @@ class ModelRunner:
         return x_nd
 
     def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:
-        """Sort prefills by start and length and pack them after the n decode rows: (ids, positions, blocks)."""
+        """Pack prefills, sorted by start and length, after the n decode rows: (ids, positions, blocks)."""
         if not prefills:
             return None, None, ()
-        ordered = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
         blocks: list[_Block] = []
         first = n
-        for (start, length), equal in itertools.groupby(ordered, key=lambda prefill: (prefill.start, prefill.tokens)):
+        for (start, length), equal in itertools.groupby(prefills, key=lambda prefill: (prefill.start, prefill.tokens)):
             same = list(equal)
             slots = [slot for prefill in same for slot in prefill.slots]
             source = [i for i, prefill in enumerate(same) for _ in prefill.slots]
@@ -201,8 +223,8 @@ class ModelRunner:
                 )
             )
             first += len(same) * length
-        ids = np.concatenate([np.asarray(one.ids[one.start :], dtype=np.int64) for one in ordered])
-        position = np.concatenate([np.arange(one.start, len(one.ids)) for one in ordered])
+        ids = np.concatenate([np.asarray(one.ids[one.start :], dtype=np.int64) for one in prefills])
+        position = np.concatenate([np.arange(one.start, len(one.ids)) for one in prefills])
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
 
     def _natively(self, scores: Scores) -> bool:

@@ -6,13 +6,29 @@ costs a quarter of the step.
 
 from __future__ import annotations
 
-from typing import cast
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from headway.generator.engines.torch.kv_cache import SlotCache
-from headway.models.cpu.native import DecodeSizes, Kernels, LayerPointers, address
+from headway.models.cpu.native import DecodeSizes, Kernels, LayerPointers, LowRankPointers, RowGroup, address
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.lora import Lora, LoraPair
+
+_PRODUCTS = ("qkv", "output", "gate_up", "down")  # of a layer, in the order of the kernel
+
+
+class AdapterPanels(NamedTuple):
+    """An adapter in the order that the kernel reads; ``kept``: the memory that it points to."""
+
+    products: ctypes.Array[LowRankPointers]
+    most_rank: int  # of a product: its targets' ranks together
+    kept: list[Tensor]
 
 
 class NativeDecode:
@@ -22,17 +38,59 @@ class NativeDecode:
         layers = cast("list[DecoderLayer]", list(model.layers))
         c = model.config
         self._kernels = kernels
-        self._kept = (model, cache)  # keeps the addressed memory alive
+        self._model, self._cache = model, cache  # kept: their memory is addressed
         self._layers = (LayerPointers * len(layers))(
             *(_pointers(layer, index, cache, kernels) for index, layer in enumerate(layers))
         )
         sizes = (c.width, c.heads, c.kv_heads, c.head_dim, c.intermediate, cache.context_tokens)
         self._sizes = DecodeSizes(*sizes, c.norm_epsilon)
 
-    def __call__(self, x_nd: Tensor, cos: Tensor, sin: Tensor, position_n: Tensor) -> Tensor:
-        """Compute the residual stream [n, d] after the last layer, in place; row i is at position_n[i] of slot i."""
-        self._kernels.decode(x_nd, self._layers, cos, sin, position_n, self._sizes)
-        return x_nd
+    def __call__(
+        self,
+        x_nd: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        position_n: Tensor,
+        order: np.ndarray | None = None,
+        adapters: Sequence[tuple[AdapterPanels, int, int]] = (),
+    ) -> Tensor:
+        """The residual stream [n, d] after the last layer; row i is at position_n[i] of slot i. ``order``,
+        ``adapters``: see `RowAdapters.groups`."""
+        groups = [RowGroup(first, rows, ctypes.addressof(panels.products)) for panels, first, rows in adapters]
+        most_rank = max((panels.most_rank for panels, _, _ in adapters), default=0)
+        slot_n = None if order is None else torch.from_numpy(order)
+        if slot_n is not None:
+            x_nd, cos, sin, position_n = (one.index_select(0, slot_n) for one in (x_nd, cos, sin, position_n))
+        self._kernels.decode(x_nd, self._layers, cos, sin, slot_n, position_n, self._sizes, groups, most_rank)
+        return x_nd if slot_n is None else torch.empty_like(x_nd).index_copy_(0, slot_n, x_nd)
+
+    def adapter_panels(self, lora: Lora) -> AdapterPanels:
+        """Pack an adapter for the decode step, scaled."""
+        products = (LowRankPointers * (len(self._layers) * len(_PRODUCTS)))()
+        kept: list[Tensor] = []
+        for number, layer in lora.layers.items():
+            for name, pairs in layer.products.items():
+                weight: Tensor = getattr(self._model.layers[number], f"{name}_weight")
+                a, b, spans = self._low_rank(pairs, len(weight))
+                kept += (a, b, spans)
+                pointers = LowRankPointers(address(a), address(b), address(spans), sum(len(one.a) for one in pairs))
+                products[number * len(_PRODUCTS) + _PRODUCTS.index(name)] = pointers
+        return AdapterPanels(products, max(one.rank for one in products), kept)
+
+    def _low_rank(self, pairs: Sequence[LoraPair], columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(panels of A, panels of B, spans) of the targets of one product of ``columns``: their A's one after the
+        other, their B's as blocks of one matrix. A panel's span is the ranks of the targets that it has columns of."""
+        ranks = [len(pair.a) for pair in pairs]
+        width = self._kernels.panel_columns
+        b_fr, spans = torch.zeros(columns, sum(ranks)), torch.zeros(-(-columns // width), 2, dtype=torch.int64)
+        for pair, end in zip(pairs, itertools.accumulate(ranks), strict=True):
+            first, rows, begin = pair.target.first, pair.target.rows, end - len(pair.a)
+            b_fr[first : first + rows, begin:end] = pair.b.detach() * pair.scale
+            touched = spans[first // width : -(-(first + rows) // width)]
+            touched[:, 0] = torch.where(touched[:, 1] > 0, touched[:, 0], begin)
+            touched[:, 1] = end
+        a_rd = torch.cat([pair.a.detach() for pair in pairs])
+        return self._kernels.packed(a_rd), self._kernels.packed(b_fr), spans
 
 
 def can_decode(model: Decoder, kernels: Kernels) -> bool:

@@ -28,9 +28,9 @@ class SlotTable:
         self.tokens = np.zeros((slots, context_tokens), SAMPLED)  # prompt, then response, whose log-probabilities count
         self.sequence, self.logprobs = self.tokens["id"], self.tokens["logprob"]  # views
         # ``prompt``: its length. ``sent``: tokens of the sequence already in deltas, prompt included. ``limit``: the
-        # sequence length at which the request ends with "length".
-        self._counts = np.zeros((6, slots), np.int64)
-        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k = self._counts
+        # sequence length at which the request ends with "length". ``update``: `EngineRequest.update`, 0 in a free row.
+        self._counts = np.zeros((7, slots), np.int64)
+        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k, self.update = self._counts
         self._flags = np.zeros((2, slots), np.bool_)
         self.greedy, self.truncated = self._flags
         self.limit[:] = UNLIMITED
@@ -50,6 +50,7 @@ class SlotTable:
         self.position[slot] = len(ids) - 1
         self.prompt[slot] = len(request.prompt)
         self.sent[slot] = len(ids)
+        self.update[slot] = request.update
         self.limit[slot] = min(len(request.prompt) + how.max_tokens, context_tokens)
         self.seed[slot] = how.seed & 0xFFFFFFFFFFFFFFFF
         self.greedy[slot] = how.temperature == 0
@@ -86,6 +87,7 @@ class SlotTable:
             request.slot = -1
         self.pending[slot] = 0
         self.position[slot] = 0
+        self.update[slot] = 0
         self.limit[slot] = UNLIMITED
         self._flags[:, slot] = False
         self.temperature[slot] = 1.0

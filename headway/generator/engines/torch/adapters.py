@@ -1,0 +1,174 @@
+"""Adapters of the torch engine: registered revisions by name, and the products of batches whose rows differ in them.
+
+Shape suffixes: n rows, d input and f output features, m (row, expert) pairs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.torch.native_decode import AdapterPanels, NativeDecode
+from headway.models.decoder import Decoder
+from headway.models.lora import LayerLora, Lora, use
+from headway.records.errors import ConfigurationError
+from headway.records.generation import BASE_MODEL, POLICY_ADAPTER
+
+
+class AdapterRevision(NamedTuple):
+    """An adapter as one update made it. ``update``: the number of that update in the engine, which never repeats."""
+
+    name: str
+    version: int
+    update: int
+    lora: Lora
+    panels: AdapterPanels | None  # for the native decode step
+
+
+class AdapterRevisions:
+    """The adapters that an engine serves: of each name the newest revision, and older ones that requests hold."""
+
+    def __init__(self, model: Decoder, fixed_shapes: bool) -> None:
+        self._model = model
+        self._newest: dict[str, AdapterRevision] = {}
+        self._by_update: dict[int, AdapterRevision] = {}
+        self.rows = RowAdapters(self._by_update, fixed_shapes)
+
+    def __len__(self) -> int:
+        return len(self._by_update)
+
+    def register(self, name: str, lora: Lora, version: int, update: int, decode: NativeDecode | None) -> None:
+        """Make ``lora``, which the caller must not change any more, the newest revision of ``name``."""
+        panels = None if decode is None else decode.adapter_panels(lora)
+        revision = AdapterRevision(name, version, update, lora, panels)
+        if not self._by_update:
+            layers = range(len(self._model.layers))
+            use(self._model, {number: _MixedLayer(self.rows, number) for number in layers})
+        self._newest[name] = self._by_update[update] = revision
+
+    def revised(self, name: str, tensors: Mapping[str, Tensor]) -> Lora:
+        """A copy of the adapter with other weights. Raises ConfigurationError when it isn't registered, or has other
+        names or shapes."""
+        if name not in self._newest:
+            raise ConfigurationError(f"an update of adapter {name!r}, which isn't registered; {self._known()}")
+        lora = copy.deepcopy(self._newest[name].lora)
+        lora.copy_weights(tensors)
+        return lora
+
+    def newest(self, name: str) -> AdapterRevision | None:
+        """The revision that a new request gets; None: the model alone. ``name`` as in `GenerationRequest.adapter`."""
+        return self._newest.get(name or POLICY_ADAPTER)
+
+    def held(self, name: str, version: int) -> AdapterRevision | None:
+        """The newest registered revision of this version."""
+        wanted = name or POLICY_ADAPTER
+        found = [one for one in self._by_update.values() if (one.name, one.version) == (wanted, version)]
+        return found[-1] if found else None
+
+    def of(self, update: int) -> AdapterRevision | None:
+        """The revision that this update made; None: it was of the model."""
+        return self._by_update.get(update)
+
+    def unknown(self, name: str) -> str:
+        """Reason why no request can have this adapter; "" when one can."""
+        return "" if name in ("", BASE_MODEL, *self._newest) else f"there is no adapter {name!r}; {self._known()}"
+
+    def unload(self, requests: Iterable[EngineRequest]) -> None:
+        """Drop the revisions that are neither newest nor held by one of the open ``requests``."""
+        if len(self._by_update) == len(self._newest):
+            return
+        kept = {revision.update for revision in self._newest.values()} | {request.update for request in requests}
+        for update in [update for update in self._by_update if update not in kept]:
+            del self._by_update[update]
+
+    def _known(self) -> str:
+        return f"registered: {', '.join(sorted(self._newest)) or 'none'}"
+
+
+class RowAdapters:
+    """The revisions that the rows of a forward pass are computed with.
+
+    With ``fixed_shapes`` each revision is computed on all rows and then chosen from, so that the shapes of products,
+    and with them a row's bits, don't depend on what its neighbours have.
+    """
+
+    def __init__(self, revisions: Mapping[int, AdapterRevision], fixed_shapes: bool) -> None:
+        self._revisions = revisions
+        self._fixed_shapes = fixed_shapes
+        self._updates_n = np.zeros(0, np.int64)
+        self._parts: dict[int, list[tuple[Lora, Tensor | None]]] = {}
+
+    def assign(self, updates_n: np.ndarray) -> None:
+        """Set the rows of the next pass: numbers of updates; one that is no revision's means none."""
+        self._updates_n, self._parts = updates_n, {}
+
+    def groups(self) -> tuple[np.ndarray | None, list[tuple[AdapterPanels, int, int]]]:
+        """(order, groups): an order of all rows in which those of one revision are neighbours (None: as they are), and
+        the panels, first row and count of rows of each revision in it."""
+        updates_n, order = self._updates_n, None
+        if not self._revisions:
+            return None, []
+        if (updates_n[1:] < updates_n[:-1]).any():
+            order = np.argsort(updates_n, kind="stable")
+            updates_n = updates_n[order]
+        found: list[tuple[AdapterPanels, int, int]] = []
+        for update, first, count in zip(*np.unique(updates_n, return_index=True, return_counts=True), strict=True):
+            revision = self._revisions.get(int(update))
+            if revision is not None and revision.panels is not None:
+                found.append((revision.panels, int(first), int(count)))
+        return order, found
+
+    def parts(self, rows: int, device: torch.device) -> list[tuple[Lora, Tensor | None]]:
+        """Each adapter of the first ``rows`` rows with the mask of its rows, bool [n]; None: all of them."""
+        if rows not in self._parts:
+            updates_n = self._updates_n[:rows]
+            found: list[tuple[Lora, Tensor | None]] = []
+            for update in np.unique(updates_n).tolist():
+                if (revision := self._revisions.get(update)) is not None:
+                    mask_n = updates_n == update
+                    whole = mask_n.all() and not self._fixed_shapes
+                    found.append((revision.lora, None if whole else torch.from_numpy(mask_n).to(device)))
+            self._parts[rows] = found
+        return self._parts[rows]
+
+    def added(self, add: Callable[..., Tensor], mask: Tensor, out: Tensor, *by_row: Tensor) -> Tensor:
+        """``out`` with what ``add(out, *by_row)`` adds to it, in the rows of ``mask`` alone."""
+        if self._fixed_shapes:
+            return torch.where(mask[:, None], add(out.clone(), *by_row), out)
+        rows = mask.nonzero()[:, 0]
+        return out.index_copy(0, rows, add(*(one.index_select(0, rows) for one in (out, *by_row))))
+
+
+class _MixedLayer:
+    """A decoder layer's `LayerAdapter` whose rows have different adapters."""
+
+    def __init__(self, rows: RowAdapters, number: int) -> None:
+        self._rows = rows
+        self._number = number
+
+    def add(self, product: str, out_nf: Tensor, x_nd: Tensor) -> Tensor:
+        """See `LayerLora.add`."""
+        for layer, mask_n in self._parts(product, len(x_nd), x_nd.device):
+            add = partial(layer.add, product)
+            out_nf = add(out_nf, x_nd) if mask_n is None else self._rows.added(add, mask_n, out_nf, x_nd)
+        return out_nf
+
+    def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
+        """See `LayerLora.add_experts`."""
+        for layer, mask_n in self._parts(product, int(row_m.max()) + 1, x_md.device):
+            add, by_row = partial(layer.add_experts, product), (out_mf, x_md, expert_m, row_m)
+            out_mf = add(*by_row) if mask_n is None else self._rows.added(add, mask_n[row_m], *by_row)
+        return out_mf
+
+    def _parts(self, product: str, rows: int, device: torch.device) -> Iterator[tuple[LayerLora, Tensor | None]]:
+        for lora, mask_n in self._rows.parts(rows, device):
+            layer = lora.layers.get(self._number)
+            if layer is not None and product in layer.products:
+                yield layer, mask_n
