@@ -207,7 +207,8 @@ class ProcessWorker:
     def _finish(self) -> None:
         if self._exit is None or self._died.done():
             return
-        error = WorkerDied(self.name, self._cause(self._exit), self._found_by, self._silent_s)
+        found_by = "node" if self._exit.code is None else self._found_by
+        error = WorkerDied(self.name, self._cause(self._exit), found_by, self._silent_s)
         self._died.set(error)
         self._link.close(error)
 

@@ -70,7 +70,8 @@ class StallWatch:
             before_s = clock.now()
             await clock.sleep(tick_s)
             lag_s = clock.now() - before_s - tick_s
-            with contextlib.suppress(HeadwayError):  # a full disk: without beats the loop would be called blocked
+            # A full disk, no descriptor left: without beats the loop would be called blocked.
+            with contextlib.suppress(HeadwayError, OSError):
                 if lag_s >= self._settings.lag_s:
                     self._ended(SUBJECT, "event loop", f"the event loop turns again, after {lag_s:.0f} s", lag_s)
                 await self.judge()

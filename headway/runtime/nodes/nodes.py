@@ -140,7 +140,7 @@ class Nodes:
         try:
             node = await self.wait_for(name, self._return_s)
         except NodeLost as lost:
-            raise WorkerDied(spec.name, str(lost)) from None
+            raise WorkerDied(spec.name, str(lost), "node") from None
         token = secrets.token_hex(16)
         awaited = self._awaited[token] = asyncio.get_running_loop().create_future()
         order = ProcessOrder(
@@ -155,7 +155,7 @@ class Nodes:
             async with asyncio.timeout(_CALL_S):
                 return process, await awaited
         except NodeLost as lost:
-            raise WorkerDied(spec.name, str(lost)) from None
+            raise WorkerDied(spec.name, str(lost), "node") from None
         except RemoteError as error:
             raise WorkerDied(spec.name, f"could not be started on node {name}: {error.error}") from error
         except TimeoutError:
@@ -199,9 +199,13 @@ class Nodes:
         node = Node(sock, name, peer, self._clock, self._lose)
         try:
             facts = await node.inquire()
-        except BaseException:  # time-out too: a socket closed under its link would still be watched
-            node.give_up("did not describe itself")
-            raise
+        finally:  # of a time-out too: a socket closed under its link would still be watched
+            if self._closing:  # the others have been told already
+                await node.leave(not self._keep_agents)
+            elif node.facts is None:
+                node.give_up("did not describe itself")
+        if self._closing:
+            return
         self.joined[name] = node
         node.watch(self._orphan_s, self._on_event)
         self._on_event(
@@ -226,7 +230,7 @@ class Nodes:
     async def _taken(self, taking: Awaitable[object]) -> None:
         try:
             await taking
-        except HeadwayError as error:
+        except (HeadwayError, OSError) as error:  # a model's file that can't be read here, say
             self._on_event("offer_failed", str(error))
 
     async def _look_around(self) -> None:
