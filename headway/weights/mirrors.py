@@ -62,7 +62,7 @@ class Mirrors:
         return await asyncio.shield(copying)
 
     async def problems(self, nodes: Iterable[str]) -> list[str]:
-        """What keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
+        """List what keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
         found, names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
         if names[1:]:  # start them together; failures are found below
             await asyncio.gather(*map(self._mirror, names), return_exceptions=True)

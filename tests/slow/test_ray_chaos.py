@@ -99,7 +99,9 @@ class RayRun:
         for line in tiny_run.lines_of(self.run):
             if isinstance(line, EventRecord) and line.event.startswith("generator_") and line.worker:
                 last[line.worker] = line.event
-        return self.joined() >= 2 + self.lost() and not {"generator_died", "generator_restart_failed"} & set(last.values())
+        return self.joined() >= 2 + self.lost() and not {"generator_died", "generator_restart_failed"} & set(
+            last.values()
+        )
 
 
 def _parent(pid: int) -> int:

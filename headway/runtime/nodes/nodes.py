@@ -82,12 +82,12 @@ class Nodes:
 
     async def __aenter__(self) -> Nodes:
         await self._listener.open()
-        self._looking = asyncio.create_task(self._look_around(), name="conditions")
+        self._reading = asyncio.create_task(self._read_conditions(), name="conditions")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
-        for task in (self._looking, *self._offers):
+        for task in (self._reading, *self._offers):
             task.cancel()
         await asyncio.gather(*(node.leave(not self._keep_agents) for node in list(self.joined.values())))
         await self._listener.close()
@@ -233,7 +233,7 @@ class Nodes:
         except (HeadwayError, OSError) as error:  # a model's file that can't be read here, say
             self._on_event("offer_failed", str(error))
 
-    async def _look_around(self) -> None:
+    async def _read_conditions(self) -> None:
         """Read this machine's own conditions every few seconds."""
         reader = ConditionsReader(Path(tempfile.gettempdir()))
         while True:
