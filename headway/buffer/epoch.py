@@ -167,7 +167,7 @@ async def take_epoch(
     try:
         record = register.look()
         former = register.holder(record.holder)
-        ended = take_over or (former is not None and former.boot == _boot())
+        ended = take_over or (former is not None and former.boot == _boot() != "")  # "": any machine might be meant
         waited, claim = False, EpochClaim(former.orphan_s if former is not None else orphan_s)
         if not (ended or record.released) and former is not None and former.place != os.stat(register.folder).st_ino:
             raise ConfigurationError(

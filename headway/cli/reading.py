@@ -55,13 +55,13 @@ def doctor(
 ) -> None:
     """Say what bounds a run, where its device-hours go, and the three changes with the largest predicted gain."""
     if live:
-        from headway.report.live_waits import picture_of, picture_text
+        from headway.report.live_waits import live_waits_text, read_live_waits
 
-        picture = picture_of(run)
+        waits = read_live_waits(run)
         if as_json:
-            print_json(picture)
+            print_json(waits)
         else:
-            typer.echo(picture_text(picture))
+            typer.echo(live_waits_text(waits))
         return
     from headway.planner.catalogue.read import Catalogue
     from headway.planner.costs import price_of

@@ -1,4 +1,4 @@
-"""Which waits are stalls, and what they wait for: expected times from a run's own history, and the facts of looks."""
+"""Which waits are stalls, and what they wait for: expected times from a run's own history, and facts about workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from headway.records.stalls import Stack, Stall, Wait, WorkerLook
+from headway.records.stalls import Stack, Stall, Wait, WorkerStatus
 
 LOOPS = "orchestrator"  # owner of waits that end when something else in the orchestrator does
 _IDLE = (
@@ -29,7 +29,7 @@ class StallLimits(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 512  # durations kept of each kind
     factor: float = 4.0  # the expected time is at least so many times the 0.99 quantile
     fact_s: float = 8.0  # a fact is reported after so long
-    confirmed_looks: int = 2  # a stall is seen so often in a row before it is reported, and missed before it is over
+    confirmations: int = 2  # a stall is seen so often in a row before it is reported, and missed before it is over
     quiet_s: float = 30.0  # after a stall's end, waits of the loops are not judged: they were its consequences
 
 
@@ -72,7 +72,7 @@ def role_of(worker: str) -> str:
     return worker.rstrip("-0123456789")
 
 
-def workers_to_look_at(
+def workers_to_inspect(
     waits: Sequence[Wait], silent_s: Mapping[str, float], expectations: Expectations, now_s: float, limits: StallLimits
 ) -> set[str]:
     """Names of the workers, keys of ``silent_s``, whose state matters: silent, waited for too long, or ranks of a group
@@ -90,7 +90,7 @@ def workers_to_look_at(
 
 def find_stalls(
     waits: Sequence[Wait],
-    looks: Mapping[str, WorkerLook],
+    statuses: Mapping[str, WorkerStatus],
     silent_since_s: Mapping[str, float],
     expectations: Expectations,
     now_s: float,
@@ -103,11 +103,11 @@ def find_stalls(
     oldest: dict[str, Wait] = {}
     for wait in waits:
         oldest.setdefault(wait.owner, wait)
-    facts = [_of_look(look, oldest, silent_since_s, expectations, now_s, limits) for look in looks.values()]
+    facts = [_stall_of(status, oldest, silent_since_s, expectations, now_s, limits) for status in statuses.values()]
     stalls = [stall for stall in facts if stall is not None]
-    stalls += _missing_ranks(looks, oldest, expectations, now_s, limits)
+    stalls += _missing_ranks(statuses, oldest, expectations, now_s, limits)
     explained = {stall.owner for stall in stalls} | {
-        name for stall in stalls if role_of(stall.owner) == "trainer" for name in looks if role_of(name) == "trainer"
+        name for stall in stalls if role_of(stall.owner) == "trainer" for name in statuses if role_of(name) == "trainer"
     }
     for owner, wait in oldest.items():
         if owner in explained or owner == LOOPS:
@@ -115,21 +115,21 @@ def find_stalls(
         overdue = _first_overdue([one for one in waits if one.owner == owner], expectations, now_s)
         # Later calls wait behind the first: where that isn't overdue, neither are they.
         if overdue is not None and (overdue is wait or overdue.kind.startswith("environment.")):
-            stalls.append(_overdue(overdue, looks.get(owner), expectations))
+            stalls.append(_overdue(overdue, statuses.get(owner), expectations))
     if not stalls:
         overdue = _first_overdue([one for one in waits if one.owner == LOOPS], expectations, now_s)
-        troubled = next((look for look in looks.values() if look.trouble), None)
+        troubled = next((status for status in statuses.values() if status.trouble), None)
         stalls += [] if overdue is None else [_overdue(overdue, troubled, expectations)]
     return stalls
 
 
-def place_of(look: WorkerLook) -> tuple[str, tuple[Stack, ...]]:
+def place_of(status: WorkerStatus) -> tuple[str, tuple[Stack, ...]]:
     """Where a worker is: the innermost frame that isn't a library's, of the thread or task that does the work; and the
     stacks that show it, most telling first. "" where nothing is known."""
-    main = [stack for stack in look.stacks if stack.of == "main"]
-    tasks = [stack for stack in look.stacks if stack.of.startswith("task ") and stack.frames]
-    threads = [stack for stack in look.stacks if stack not in main and stack not in tasks and not _idle(stack)]
-    working = [stack for stack in main if look.call not in ("", "tick") or not _idle(stack)]
+    main = [stack for stack in status.stacks if stack.of == "main"]
+    tasks = [stack for stack in status.stacks if stack.of.startswith("task ") and stack.frames]
+    threads = [stack for stack in status.stacks if stack not in main and stack not in tasks and not _idle(stack)]
+    working = [stack for stack in main if status.call not in ("", "tick") or not _idle(stack)]
     tasks.sort(key=lambda stack: _own(stack).startswith(("headway/", "<")))  # the user's own code first
     # A thread of an event loop that turns is busy for moments: what its tasks await says more.
     ordered = [*working, *threads, *tasks, *(stack for stack in main if stack not in working)]
@@ -146,40 +146,40 @@ def _idle(stack: Stack) -> bool:
     return not stack.frames or stack.frames[-1].startswith(_IDLE)
 
 
-def _of_look(
-    look: WorkerLook,
+def _stall_of(
+    status: WorkerStatus,
     oldest: Mapping[str, Wait],
     silent_since_s: Mapping[str, float],
     expectations: Expectations,
     now_s: float,
     limits: StallLimits,
 ) -> Stall | None:
-    """A stall that a look at one worker proves."""
-    wait = oldest.get(look.worker)
-    since_s = silent_since_s.get(look.worker, now_s)
-    if look.condition == "answers" or now_s - since_s < limits.fact_s / 2:
+    """A stall that one worker's status proves."""
+    wait = oldest.get(status.worker)
+    since_s = silent_since_s.get(status.worker, now_s)
+    if status.condition == "answers" or now_s - since_s < limits.fact_s / 2:
         return None
-    place, stacks = place_of(look)
-    if look.condition == "stopped":
+    place, stacks = place_of(status)
+    if status.condition == "stopped":
         cause, kind = "is stopped by a signal or a debugger", "stopped"
     elif place:
         cause, kind = f"holds the interpreter's lock in {place}", "lock held"
     else:
         cause, kind = "gives no sign of life", "silent"
-    what = f"{_waiting(wait)} for {look.worker}, which {cause}" if wait is not None else f"{look.worker} {cause}"
+    what = f"{_waiting(wait)} for {status.worker}, which {cause}" if wait is not None else f"{status.worker} {cause}"
     return Stall(
-        owner=look.worker,
+        owner=status.worker,
         kind=kind,
         since_s=since_s,
         what=what,
         expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
         hard=True,
-        stacks=tuple((look.worker, stack) for stack in stacks),
+        stacks=tuple((status.worker, stack) for stack in stacks),
     )
 
 
 def _missing_ranks(
-    looks: Mapping[str, WorkerLook],
+    statuses: Mapping[str, WorkerStatus],
     oldest: Mapping[str, Wait],
     expectations: Expectations,
     now_s: float,
@@ -187,38 +187,38 @@ def _missing_ranks(
 ) -> list[Stall]:
     """The rank that others wait for in a collective: a fact where it has ended its call or is in another collective;
     where it is still computing, a stall once that takes longer than expected."""
-    ranks = [look for look in looks.values() if role_of(look.worker) == "trainer" and look.condition == "answers"]
-    waiting = [look for look in ranks if look.in_collective_s is not None and look.in_collective_s >= limits.fact_s]
+    ranks = [one for one in statuses.values() if role_of(one.worker) == "trainer" and one.condition == "answers"]
+    waiting = [one for one in ranks if one.in_collective_s is not None and one.in_collective_s >= limits.fact_s]
     if not waiting:
         return []
-    ahead = max(waiting, key=lambda look: (look.collectives, look.in_collective_s or 0.0))
-    for look in ranks:
-        same = (look.collectives, look.collective) == (ahead.collectives, ahead.collective)
-        if look is ahead or (same and look.in_collective_s is not None):
+    ahead = max(waiting, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
+    for status in ranks:
+        same = (status.collectives, status.collective) == (ahead.collectives, ahead.collective)
+        if status is ahead or (same and status.in_collective_s is not None):
             continue
         wait = oldest.get(ahead.worker)
         overdue = wait is not None and now_s - wait.since_s > expectations.expected_s(wait.kind)
-        hard = not look.call or (look.in_collective_s or 0.0) >= limits.fact_s
+        hard = not status.call or (status.in_collective_s or 0.0) >= limits.fact_s
         if not hard and not overdue:
             continue
-        place, stacks = place_of(look)
-        if look.in_collective_s is not None:
-            where = f"is in {look.collective} {look.collectives}, at {place}"
-        elif not look.call:
-            where = f"has ended its call after {look.collectives} collectives"
+        place, stacks = place_of(status)
+        if status.in_collective_s is not None:
+            where = f"is in {status.collective} {status.collectives}, at {place}"
+        elif not status.call:
+            where = f"has ended its call after {status.collectives} collectives"
         else:
             where = f"is in {place}"
         waits_in = f"{ahead.worker} waits in {ahead.collective} {ahead.collectives}"
         return [
             Stall(
-                owner=look.worker,
+                owner=status.worker,
                 kind="missing rank",
                 since_s=now_s - (ahead.in_collective_s or 0.0),
-                what=f"{waits_in} for {look.worker}, which {where}",
+                what=f"{waits_in} for {status.worker}, which {where}",
                 expected_s=limits.fact_s if wait is None else expectations.expected_s(wait.kind),
                 hard=hard,
                 stacks=(
-                    *((look.worker, stack) for stack in stacks),
+                    *((status.worker, stack) for stack in stacks),
                     *((ahead.worker, stack) for stack in place_of(ahead)[1]),
                 ),
             )
@@ -230,13 +230,13 @@ def _first_overdue(waits: Sequence[Wait], expectations: Expectations, now_s: flo
     return next((wait for wait in waits if now_s - wait.since_s > expectations.expected_s(wait.kind)), None)
 
 
-def _overdue(wait: Wait, look: WorkerLook | None, expectations: Expectations) -> Stall:
-    place, stacks = ("", ()) if look is None else place_of(look)
+def _overdue(wait: Wait, status: WorkerStatus | None, expectations: Expectations) -> Stall:
+    place, stacks = ("", ()) if status is None else place_of(status)
     owner = wait.owner
-    if look is not None and look.trouble:
-        cause = f"{f'while {look.worker}' if owner == LOOPS else 'which'} reports: {look.trouble}"
-        owner = look.worker
-    elif look is not None and look.blocked_events:
+    if status is not None and status.trouble:
+        cause = f"{f'while {status.worker}' if owner == LOOPS else 'which'} reports: {status.trouble}"
+        owner = status.worker
+    elif status is not None and status.blocked_events:
         cause = "which waits until its events are read here"
     else:
         cause = (
@@ -261,7 +261,7 @@ def _waiting(wait: Wait | None) -> str:
 
 
 class StallTracker:
-    """Decides when a stall is reported and when it is over: found or missed in ``confirmed_looks`` looks in a row."""
+    """Decides when a stall is reported and when it is over: found or missed ``confirmations`` times in a row."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits
@@ -271,7 +271,7 @@ class StallTracker:
         self.quiet_until_s = -math.inf  # waits of the loops are not judged before
 
     def update(self, found: Iterable[Stall], now_s: float) -> tuple[list[Stall], list[Stall]]:
-        """Take in the stalls of a look. Returns those to report now, and those that are over."""
+        """Take in the stalls found now. Returns those to report now, and those that are over."""
         present = {
             (stall.owner, stall.kind): stall
             for stall in found
@@ -281,13 +281,13 @@ class StallTracker:
         self._seen = {key: self._seen.get(key, 0) + 1 for key in present}
         for key, stall in present.items():
             self._missed.pop(key, None)
-            if key not in self.open and self._seen[key] >= self._limits.confirmed_looks:
+            if key not in self.open and self._seen[key] >= self._limits.confirmations:
                 begun.append(stall)
                 self.open[key] = stall
         over: list[Stall] = []
         for key in [key for key in self.open if key not in present]:
             self._missed[key] = self._missed.get(key, 0) + 1
-            if self._missed[key] >= self._limits.confirmed_looks:
+            if self._missed[key] >= self._limits.confirmations:
                 over.append(self.open.pop(key))
                 del self._missed[key]
         if self.open or over:

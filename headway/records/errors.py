@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-FoundBy = Literal["exit", "health", "call"]
+FoundBy = Literal["exit", "health", "call", "node"]
 """How a worker's death was noticed: its process ended by itself; it missed its health checks, or a call to it failed,
-and it was killed."""
+and it was killed; or its node was lost."""
 
 
 class HeadwayError(Exception):

@@ -25,11 +25,11 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     frames: tuple[str, ...]  # "headway/trainer/learner.py:118 update", innermost last
 
 
-class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
-    """A look at a worker: what it is doing now.
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The status of a worker: what it is doing now.
 
-    Taken by the worker's second thread, which needs the interpreter's lock; where that doesn't answer, by its machine:
-    ``condition`` is then "silent" or "stopped", and the stacks were written by a signal handler that needs no lock.
+    Reported by the worker's second thread, which needs the interpreter's lock; where that doesn't answer, by its
+    machine: ``condition`` is then "silent" or "stopped", and a signal handler that needs no lock wrote the stacks.
     """
 
     worker: str = ""
@@ -60,7 +60,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
         return f"stalled {now_s - self.since_s:.0f} s: {self.what}"
 
 
-class LivePicture(msgspec.Struct, frozen=True, kw_only=True):
+class WaitGraph(msgspec.Struct, frozen=True, kw_only=True):
     """``RUN/waits.json``: who waits for whom, written every few seconds while a run lives."""
 
     written_s: float  # seconds since 1970
@@ -68,5 +68,5 @@ class LivePicture(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float  # its clock
     waits: tuple[Wait, ...] = ()  # oldest first, the oldest few hundred
     expected_s: dict[str, float] = {}  # kind -> longest time that it should take
-    looks: tuple[WorkerLook, ...] = ()  # at workers that something has long waited for
+    workers: tuple[WorkerStatus, ...] = ()  # those that something has long waited for
     stalls: tuple[Stall, ...] = ()

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.records.errors import ConfigurationError
-from headway.records.stalls import WorkerLook
+from headway.records.stalls import WorkerStatus
 from headway.runtime.devices import Device, parse_device
 from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, encode_error, send_some, tune
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.runtime.stalls.stacks import DUMP_SIGNAL, task_stacks, thread_stacks
 
-LOOK_PATIENCE_S = 1.0
+INSPECT_PATIENCE_S = 1.0
 EXIT_PARENT_GONE = 75
 EXIT_FAILED = 1
 PR_SET_PDEATHSIG = 1
@@ -118,8 +118,8 @@ class CallServer:
             if frame.kind == Kind.PING:
                 self._connection.send_if_free(pong)
                 continue
-            if frame.kind == Kind.LOOK:
-                self._connection.send_if_free(encode(Kind.RESULT, frame.call, self._look()), LOOK_PATIENCE_S)
+            if frame.kind == Kind.INSPECT:
+                self._connection.send_if_free(encode(Kind.RESULT, frame.call, self._status()), INSPECT_PATIENCE_S)
                 continue
             if frame.kind == Kind.STOP:
                 self._stopping.set()
@@ -155,13 +155,13 @@ class CallServer:
         self._connection.send(reply)
         self._running = ("", 0.0)
 
-    def _look(self) -> WorkerLook:
+    def _status(self) -> WorkerStatus:
         """Describe what the worker is doing. A worker that plays on an event loop of its own has it as ``loop``,
         and one that knows what keeps it from working says so as ``trouble``."""
         call, since_s = self._running
         loop = getattr(self._worker, "loop", None)
         stacks = [*thread_stacks(skip=("reader",)), *(task_stacks(loop) if loop is not None else ())]
-        return WorkerLook(
+        return WorkerStatus(
             call=call,
             call_s=time.monotonic() - since_s if call else 0.0,
             collective=COLLECTIVES.name,

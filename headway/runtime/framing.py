@@ -50,7 +50,7 @@ class Kind(enum.IntEnum):
     CALL = 3  # (method, positional, named)
     PING = 4
     STOP = 5
-    LOOK = 12  # what is it doing: its second thread answers, as with a call's result
+    INSPECT = 12  # what is it doing: its second thread answers, as with a call's result
     # child to parent
     READY = 6  # constructed
     RESULT = 7  # a call's result

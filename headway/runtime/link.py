@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.records.errors import RemoteError, WorkerDied
-from headway.records.stalls import WorkerLook
+from headway.records.stalls import WorkerStatus
 from headway.runtime.channel import Channel, ChannelClosed, ChannelFull
 from headway.runtime.clock import Clock
 from headway.runtime.framing import (
@@ -99,9 +99,9 @@ class Link:
         with self._waits.on(f"{self._role}.{method}", self.name):
             return await self._request(Kind.CALL, method, (method, args, named), timeout_s)
 
-    async def look(self, timeout_s: float) -> WorkerLook:
+    async def inspect(self, timeout_s: float) -> WorkerStatus:
         """Ask the worker's second thread what the worker is doing. Raises TimeoutError, WorkerDied."""
-        return await self._request(Kind.LOOK, "look", None, timeout_s)
+        return await self._request(Kind.INSPECT, "inspect", None, timeout_s)
 
     @property
     def blocks_events(self) -> bool:

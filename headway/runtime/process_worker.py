@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.records.errors import FoundBy, RemoteError, WorkerDied
-from headway.records.stalls import WorkerLook
+from headway.records.stalls import WorkerStatus
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.framing import Kind, encode
@@ -20,7 +20,7 @@ from headway.runtime.stalls.stacks import parse_dump
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.worker_process import ProcessExit, WorkerProcess
 
-LOOK_S = 2.0  # that the second thread of a worker has to answer
+INSPECT_S = 2.0  # that the second thread of a worker has to answer
 EXIT_GRACE_S = 5.0  # from losing the connection, or the report of a fatal error, to kill -9
 
 
@@ -109,22 +109,22 @@ class ProcessWorker:
         """Seconds without a sign of life, as of the last health check."""
         return self._link.silent_s
 
-    async def look(self) -> WorkerLook | None:
-        """See :meth:`headway.runtime.stalls.waits.VisibleWorker.look`. Where the worker's second thread doesn't answer,
-        since the interpreter's lock is held or the process is stopped, its machine looks at it."""
+    async def inspect(self) -> WorkerStatus | None:
+        """See :meth:`headway.runtime.stalls.waits.InspectableWorker.inspect`. Where the worker's second thread doesn't
+        answer, since the interpreter's lock is held or the process is stopped, its machine is asked."""
         if not self.alive:
             return None
         try:
-            look = await self._link.look(LOOK_S)
-            return msgspec.structs.replace(look, worker=self.name, blocked_events=self._link.blocks_events)
+            status = await self._link.inspect(INSPECT_S)
+            return msgspec.structs.replace(status, worker=self.name, blocked_events=self._link.blocks_events)
         except (WorkerDied, RemoteError):
             return None
         except TimeoutError:
             stopped, dump = await self._process.inspect()
         if self._link.blocks_events:
-            return WorkerLook(worker=self.name, blocked_events=True, stacks=tuple(parse_dump(dump)))
+            return WorkerStatus(worker=self.name, blocked_events=True, stacks=tuple(parse_dump(dump)))
         condition = "stopped" if stopped else "silent"
-        return WorkerLook(worker=self.name, condition=condition, stacks=tuple(parse_dump(dump)))
+        return WorkerStatus(worker=self.name, condition=condition, stacks=tuple(parse_dump(dump)))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """See :meth:`headway.runtime.workers.Worker.stop`."""
@@ -207,7 +207,8 @@ class ProcessWorker:
     def _finish(self) -> None:
         if self._exit is None or self._died.done():
             return
-        error = WorkerDied(self.name, self._cause(self._exit), self._found_by, self._silent_s)
+        found_by = "node" if self._exit.code is None else self._found_by
+        error = WorkerDied(self.name, self._cause(self._exit), found_by, self._silent_s)
         self._died.set(error)
         self._link.close(error)
 

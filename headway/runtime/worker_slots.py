@@ -62,8 +62,8 @@ class WorkerSlot:
 
     Lifecycle: *empty* -> *live* -> *down*, when the worker dies -> *live* again after ``restart``, or *lost*, when its
     pool gives up. Its pool decides when to restart: at once, or when there is work. The pause before a start grows
-    with the failures in a row (deaths and failed starts): none after one, then 0.5 s, doubled up to 30 s. ``forgive``
-    resets them; each also expires after ``forgiven_after_s`` of service.
+    with the failures in a row (failed starts, and deaths, except those with their node): none after one, then 0.5 s,
+    doubled up to 30 s. ``forgive`` resets them; each also expires after ``forgiven_after_s`` of service.
 
     Example: the worker dies: "NAME_died", 1 failure. ``restart`` fails at once: "NAME_restart_failed", 2 failures.
     ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``lost_s`` = 2.5.
@@ -207,7 +207,9 @@ class WorkerSlot:
         death = await worker.died
         self._served_s += self._clock.now() - since_s
         if not self._stopping:
-            self._fail(death)
+            self.fault = death
+            if death.found_by != "node":  # a machine's end is no failure of the worker's
+                self._fail(death)
             self._reporter.died(death)
 
     async def _restart(self) -> Worker | None:

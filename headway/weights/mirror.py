@@ -26,7 +26,7 @@ import msgspec
 from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, admit
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRefused, Hello, NotAdmitted, admit
 from headway.runtime.nodes.listener import Listener
 from headway.weights.leftovers import stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
@@ -113,6 +113,16 @@ class MirrorService:
                 del self._published[first]
                 self._gone = max(self._gone, first)
             self._changed.notify_all()
+
+    def problem_with(self, source: str) -> str:
+        """Why nothing could be fetched from the mirror at ``source``; empty: it can be reached, and takes the key."""
+        hello = Hello(purpose="mirror", subject="check", epoch=self._epoch)
+        try:
+            dialling = dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
+            asyncio.run(dialling)[0].close()
+        except ConnectionRefused as error:
+            return str(error)
+        return ""
 
     def statistics(self) -> dict[str, int]:
         """Bytes sent to other mirrors so far."""

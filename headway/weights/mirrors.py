@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt
@@ -59,6 +60,22 @@ class Mirrors:
                 del self._copies[old]
                 self._chains.pop(old[0], None)
         return await asyncio.shield(copying)
+
+    async def problems(self, nodes: Iterable[str]) -> list[str]:
+        """List what keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
+        found, names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
+        if names[1:]:  # start them together; failures are found below
+            await asyncio.gather(*map(self._mirror, names), return_exceptions=True)
+        for before, here in pairwise(names):
+            for there in dict.fromkeys((self._origin, before)):
+                try:
+                    (_, address), (mirror, _) = await self._mirror(there), await self._mirror(here)
+                    why = await mirror.call("problem_with", address, timeout_s=_START_S)
+                except (HeadwayError, TimeoutError) as error:
+                    why = str(error)
+                if why:
+                    found.append(f"{here or 'this machine'} gets nothing from {there or 'this machine'}: {why}")
+        return found
 
     async def stop(self) -> None:
         """Stop all mirrors."""

@@ -232,3 +232,43 @@ def test_the_environment_of_workers_is_shown_without_secrets(inputs: Path, tmp_p
     config = write(tmp_path, inputs, cluster={"environment": {"NCCL_SOCKET_IFNAME": "eth0", "HF_TOKEN": "hf_1"}})
     shown = only(cluster_findings(tiny_run.experiment_of(config)), "info", "cluster.environment")
     assert shown == "workers on nodes get NCCL_SOCKET_IFNAME=eth0, HF_TOKEN=***"
+
+
+def test_a_copy_of_the_books_that_can_not_be_kept_is_found(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = write(tmp_path, inputs, cluster={"replicate_to": f"b:{tmp_path}/file/copy"})
+    with agent_of(config):
+        message = only(look(config), "error", "cluster.replicate_to")
+    assert message == f"on node b: {tmp_path}/file is no folder that can be written to"
+    here = write(tmp_path, inputs, cluster={"replicate_to": f":{tmp_path}/file/copy"})
+    assert only(cluster_findings(tiny_run.experiment_of(here)), "error", "cluster.replicate_to") == message[11:]
+    with agent_of(config := write(tmp_path, inputs, cluster={"replicate_to": f"b:{tmp_path}/copies/run"})):
+        assert not errors(look(config))
+
+
+@needs_namespaces
+def test_ports_that_a_firewall_closes_between_two_nodes_are_found(inputs: Path, tmp_path: Path) -> None:
+    cluster = {"address": "10.77.0.1:7400", "nodes": ["b", "c"]}
+    config = write(tmp_path, inputs, cluster=cluster, generator={"devices": ["b/cpu:0", "c/cpu:0"]})
+
+    def check(namespace: str) -> subprocess.CompletedProcess[str]:
+        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "headway.cli.main", "check", str(config)]
+        return subprocess.run([*command, "--no-calibrate"], capture_output=True, text=True, timeout=100, check=False)
+
+    with namespaces(3) as names:
+        agents = [
+            start_agent("10.77.0.1:7400", name, log=tmp_path / f"{name}.log", namespace=namespace)
+            for name, namespace in zip("bc", names[1:], strict=True)
+        ]
+        try:
+            assert "cluster.port_range" not in check(names[0]).stdout
+            subprocess.run(["ip", "-n", names[1], "route", "add", "unreachable", "10.77.0.3"], check=True)
+            found = check(names[0])
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    assert found.returncode == 2
+    (line,) = [line for line in (found.stdout + found.stderr).splitlines() if "cluster.port_range" in line]
+    assert line.startswith("error: cluster.port_range: c gets nothing from b: 10.77.0.2:29500 ")
+    assert line.endswith("; open these ports between the machines of the run")

@@ -65,6 +65,7 @@ def test_a_killed_agent_takes_its_workers_with_it(tmp_path: Path):
             agents["b"].kill()
             death = await worker.died
             assert death.cause.startswith("node b ")
+            assert death.found_by == "node"
             await until(lambda: not exists(worker.pid))
             assert events.of("node_lost")
             starting = asyncio.create_task(nodes.start(spec(device="b/cpu:0")))  # waits for its return

@@ -171,3 +171,21 @@ def test_a_relay_sleeps_while_what_a_process_sent_last_can_not_leave():
     network.close()
     relay.join(10.0)
     assert not relay.is_alive()
+
+
+def test_what_a_process_sent_last_arrives_though_it_left_something_unread():
+    outer, network = socket.socketpair()
+    inner, process = socket.socketpair()
+    network.send(b"a heartbeat")
+    process.send(b"its traceback")
+    process.close()
+    for end in (outer, inner):
+        end.setblocking(False)
+    relay = threading.Thread(target=encryption._relay, args=(outer, inner), daemon=True)  # pyright: ignore
+    relay.start()
+    network.settimeout(10.0)
+    assert network.recv(1 << 10) == b"its traceback"
+    assert network.recv(1 << 10) == b""
+    network.close()
+    relay.join(10.0)
+    assert not relay.is_alive()

@@ -43,12 +43,13 @@ def test_a_run_ends_though_the_process_that_watches_its_loop_is_stopped(tmp_path
     assert not Path(f"/proc/{watcher}").exists()
 
 
-def test_the_loop_beats_on_when_the_ledger_can_not_be_written(tmp_path: Path):
+@pytest.mark.parametrize("error", [HeadwayError("no space left"), OSError(24, "Too many open files")], ids=str)
+def test_the_loop_beats_on_when_the_ledger_can_not_be_written(tmp_path: Path, error: Exception):
     reports, beats = [], []
 
     def full(name: str, detail: str, **fields: Any) -> None:
         reports.append(detail)
-        raise HeadwayError("no space left")
+        raise error
 
     async def main(clock: VirtualClock) -> None:
         waits = Waits(clock.now)

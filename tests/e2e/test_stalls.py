@@ -237,7 +237,7 @@ def test_policy_end_ends_the_run_so_that_it_can_be_resumed(
 
 
 @pytest.mark.slow
-def test_healthy_run_has_no_stall_and_no_picture_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_run_has_no_stall_and_no_wait_graph_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_run, "FAULTY", STALLED)
     write_inputs(tmp_path)
     ended = tiny_run.train(write_experiment(tmp_path, run={"directory": str(tmp_path / "run"), "steps": 60}))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ LIMIT_S = 120.0  # until three more steps, and until the nodes are there again
 class RayRun:
     """A run with two nodes in a Ray cluster of two machines, with the means to break it."""
 
-    def __init__(self, run: Path, cluster: Any, rng: random.Random) -> None:
-        self.run, self.cluster, self.rng = run, cluster, rng
+    def __init__(self, run: Path, cluster: Any, rng: random.Random, story: Callable[[], str]) -> None:
+        self.run, self.cluster, self.rng, self.story = run, cluster, rng, story
         self.machines = list(cluster.worker_nodes)
+        self.measured: dict[str, float] = {}  # by the fault under way
 
     def workers(self) -> list[int]:
         """Process ids of the run's workers on its nodes, by the environment that the run gave them."""
@@ -67,27 +69,39 @@ class RayRun:
         os.kill(self.rng.choice(agents), signal.SIGKILL)
 
     def remove_machine(self) -> None:
-        """A machine dies; one of its agents' neighbours dies meanwhile; then another machine comes."""
+        """A machine dies; the other one's agent dies while it is missing; then another machine comes."""
+        lost = self.lost()
         self.cluster.remove_node(self.machines.pop(self.rng.randrange(2)), allow_graceful=False)
-        steps = len(tiny_run.steps_of(self.run))
-        wait_until(lambda: len(tiny_run.steps_of(self.run)) >= steps + 3, lambda: "no step with one machine left")
-        joined = self.joined()
+        # On a real machine they die with it; here its processes outlive Ray's there by a second, and could be chosen.
+        self.wait_until(lambda: self.lost() > lost, "the machine's agent outlives it")
+        steps, joined = len(tiny_run.steps_of(self.run)), self.joined()
+        self.wait_until(lambda: len(tiny_run.steps_of(self.run)) >= steps + 3, "no step with one machine left")
         self.kill_agent()
-        wait_until(lambda: self.joined() > joined, lambda: "the agent of the machine that is left stays away")
+        killed_s = time.monotonic()
+        self.wait_until(lambda: self.joined() > joined, "the agent of the machine that is left stays away")
+        back_s = time.monotonic()
         self.machines.append(self.cluster.add_node(num_cpus=1, object_store_memory=80_000_000))
-        wait_until(lambda: self.joined() > joined + 1, lambda: "no agent on the new machine")
+        self.wait_until(lambda: self.joined() > joined + 1, "no agent on the new machine")
+        self.measured = {"back_s": round(back_s - killed_s, 2), "added_s": round(time.monotonic() - back_s, 2)}
+
+    def wait_until(self, condition: Callable[[], bool], cause: str) -> None:
+        wait_until(condition, lambda: f"{cause}\n{self.story()}")
+
+    def lost(self) -> int:
+        return len(tiny_run.events_of(self.run, "node_lost"))
 
     def joined(self) -> int:
         return len(tiny_run.events_of(self.run, "node_joined"))
 
     def whole(self) -> bool:
         """Whether all that was lost is there again."""
-        lost = len(tiny_run.events_of(self.run, "node_lost"))
         last = {}  # of each generator's outages
         for line in tiny_run.lines_of(self.run):
             if isinstance(line, EventRecord) and line.event.startswith("generator_") and line.worker:
                 last[line.worker] = line.event
-        return self.joined() >= 2 + lost and not {"generator_died", "generator_restart_failed"} & set(last.values())
+        return self.joined() >= 2 + self.lost() and not {"generator_died", "generator_restart_failed"} & set(
+            last.values()
+        )
 
 
 def _parent(pid: int) -> int:
@@ -129,15 +143,16 @@ def test_ten_faults_by_seed(tmp_path: Path, seed: int) -> None:
         environment = os.environ | environment | {"PYTHONPATH": FOLDERS, "OMP_NUM_THREADS": "1"}
         with open(tmp_path / "output", "wb") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        broken = RayRun(run, cluster, rng)
 
         def story() -> str:
             return "\n".join(map(json.dumps, journal)) + (tmp_path / "output").read_text() + tiny_run.tail_of(run)
 
+        broken = RayRun(run, cluster, rng, story)
+
         try:
             wait_until(lambda: len(tiny_run.steps_of(run)) >= 5, story)
             for fault in faults:
-                before_s = time.monotonic()
+                before_s, broken.measured = time.monotonic(), {}
                 getattr(broken, fault)()
                 steps = len(tiny_run.steps_of(run))
                 wait_until(lambda steps=steps: len(tiny_run.steps_of(run)) >= steps + 3, story)
@@ -150,6 +165,7 @@ def test_ten_faults_by_seed(tmp_path: Path, seed: int) -> None:
                         "step": steps,
                         "three_steps_s": round(stepped_s - before_s, 2),
                         "whole_s": round(whole_s - before_s, 2),
+                        **broken.measured,
                     }
                 )
             process.send_signal(signal.SIGINT)

@@ -14,14 +14,14 @@ from headway.runtime.nodes.files import file_digests, file_names, file_parts, fo
 from headway.runtime.nodes.nodes import Node, NodeLost, Nodes
 from headway.runtime.workers import EventCallback, Worker, WorkerSpec
 
-_DIGESTS_S = 600.0  # limit: a model's samples from a slow file system
+_DIGESTS_S = 600.0  # limit of each call: a model's samples from a slow file system
 _FACTORY = "headway.runtime.nodes.files:FilesService"
 
 
 class FilesLauncher:
     """Starts workers on nodes once their files are known to be there.
 
-    Each node that a worker is to be started on is looked at once after it has joined: a folder that it has must be the
+    Each node that a worker is to be started on is compared once after it has joined: a folder that it has must be the
     orchestrator's, file by file; one that it lacks is sent into its cache, and workers' arguments name the copy.
     """
 
@@ -39,7 +39,7 @@ class FilesLauncher:
         self._nodes, self._on_event = nodes, on_event
         self._folders = {key: (folder, Path(folder).absolute()) for key, folder in folders.items()}
         self._cache, self._deep = cache, deep
-        self._looked: dict[Node, asyncio.Task[dict[str, str]]] = {}
+        self._compared: dict[Node, asyncio.Task[dict[str, str]]] = {}
         self._sent: dict[str, str] = {}  # deep digest of a folder here, by its path
 
     async def start(self, spec: WorkerSpec) -> Worker:
@@ -50,15 +50,18 @@ class FilesLauncher:
         try:
             await self._nodes.await_host(name)  # it may be another machine when it comes back
         except NodeLost as lost:
-            raise WorkerDied(spec.name, str(lost)) from None
+            raise WorkerDied(spec.name, str(lost), "node") from None
         node = self._nodes.joined[name]
-        if node not in self._looked or _failed(self._looked[node]):
-            self._looked = {known: task for known, task in self._looked.items() if not known.lost}
-            self._looked[node] = asyncio.create_task(self._look(node.name), name=f"files of {node.name}")
-        places = await asyncio.shield(self._looked[node])
+        if node not in self._compared or _failed(self._compared[node]):
+            self._compared = {known: task for known, task in self._compared.items() if not known.lost}
+            self._compared[node] = asyncio.create_task(self._compare(node.name), name=f"files of {node.name}")
+        try:
+            places = await asyncio.shield(self._compared[node])
+        except TimeoutError as late:  # a disk there hangs
+            raise WorkerDied(spec.name, f"could not be started on node {name}: {late}") from None
         return await self._nodes.start(dataclasses.replace(spec, arguments=_placed(spec.arguments, places)))
 
-    async def _look(self, node: str) -> dict[str, str]:
+    async def _compare(self, node: str) -> dict[str, str]:
         """Where the folders lie on ``node``, by their paths here."""
         spec = WorkerSpec(
             name=f"files-{node}", factory=_FACTORY, arguments={"cache": self._cache}, device=f"{node}/cpu:all"
@@ -89,13 +92,13 @@ class FilesLauncher:
                 raise ConfigurationError(f"{key} = {str(folder)!r} holds no files, here and on node {node}")
             self._sent[str(folder)] = folder_digest(deep)
         digest = self._sent[str(folder)]
-        if copy := await worker.call("copy_of", digest):
+        if copy := await worker.call("copy_of", digest, timeout_s=_DIGESTS_S):
             return copy
         try:
-            await worker.call("begin", digest)
+            await worker.call("begin", digest, timeout_s=_DIGESTS_S)
             for name in await asyncio.to_thread(file_names, folder):
                 async for part in file_parts(folder / name):
-                    await worker.call("store", name, part)
+                    await worker.call("store", name, part, timeout_s=_DIGESTS_S)
             copy = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
         except RemoteError as error:
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from headway.runtime.addresses import own_addresses
 from headway.runtime.clock import RealClock
 from headway.runtime.devices import parse_device
 from headway.runtime.file_systems import require_local
+from headway.runtime.nodes.files import FilesService
 from headway.runtime.nodes.node import Node
 from headway.runtime.workers import Worker, WorkerSpec
 from headway.weights.leftovers import SHARED_MEMORY
@@ -42,6 +43,9 @@ def cluster_findings(experiment: Experiment) -> Findings:
             "cluster.replicate_to",
             "isn't set: the books are on this machine alone; should it be lost, no other can resume the run",
         )
+    node, _, copy = (cluster.replicate_to or "").partition(":")
+    if copy and not node and (why := FilesService.copy_problem(copy)):
+        findings.error("cluster.replicate_to", why)
     if given:
         shown = (
             f"{n}={'***' if n.upper().endswith(('KEY', 'TOKEN', 'SECRET', 'PASSWORD')) else v}"
@@ -76,6 +80,10 @@ async def _look(experiment: Experiment, deep: bool, on_progress: Callable[[str],
             assert its.nodes is not None  # there is an address
             for found in await asyncio.gather(*(_look_at(node, its, deep) for node in its.nodes.joined.values())):
                 findings += found
+            assert its.mirrors is not None
+            readers = (parse_device(device).node for device in its.experiment.generator.devices)
+            for why in await its.mirrors.problems(name for name in readers if not name or name in its.nodes.joined):
+                findings.error("cluster.port_range", f"{why}; open these ports between the machines of the run")
     reach = f"it must reach {cluster.address} past firewalls (this machine is {', '.join(own_addresses())})"
     for name, why in missing.items():
         findings.error(_KEY, f"{why}; {reach}{start.replace('NAME', name)}")
@@ -94,6 +102,9 @@ async def _look_at(node: Node, machines: Machines, deep: bool) -> Findings:
             found.info(_KEY, f"node {node.name}: model files as here ({compared})")
             try:
                 await _look_at_paths(worker, node.name, machines.experiment, found)
+                place, _, copy = (machines.experiment.cluster.replicate_to or "").partition(":")
+                if place == node.name and (why := await worker.call("copy_problem", copy)):
+                    found.error("cluster.replicate_to", f"on node {node.name}: {why}")
             finally:
                 await worker.stop()
     except (HeadwayError, TimeoutError) as error:

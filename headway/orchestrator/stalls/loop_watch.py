@@ -20,7 +20,7 @@ import msgspec
 
 from headway.control.stalls import place_of
 from headway.records.ledger import EventRecord
-from headway.records.stalls import Stack, WorkerLook
+from headway.records.stalls import Stack, WorkerStatus
 from headway.runtime.stalls.stacks import dump_of, parse_dump
 from headway.telemetry.ledger import EVENT_STALLED
 
@@ -97,11 +97,11 @@ def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:
 def _cause(stopped: bool, stacks: list[Stack]) -> str:
     if stopped:
         return " is stopped by a signal or a debugger"
-    place, _ = place_of(WorkerLook(call="loop", stacks=tuple(stacks)))
+    place, _ = place_of(WorkerStatus(call="loop", stacks=tuple(stacks)))
     if not place:
         return "'s event loop doesn't turn, and its stacks can't be had"
     waits_for = next((f"{what}, at " for path, what in _DISK.items() if place.startswith(path)), "")
-    others = [place_of(WorkerLook(call="loop", stacks=(Stack(of="main", frames=s.frames),)))[0] for s in stacks[1:]]
+    others = [place_of(WorkerStatus(call="loop", stacks=(Stack(of="main", frames=s.frames),)))[0] for s in stacks[1:]]
     users = [other for other in others if other and not other.startswith(("headway/", "<"))]
     beside = f"; another thread is in {users[0]}" if users else ""
     return f"'s event loop is blocked in {waits_for}{place}{beside}"

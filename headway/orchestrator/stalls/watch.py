@@ -20,19 +20,19 @@ from headway.control.stalls import (
     StallLimits,
     StallTracker,
     find_stalls,
-    workers_to_look_at,
+    workers_to_inspect,
 )
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.stalls.loop_watch import SUBJECT, stacks_text
 from headway.records.errors import HeadwayError
-from headway.records.stalls import LivePicture, Stall, WorkerLook
+from headway.records.stalls import Stall, WaitGraph, WorkerStatus
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.stacks import DUMP_SIGNAL
 from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 
-_PICTURE_EVERY_S = 2.0
+_GRAPH_EVERY_S = 2.0
 _PROBE_EVERY_S = 5.0
-_MOST_WAITS = 300  # in the picture
+_MOST_WAITS = 300  # in the graph
 _END_S = 5.0  # for the process that watches the loop
 
 
@@ -47,20 +47,20 @@ class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
 class StallWatch:
     """Judges the open waits of a run every second.
 
-    Consumes: durations of ended waits. Waits for: looks at workers that something has waited for too long (2 s at
+    Consumes: durations of ended waits. Waits for: the status of workers that something has waited for too long (2 s at
     most). Unblocked by: the clock. A blocked event loop blocks it as well: that is what the other process is for.
     """
 
-    def __init__(self, run: RunContext, settings: WatchSettings, end: Callable[[str], None], picture: Path) -> None:
-        """``end(reason)`` ends the run, resumable. ``picture``: the file of the `LivePicture`."""
+    def __init__(self, run: RunContext, settings: WatchSettings, end: Callable[[str], None], file: Path) -> None:
+        """``end(reason)`` ends the run, resumable. ``file``: that of the `WaitGraph`."""
         self._run = run
         self._settings = settings
         self._end = end
-        self._picture = picture
+        self._file = file
         self._expectations = Expectations(settings.limits)
         self._tracker = StallTracker(settings.limits)
-        self._looks: dict[str, WorkerLook] = {}
-        self._pictured_s = 0.0
+        self._statuses: dict[str, WorkerStatus] = {}
+        self._written_s = 0.0
 
     async def loop(self, beat: Callable[[], None]) -> None:
         """Runs until it is cancelled; ``beat`` tells the other process that the loop turns."""
@@ -70,7 +70,8 @@ class StallWatch:
             before_s = clock.now()
             await clock.sleep(tick_s)
             lag_s = clock.now() - before_s - tick_s
-            with contextlib.suppress(HeadwayError):  # a full disk: without beats the loop would be called blocked
+            # A full disk, no descriptor left: without beats the loop would be called blocked.
+            with contextlib.suppress(HeadwayError, OSError):
                 if lag_s >= self._settings.lag_s:
                     self._ended(SUBJECT, "event loop", f"the event loop turns again, after {lag_s:.0f} s", lag_s)
                 await self.judge()
@@ -89,21 +90,21 @@ class StallWatch:
         self._expectations.learn(waits.take_durations())
         workers = {name: worker for name, worker in waits.workers.items() if worker.alive}
         silent_s = {name: worker.silent_s for name, worker in workers.items()}
-        chosen = workers_to_look_at(waits.open(), silent_s, self._expectations, clock.now(), limits)
-        looks = await asyncio.gather(*(workers[name].look() for name in sorted(chosen)))
-        self._looks = {look.worker: look for look in looks if look is not None}
+        chosen = workers_to_inspect(waits.open(), silent_s, self._expectations, clock.now(), limits)
+        statuses = await asyncio.gather(*(workers[name].inspect() for name in sorted(chosen)))
+        self._statuses = {status.worker: status for status in statuses if status is not None}
         now_s = clock.now()
         since_s = {name: now_s - worker.silent_s for name, worker in workers.items() if worker.silent_s > 0}
-        found = find_stalls(waits.open(), self._looks, since_s, self._expectations, now_s, limits)
+        found = find_stalls(waits.open(), self._statuses, since_s, self._expectations, now_s, limits)
         begun, over = self._tracker.update(found, now_s)
         for stall in begun:
             self._report(stall, now_s)
         for stall in over:
             lost_s = now_s - stall.since_s
             self._ended(stall.owner, stall.kind, f"{stall.owner}: {stall.kind} after {lost_s:.0f} s", lost_s)
-        if now_s - self._pictured_s >= _PICTURE_EVERY_S or begun:
-            self._pictured_s = now_s
-            self._write_picture(now_s)
+        if now_s - self._written_s >= _GRAPH_EVERY_S or begun:
+            self._written_s = now_s
+            self._write_graph(now_s)
 
     def _report(self, stall: Stall, now_s: float) -> None:
         """Write the line, then act."""
@@ -127,21 +128,21 @@ class StallWatch:
     def _ended(self, owner: str, kind: str, detail: str, lost_s: float) -> None:
         self._run.event(EVENT_STALL_ENDED, detail, worker=owner, found_by="watch", lost_s=round(lost_s, 1), wait=kind)
 
-    def _write_picture(self, now_s: float) -> None:
+    def _write_graph(self, now_s: float) -> None:
         waits = tuple(self._run.waits.open()[:_MOST_WAITS])
-        picture = LivePicture(
+        graph = WaitGraph(
             written_s=time.time(),
             pid=os.getpid(),
             now_s=now_s,
             waits=waits,
             expected_s={wait.kind: self._expectations.expected_s(wait.kind) for wait in waits},
-            looks=tuple(self._looks.values()),
+            workers=tuple(self._statuses.values()),
             stalls=tuple(self._tracker.open.values()),
         )
-        partial = self._picture.with_suffix(".json.tmp")
+        partial = self._file.with_suffix(".json.tmp")
         with contextlib.suppress(OSError):  # a full disk is others' to report
-            partial.write_bytes(msgspec.json.encode(picture))
-            partial.replace(self._picture)
+            partial.write_bytes(msgspec.json.encode(graph))
+            partial.replace(self._file)
 
 
 @contextmanager

@@ -74,11 +74,11 @@ class Agent:
                 on_silence=lambda silent_s: self._lost(f"sent no heartbeat for {silent_s:.0f} s"),
             )
         )
-        telling = asyncio.create_task(self._tell_conditions(clock))
+        reporting = asyncio.create_task(self._report_conditions(clock))
         try:
             return await asyncio.shield(self._ended)
         finally:
-            telling.cancel()
+            reporting.cancel()
             self._kill_all()
             link.close(WorkerDied("orchestrator", "left"))
 
@@ -152,7 +152,7 @@ class Agent:
         for process in self._processes.values():
             process.kill()
 
-    async def _tell_conditions(self, clock: Clock) -> None:
+    async def _report_conditions(self, clock: Clock) -> None:
         reader = ConditionsReader(self._scratch, self._name)
         while True:
             await clock.sleep(CONDITIONS_EVERY_S)

@@ -109,8 +109,12 @@ def _number(file: Path) -> int | None:
 
 
 def _cpu_s() -> tuple[float, float]:
-    """Seconds that the cores of this machine have worked since it was started, and all their seconds."""
-    user, nice, system, idle, waiting, irq, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+    """Seconds that the cores of this machine have worked since it was started, and all their seconds; (0, 0) where that
+    can't be read: no descriptor is left, say."""
+    try:
+        user, nice, system, idle, waiting, irq, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except OSError:
+        return 0.0, 0.0
     ticks = os.sysconf("SC_CLK_TCK")
     busy = user + nice + system + irq + soft
     return busy / ticks, (busy + idle + waiting + stolen) / ticks

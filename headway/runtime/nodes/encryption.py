@@ -150,15 +150,19 @@ class _Direction:
         self._source, self._target = source, target
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
         self._first = self._last = 0
-        self.ended = False  # the source has
+        self.ended = False  # the source has, or nothing more can reach the target
+        self.cut = False  # the target is gone, and what was for it lost
 
     @property
     def holds(self) -> bool:
         return self._first < self._last
 
+    @property
+    def done(self) -> bool:
+        return self.ended and not self.holds
+
     def move(self) -> bool:
-        """Read what is there and write what can be written. Returns whether anything moved; raises OSError when the
-        target is gone."""
+        """Read what is there and write what can be written. Returns whether anything moved."""
         moved = False
         if not self.holds and not self.ended:
             self._first = self._last = 0
@@ -170,6 +174,9 @@ class _Direction:
                 moved = True
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 pass
+            except OSError:
+                self.ended = self.cut = moved = True
+                self._first = self._last
         return moved
 
     def _read(self) -> None:
@@ -187,12 +194,12 @@ class _Direction:
 
 
 def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
-    """Carry bytes until one side ends; what it sent last still arrives."""
-    arriving, leaving = _Direction(outer, inner), _Direction(inner, outer)
+    """Carry bytes until one side ends; what it sent last still arrives, also where it ended before it read the rest."""
+    arriving, leaving = ways = _Direction(outer, inner), _Direction(inner, outer)
     poll = select.poll()
     with outer, inner:
         try:
-            while not (arriving.ended and not arriving.holds) and not (leaving.ended and not leaving.holds):
+            while not all(way.done for way in ways) and not any(way.done and not way.cut for way in ways):
                 if arriving.move() | leaving.move():
                     continue
                 for sock, source, target in ((outer, arriving, leaving), (inner, leaving, arriving)):
@@ -208,5 +215,5 @@ def _relay(outer: ssl.SSLSocket, inner: socket.socket) -> None:
                 outer.settimeout(_LINGER_S)
                 while outer.recv(BLOCK_BYTES):
                     pass
-        except OSError:  # a side is gone, and the other learns it by the close
+        except OSError:  # gone already
             return

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
+from headway.runtime.file_systems import network_file_system
 from headway.runtime.imports import require_module
 from headway.runtime.scratch import ScratchFolder
 
@@ -117,6 +118,16 @@ class FilesService:
                 f"{folder} isn't the orchestrator's or can't be written to, as a trainer there must"
             )
         return found
+
+    @staticmethod
+    def copy_problem(folder: str) -> str:
+        """Why the copy of the books can't be kept in ``folder`` of this machine; empty: it can."""
+        path = Path(folder).absolute()
+        place = next(each for each in (path, *path.parents) if each.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK)):
+            return f"{place} is no folder that can be written to"
+        kind = network_file_system(path)
+        return f"{folder} is on a network file system ({kind}), where SQLite's log isn't safe" if kind else ""
 
     def copy_of(self, digest: str) -> str:
         """Path of the copy with this digest; empty: there is none."""

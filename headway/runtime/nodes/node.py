@@ -97,6 +97,7 @@ class Node:
         self._link = Link(name, sock, self._events, self.give_up, self.give_up)
         self._processes: dict[int, NodeProcess] = {}
         self._ends: dict[int, ProcessExit] = {}  # of processes whose start isn't known here yet
+        self._starting = 0
         self._kills: set[asyncio.Task[None]] = set()
         self._absorbing = asyncio.create_task(self._absorb(), name=f"node {name}")
 
@@ -143,11 +144,17 @@ class Node:
 
     async def start_process(self, order: ProcessOrder) -> NodeProcess:
         """Start a worker's process. Raises the errors of `call`."""
-        pid = await self.call("start_process", order)
-        process = self._processes[pid] = NodeProcess(self, pid)
-        if pid in self._ends:
-            self._ended(pid, self._ends.pop(pid))
-        return process
+        self._starting += 1
+        try:
+            pid = await self.call("start_process", order)
+            process = self._processes[pid] = NodeProcess(self, pid)
+            if pid in self._ends:
+                self._ended(pid, self._ends.pop(pid))
+            return process
+        finally:
+            self._starting -= 1
+            if not self._starting:
+                self._ends.clear()  # of processes whose start was given up: a later one may get their id
 
     def kill(self, pid: int) -> None:
         """Kill a process, if the node can be reached; else its own clock ends it."""
@@ -177,7 +184,7 @@ class Node:
     def _ended(self, pid: int, end: ProcessExit) -> None:
         if (process := self._processes.pop(pid, None)) is not None:
             process.ended(end)
-        else:
+        elif self._starting:
             self._ends[pid] = end
 
     def give_up(self, reason: str) -> None:

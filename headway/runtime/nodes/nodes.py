@@ -82,12 +82,12 @@ class Nodes:
 
     async def __aenter__(self) -> Nodes:
         await self._listener.open()
-        self._looking = asyncio.create_task(self._look_around(), name="conditions")
+        self._reading = asyncio.create_task(self._read_conditions(), name="conditions")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
-        for task in (self._looking, *self._offers):
+        for task in (self._reading, *self._offers):
             task.cancel()
         await asyncio.gather(*(node.leave(not self._keep_agents) for node in list(self.joined.values())))
         await self._listener.close()
@@ -140,7 +140,7 @@ class Nodes:
         try:
             node = await self.wait_for(name, self._return_s)
         except NodeLost as lost:
-            raise WorkerDied(spec.name, str(lost)) from None
+            raise WorkerDied(spec.name, str(lost), "node") from None
         token = secrets.token_hex(16)
         awaited = self._awaited[token] = asyncio.get_running_loop().create_future()
         order = ProcessOrder(
@@ -155,7 +155,7 @@ class Nodes:
             async with asyncio.timeout(_CALL_S):
                 return process, await awaited
         except NodeLost as lost:
-            raise WorkerDied(spec.name, str(lost)) from None
+            raise WorkerDied(spec.name, str(lost), "node") from None
         except RemoteError as error:
             raise WorkerDied(spec.name, f"could not be started on node {name}: {error.error}") from error
         except TimeoutError:
@@ -199,9 +199,13 @@ class Nodes:
         node = Node(sock, name, peer, self._clock, self._lose)
         try:
             facts = await node.inquire()
-        except BaseException:  # time-out too: a socket closed under its link would still be watched
-            node.give_up("did not describe itself")
-            raise
+        finally:  # of a time-out too: a socket closed under its link would still be watched
+            if self._closing:  # the others have been told already
+                await node.leave(not self._keep_agents)
+            elif node.facts is None:
+                node.give_up("did not describe itself")
+        if self._closing:
+            return
         self.joined[name] = node
         node.watch(self._orphan_s, self._on_event)
         self._on_event(
@@ -226,10 +230,10 @@ class Nodes:
     async def _taken(self, taking: Awaitable[object]) -> None:
         try:
             await taking
-        except HeadwayError as error:
+        except (HeadwayError, OSError) as error:  # a model's file that can't be read here, say
             self._on_event("offer_failed", str(error))
 
-    async def _look_around(self) -> None:
+    async def _read_conditions(self) -> None:
         """Read this machine's own conditions every few seconds."""
         reader = ConditionsReader(Path(tempfile.gettempdir()))
         while True:

@@ -1,4 +1,4 @@
-"""A register of what a process waits for, and the workers that can be looked at."""
+"""A register of what a process waits for, and the workers whose status can be asked for."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from headway.records.stalls import Wait, WorkerLook
+from headway.records.stalls import Wait, WorkerStatus
 
 _MOST_DURATIONS = 4096  # between two readings of them
 
 
-class VisibleWorker(Protocol):
-    """A worker that can be looked at from outside."""
+class InspectableWorker(Protocol):
+    """A worker whose status can be asked for from outside."""
 
     @property
     def name(self) -> str: ...
@@ -29,8 +29,8 @@ class VisibleWorker(Protocol):
 
     def kill(self, reason: str = "") -> None: ...
 
-    async def look(self) -> WorkerLook | None:
-        """A look at it now; None when it dies meanwhile."""
+    async def inspect(self) -> WorkerStatus | None:
+        """Its status now; None when it dies meanwhile."""
         ...
 
 
@@ -46,7 +46,7 @@ class Waits:
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.workers: dict[str, VisibleWorker] = {}  # the newest of each name
+        self.workers: dict[str, InspectableWorker] = {}  # the newest of each name
         self.durations: deque[tuple[str, float]] = deque(maxlen=_MOST_DURATIONS)  # (kind, seconds), taken by a watcher
         self._now = now
         self._numbers = itertools.count()

@@ -82,6 +82,17 @@ def test_living_holder_elsewhere_is_named_and_a_dead_one_followed_when_it_has_ex
     assert len(said) == 1
 
 
+def test_holder_of_a_machine_without_a_boot_id_is_waited_for(tmp_path: Path) -> None:
+    async def main(clock: Clock) -> None:
+        with on_machine(tmp_path, ""):
+            await take_epoch(tmp_path, ORPHAN_S, clock)
+            started_s = clock.now()
+            assert (await take_epoch(tmp_path, ORPHAN_S, clock)).number == 2
+            assert clock.now() - started_s > ORPHAN_S
+
+    run_virtual(main)
+
+
 def test_copied_folder_needs_a_persons_word(tmp_path: Path) -> None:
     async def main(clock: Clock) -> None:
         await take_epoch(tmp_path, ORPHAN_S, clock)

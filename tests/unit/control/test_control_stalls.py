@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.control.stalls import LOOPS, Expectations, StallLimits, StallTracker, find_stalls, workers_to_look_at
-from headway.records.stalls import Stack, Stall, Wait, WorkerLook
+from headway.control.stalls import LOOPS, Expectations, StallLimits, StallTracker, find_stalls, workers_to_inspect
+from headway.records.stalls import Stack, Stall, Wait, WorkerStatus
 
 LIMITS = StallLimits()
 DURATIONS = st.lists(st.floats(0.001, 1000.0), min_size=3, max_size=600)
@@ -25,15 +25,15 @@ def wait(owner: str, kind: str = "trainer.train_step", since_s: float = 0.0) -> 
     return Wait(kind=kind, owner=owner, waiter="the orchestrator", since_s=since_s)
 
 
-def look(worker: str, frame: str = "headway/trainer/learner.py:118 update", **fields: object) -> WorkerLook:
+def status(worker: str, frame: str = "headway/trainer/learner.py:118 update", **fields: object) -> WorkerStatus:
     given = {"call": "train_step", "call_s": 60.0} | fields
-    return WorkerLook(worker=worker, stacks=(Stack(of="main", frames=("a.py:1 main", frame)),), **given)  # type: ignore[arg-type]
+    return WorkerStatus(worker=worker, stacks=(Stack(of="main", frames=("a.py:1 main", frame)),), **given)  # type: ignore[arg-type]
 
 
 def found(
-    waits: list[Wait], looks: list[WorkerLook], now_s: float, silent: dict[str, float] | None = None
+    waits: list[Wait], statuses: list[WorkerStatus], now_s: float, silent: dict[str, float] | None = None
 ) -> list[Stall]:
-    return find_stalls(waits, {one.worker: one for one in looks}, silent or {}, expecting(), now_s, LIMITS)
+    return find_stalls(waits, {one.worker: one for one in statuses}, silent or {}, expecting(), now_s, LIMITS)
 
 
 @given(DURATIONS)
@@ -74,23 +74,23 @@ def test_long_tailed_durations_raise_no_false_alarm(sigma: float) -> None:
 
 
 def test_overdue_call_is_named_with_the_worker_and_its_line() -> None:
-    [stall] = found([wait("trainer-0")], [look("trainer-0")], 31.0)
+    [stall] = found([wait("trainer-0")], [status("trainer-0")], 31.0)
     assert stall.sentence(31.0) == (
         "stalled 31 s: the orchestrator waits in trainer.train_step for trainer-0, which is in "
         "headway/trainer/learner.py:118 update"
     )
     assert not stall.hard
-    assert not found([wait("trainer-0")], [look("trainer-0")], 19.0)
+    assert not found([wait("trainer-0")], [status("trainer-0")], 19.0)
 
 
 def test_call_behind_another_is_not_judged() -> None:
     waits = [wait("generator-0", "generator.update_weights", 0.0), wait("generator-0", "trainer.train_step", 1.0)]
-    assert not found(waits, [look("generator-0")], 100.0)
+    assert not found(waits, [status("generator-0")], 100.0)
 
 
 def test_missing_rank_is_named_by_the_one_that_waits() -> None:
-    waiting = look("trainer-1", collective="all_reduce", collectives=42, in_collective_s=9.0)
-    ended = look("trainer-0", call="", collectives=41, collective="all_reduce")
+    waiting = status("trainer-1", collective="all_reduce", collectives=42, in_collective_s=9.0)
+    ended = status("trainer-0", call="", collectives=41, collective="all_reduce")
     [stall] = found([wait("trainer-1")], [waiting, ended], 9.0)
     assert stall.hard
     assert stall.what == "trainer-1 waits in all_reduce 42 for trainer-0, which has ended its call after 41 collectives"
@@ -98,22 +98,24 @@ def test_missing_rank_is_named_by_the_one_that_waits() -> None:
 
 
 def test_rank_that_still_computes_is_missing_only_beyond_the_expected_time() -> None:
-    waiting = look("trainer-1", collective="all_reduce", collectives=42, in_collective_s=15.0)
-    looks = [waiting, look("trainer-0", collectives=41, collective="all_reduce")]
+    waiting = status("trainer-1", collective="all_reduce", collectives=42, in_collective_s=15.0)
+    statuses = [waiting, status("trainer-0", collectives=41, collective="all_reduce")]
     waits = [wait("trainer-0"), wait("trainer-1")]
-    assert not found(waits, looks, 16.0)
-    [stall] = found(waits, looks, 21.0)
+    assert not found(waits, statuses, 16.0)
+    [stall] = found(waits, statuses, 21.0)
     assert stall.what.endswith("all_reduce 42 for trainer-0, which is in headway/trainer/learner.py:118 update")
 
 
 def test_ranks_in_one_collective_are_no_stall() -> None:
-    looks = [look(f"trainer-{rank}", collective="all_reduce", collectives=7, in_collective_s=9.0) for rank in (0, 1)]
-    assert not found([wait("trainer-0"), wait("trainer-1")], looks, 10.0)
+    statuses = [
+        status(f"trainer-{rank}", collective="all_reduce", collectives=7, in_collective_s=9.0) for rank in (0, 1)
+    ]
+    assert not found([wait("trainer-0"), wait("trainer-1")], statuses, 10.0)
 
 
 def test_stopped_worker_explains_the_wait_and_the_loops() -> None:
     waits = [wait(LOOPS, "a batch"), wait("trainer-0")]
-    [stall] = found(waits, [WorkerLook(worker="trainer-0", condition="stopped")], 700.0, {"trainer-0": 690.0})
+    [stall] = found(waits, [WorkerStatus(worker="trainer-0", condition="stopped")], 700.0, {"trainer-0": 690.0})
     assert stall.what.endswith("for trainer-0, which is stopped by a signal or a debugger")
     assert stall.hard
 
@@ -125,8 +127,8 @@ def test_loop_is_named_only_when_nothing_else_is() -> None:
 
 def test_silent_worker_is_looked_at_and_so_are_its_fellow_ranks() -> None:
     silent_s = {"trainer-0": 5.0, "trainer-1": 0.0, "verifier-0": 0.0}
-    assert workers_to_look_at([], silent_s, expecting(), 0.0, LIMITS) == {"trainer-0", "trainer-1"}
-    assert workers_to_look_at([wait("verifier-0")], dict.fromkeys(silent_s, 0.0), expecting(), 9.0, LIMITS) == {
+    assert workers_to_inspect([], silent_s, expecting(), 0.0, LIMITS) == {"trainer-0", "trainer-1"}
+    assert workers_to_inspect([wait("verifier-0")], dict.fromkeys(silent_s, 0.0), expecting(), 9.0, LIMITS) == {
         "verifier-0"
     }
 
@@ -153,16 +155,18 @@ def test_loops_are_not_judged_right_after_a_stall() -> None:
 
 def test_worker_that_knows_what_is_wrong_is_quoted_instead_of_its_line() -> None:
     waits = [wait("environment-0", "environment.reply")]
-    (stall,) = found(waits, [look("environment-0", trouble="sandbox host a can't start a process: pids 9 of 9")], 700.0)
+    (stall,) = found(
+        waits, [status("environment-0", trouble="sandbox host a can't start a process: pids 9 of 9")], 700.0
+    )
     assert stall.what.endswith("for environment-0, which reports: sandbox host a can't start a process: pids 9 of 9")
     assert not stall.hard
 
 
 def test_loop_that_waits_for_too_long_has_every_worker_asked_for_its_trouble() -> None:
     waits, silent_s = [wait(LOOPS, "a batch")], {"environment-0": 0.0, "generator-0": 0.0}
-    assert workers_to_look_at(waits, silent_s, expecting(), 599.0, LIMITS) == set()
-    assert workers_to_look_at(waits, silent_s, expecting(), 601.0, LIMITS) == set(silent_s)
-    looks = [look("generator-0"), look("environment-0", trouble="sandbox host a can't start a process")]
-    [stall] = found(waits, looks, 601.0)
+    assert workers_to_inspect(waits, silent_s, expecting(), 599.0, LIMITS) == set()
+    assert workers_to_inspect(waits, silent_s, expecting(), 601.0, LIMITS) == set(silent_s)
+    statuses = [status("generator-0"), status("environment-0", trouble="sandbox host a can't start a process")]
+    [stall] = found(waits, statuses, 601.0)
     assert stall.owner == "environment-0"
     assert stall.what.endswith("a batch, while environment-0 reports: sandbox host a can't start a process")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from headway.records.node import GpuConditions
 from headway.runtime.nodes.conditions import ConditionsReader, parse_gpus
 
@@ -25,3 +27,17 @@ def test_this_machine_has_conditions(tmp_path: Path):
     assert found.memory_free_bytes > 0
     assert found.disk_free_bytes > 0
     assert ConditionsReader(tmp_path / "missing").read().disk_free_bytes == 0
+
+
+def test_conditions_are_read_on_when_no_descriptor_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reader = ConditionsReader(tmp_path)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as before:
+        before.setattr(Path, "read_text", refuse)
+        assert (reader.read().cpu_ratio, reader.read().memory_free_bytes) == (0.0, 0)
+    found = reader.read()
+    assert 0.0 <= found.cpu_ratio <= 1.0
+    assert found.memory_free_bytes > 0

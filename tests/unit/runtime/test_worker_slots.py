@@ -268,3 +268,19 @@ def test_a_slot_never_started_starts_its_first_worker_when_it_is_needed() -> Non
         await one.slot.stop(1.0)
 
     run_virtual(main)
+
+
+def test_lost_nodes_use_up_no_restarts():
+    async def scene(one: Setting) -> None:
+        for number in range(5):
+            one.launcher.workers[-1].die("node b lost its connection", found_by="node")
+            begun_s = one.clock.now()
+            await one.slot.restart()
+            assert one.clock.now() - begun_s == 2.0, "no pause"
+            assert (one.slot.exhausted, one.slot.failures, one.slot.restarts) == (False, 0, number + 1)
+        for _ in range(2):
+            one.launcher.workers[-1].die()
+            await one.slot.dead()
+        assert one.slot.failures == 1
+
+    playing(scene, limit=2)
