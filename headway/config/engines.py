@@ -13,6 +13,7 @@ VLLM_INSTALL = (
 )
 VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it silently samples at 0.01; above, it refuses
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by its attention on CPUs
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # limits of ranks that it can be started with
 
 # Engine arguments that a user can't set -> the key that sets them, or the reason.
 RESERVED = {
@@ -29,6 +30,12 @@ RESERVED = {
     "weight_transfer_config": "weights.transport",
     "worker_extension_cls": "headway's own is there",
     "disable_log_stats": "docs/monitoring.md has what is measured",
+    "enable_lora": "model.adapter",
+    "max_loras": "queue.budget, which says how many versions of an adapter are in use",
+    "max_cpu_loras": "queue.budget, which says how many versions of an adapter are in use",
+    "max_lora_rank": "model.adapter.rank",
+    "lora_target_modules": "model.adapter.targets",
+    "lora_dtype": "generator.dtype",
     "data_parallel_size": "generator.devices has a replica for each device",
     "pipeline_parallel_size": "not supported: tensor_parallel_size is",
 }
@@ -45,11 +52,7 @@ def require_engine(experiment: Experiment) -> None:
         )
     if generator.engine == "torch":
         return
-    if experiment.model.adapter is not None:
-        raise ValueError(
-            f"generator.engine = {generator.engine!r} takes whole models, and model.adapter trains weights beside one; "
-            "valid: generator.engine = 'torch'"
-        )
+    _require_adapter(experiment)
     for name, reason in RESERVED.items():
         if name in generator.engine_arguments:
             raise ValueError(f"generator.engine_arguments.{name} can't be set: {reason}")
@@ -71,6 +74,31 @@ def require_engine(experiment: Experiment) -> None:
     if ranks > 1 and any("cpu:" in name for name in generator.devices):
         raise ValueError(
             f"generator.engine_arguments.tensor_parallel_size = {ranks}: on a CPU a replica is one process; valid: 1"
+        )
+
+
+def _require_adapter(experiment: Experiment) -> None:
+    """Check what vLLM can't do with an adapter that is trained."""
+    adapter, mode, engine = experiment.model.adapter, experiment.generator.update_mode, experiment.generator.engine
+    if adapter is None:
+        return
+    where = f"with model.adapter and generator.engine = {engine!r}"
+    if mode == "keep":
+        raise ValueError(
+            f"generator.update_mode = 'keep' {where}: vLLM computes a request with the adapter that it came with; "
+            "valid: 'finish', 'recompute', 'abort'"
+        )
+    if adapter.target_parameters:
+        raise ValueError(
+            f"model.adapter.target_parameters = {list(adapter.target_parameters)} {where}: nothing has proved "
+            "vLLM's LoRA of routed experts; leave them out, or generator.engine = 'torch'"
+        )
+    if adapter.rank is not None and adapter.rank > VLLM_LORA_RANKS[-1]:
+        raise ValueError(f"model.adapter.rank = {adapter.rank} {where}: vLLM takes up to {VLLM_LORA_RANKS[-1]}")
+    if experiment.model.quantization is not None:
+        raise ValueError(
+            f"model.quantization = {experiment.model.quantization!r} {where}: vLLM's weights would "
+            "not be the rounded ones; valid: generator.engine = 'torch'"
         )
 
 
@@ -104,10 +132,17 @@ def engine_missing(engine: str) -> str:
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
 
-def head_size_refused(engine: str, devices: tuple[str, ...], head_dim: int) -> str:
-    """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``; "" when it can."""
-    on_cpu = any("cpu:" in name for name in devices)
-    if engine != "vllm" or not on_cpu or head_dim in VLLM_CPU_HEAD_SIZES:
+def cpu_refused(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mixture: bool) -> str:
+    """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``, or an adapter of a mixture of experts
+    where ``adapted_mixture`` says that there is one; "" when it can."""
+    if engine != "vllm" or not any("cpu:" in name for name in devices):
+        return ""
+    if adapted_mixture:
+        return (
+            f"{engine!r} on a CPU can't compute adapters of a mixture of experts: with LoRA, vLLM 0.32 has "
+            "experts by Triton alone, for GPUs; valid: 'torch'"
+        )
+    if head_dim in VLLM_CPU_HEAD_SIZES:
         return ""
     sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
     return f"{engine!r} on a CPU can't compute heads of {head_dim} dimensions, which the model has; valid: {sizes}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -76,10 +76,12 @@ def wait_for(
         sleep(_ASK_AGAIN_S)
 
 
-def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool = False) -> ServerInfo:
+def connect(
+    server: VllmServer, *, slots: int, context_tokens: int, adapters: Mapping[str, Any] = {}, again: bool = False
+) -> ServerInfo:
     """Fetch a server's configuration and check it. Raises ConfigurationError, which says how to start the server, if
-    it doesn't answer or can't be used. ``again``: it was connected before, so wait for it, and raise OSError instead
-    when it doesn't answer."""
+    it doesn't answer or can't be used. ``adapters``: `VllmAdapters.arguments`, of which it needs at least as much.
+    ``again``: it was connected before, so wait for it, and raise OSError instead when it doesn't answer."""
     if again:
         wait_for(server)
     try:
@@ -108,12 +110,37 @@ def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool 
     for what, holds in problems.items():
         if holds:
             raise _refusal(server, what)
+    if adapters:
+        _require_lora(server, config["lora_config"] or {}, adapters)
     return ServerInfo(
         context_tokens=model["max_model_len"],
         kv_capacity_tokens=(cache["num_gpu_blocks"] - 1) * cache["block_size"],
         dtype=str(model["dtype"]).removeprefix("torch."),
         quantised=model["quantization"] is not None,
     )
+
+
+def _require_lora(server: VllmServer, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Check that the server can hold the adapters."""
+    options = {name: wanted[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
+    targets = given.get("target_modules")
+    enough = all((given.get(name) or 0) >= least for name, least in options.items())
+    if not enough or (targets is not None and not set(wanted["lora_target_modules"]) <= set(targets)):
+        least = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+        raise _refusal(
+            server,
+            "it can't hold the run's adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and "
+            f"--enable-lora {least} --lora-target-modules {' '.join(wanted['lora_target_modules'])}, or more",
+        )
+    try:
+        _settled(server.post, "/v1/unload_lora_adapter", {"lora_name": "headway-asks"})
+    except ServerError as error:
+        if "headway-asks" not in error.message:  # it knows no such adapter, as it should
+            raise _refusal(
+                server,
+                f"its adapters can't be updated ({error}): start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its "
+                "environment",
+            ) from error
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:
