@@ -30,7 +30,9 @@ REVISIONS = 3  # of the policy at once
 CRITIC = 50  # the version of `adapter_of` that is served under the name critic
 SEED = 7
 POLICY = AdapterConfig(rank=4, alpha=8)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_OPTIONS = ("--enable-lora", "--max-loras", "5", "--max-cpu-loras", "5", "--max-lora-rank", "8")
+LORA_OPTIONS += ("--lora-target-modules", *TARGETS)
 
 
 @functools.cache

@@ -45,8 +45,8 @@ class VllmAdapters:
     """
 
     def __init__(self, settings: EngineSettings, model: PublishedModel) -> None:
-        """``model``: the base. Raises ConfigurationError for an adapter that isn't this model's, and for parts that vLLM
-        can't compute."""
+        """``model``: the base. Raises ConfigurationError for an adapter that isn't this model's, and for parts that
+        vLLM can't compute."""
         self._settings, self._model = settings, model
         self._life = uuid.uuid4().hex[:12]  # a server may have labels of a predecessor
         config = model.shape

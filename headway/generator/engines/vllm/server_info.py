@@ -22,6 +22,7 @@ COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
     "--scheduling-policy priority"
 )
+_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
 
 class Counters(NamedTuple):
@@ -121,26 +122,19 @@ def connect(
 
 
 def _require_lora(server: VllmServer, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Check that the server can hold the adapters."""
-    options = {name: wanted[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
-    targets = given.get("target_modules")
-    enough = all((given.get(name) or 0) >= least for name, least in options.items())
-    if not enough or (targets is not None and not set(wanted["lora_target_modules"]) <= set(targets)):
-        least = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-        raise _refusal(
-            server,
-            "it can't hold the run's adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and "
-            f"--enable-lora {least} --lora-target-modules {' '.join(wanted['lora_target_modules'])}, or more",
-        )
+    """Check that the server can hold the adapters. Its head must not be wrapped: log-probabilities of a prompt
+    then end vLLM's engine (``lora/layers/logits_processor.py`` takes all rows for sampled ones)."""
+    counts = {name: wanted[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
+    ends, targets = set(wanted["lora_target_modules"]), set(given.get("target_modules") or ["lm_head"])
+    if "lm_head" in targets or not ends <= targets or any((given.get(name) or 0) < counts[name] for name in counts):
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
+        what = f"it can't hold the run's adapters: start it with --enable-lora {options} --lora-target-modules "
+        raise _refusal(server, f"{what}{' '.join(sorted(ends))}, and {_UPDATING}")
     try:
         _settled(server.post, "/v1/unload_lora_adapter", {"lora_name": "headway-asks"})
     except ServerError as error:
         if "headway-asks" not in error.message:  # it knows no such adapter, as it should
-            raise _refusal(
-                server,
-                f"its adapters can't be updated ({error}): start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its "
-                "environment",
-            ) from error
+            raise _refusal(server, f"its adapters can't be updated ({error}): start it with {_UPDATING}") from error
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:
