@@ -30,12 +30,8 @@ RESERVED = {
     "weight_transfer_config": "weights.transport",
     "worker_extension_cls": "headway's own is there",
     "disable_log_stats": "docs/monitoring.md has what is measured",
-    "enable_lora": "model.adapter",
-    "max_loras": "queue.budget, which says how many versions of an adapter are in use",
-    "max_cpu_loras": "queue.budget, which says how many versions of an adapter are in use",
-    "max_lora_rank": "model.adapter.rank",
-    "lora_target_modules": "model.adapter.targets",
-    "lora_dtype": "generator.dtype",
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "lora_target_modules", "lora_dtype"), "model.adapter"),
+    **dict.fromkeys(("max_loras", "max_cpu_loras"), "queue.budget, by which versions of an adapter are in use"),
     "data_parallel_size": "generator.devices has a replica for each device",
     "pipeline_parallel_size": "not supported: tensor_parallel_size is",
 }
@@ -79,27 +75,23 @@ def require_engine(experiment: Experiment) -> None:
 
 def _require_adapter(experiment: Experiment) -> None:
     """Check what vLLM can't do with an adapter that is trained."""
-    adapter, mode, engine = experiment.model.adapter, experiment.generator.update_mode, experiment.generator.engine
-    if adapter is None:
+    model, mode = experiment.model, experiment.generator.update_mode
+    if model.adapter is None:
         return
-    where = f"with model.adapter and generator.engine = {engine!r}"
-    if mode == "keep":
-        raise ValueError(
-            f"generator.update_mode = 'keep' {where}: vLLM computes a request with the adapter that it came with; "
-            "valid: 'finish', 'recompute', 'abort'"
-        )
-    if adapter.target_parameters:
-        raise ValueError(
-            f"model.adapter.target_parameters = {list(adapter.target_parameters)} {where}: nothing has proved "
-            "vLLM's LoRA of routed experts; leave them out, or generator.engine = 'torch'"
-        )
-    if adapter.rank is not None and adapter.rank > VLLM_LORA_RANKS[-1]:
-        raise ValueError(f"model.adapter.rank = {adapter.rank} {where}: vLLM takes up to {VLLM_LORA_RANKS[-1]}")
-    if experiment.model.quantization is not None:
-        raise ValueError(
-            f"model.quantization = {experiment.model.quantization!r} {where}: vLLM's weights would "
-            "not be the rounded ones; valid: generator.engine = 'torch'"
-        )
+    problems = {
+        "generator.update_mode = 'keep': vLLM computes a request with the version that it came with; valid: 'finish', "
+        "'recompute', 'abort'": mode == "keep",
+        f"model.adapter.target_parameters = {list(model.adapter.target_parameters)}: nothing has proved vLLM's LoRA of "
+        "routed experts; leave them out": bool(model.adapter.target_parameters),
+        f"model.adapter.rank = {model.adapter.rank}: valid: up to {VLLM_LORA_RANKS[-1]}": (
+            (model.adapter.rank or 0) > VLLM_LORA_RANKS[-1]
+        ),
+        f"model.quantization = {model.quantization!r}: vLLM would have the weights whole": model.quantization
+        is not None,
+    }
+    for what, holds in problems.items():
+        if holds:
+            raise ValueError(f"generator.engine = {experiment.generator.engine!r} with {what}; or engine = 'torch'")
 
 
 def _require_places(experiment: Experiment) -> None:
@@ -138,10 +130,7 @@ def cpu_refused(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mi
     if engine != "vllm" or not any("cpu:" in name for name in devices):
         return ""
     if adapted_mixture:
-        return (
-            f"{engine!r} on a CPU can't compute adapters of a mixture of experts: with LoRA, vLLM 0.32 has "
-            "experts by Triton alone, for GPUs; valid: 'torch'"
-        )
+        return f"{engine!r} on a CPU has no mixture of experts with an adapter (vLLM 0.32 wants Triton); valid: 'torch'"
     if head_dim in VLLM_CPU_HEAD_SIZES:
         return ""
     sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))

@@ -111,7 +111,7 @@ def adapter_engine(family: str = "qwen3", **fields: Any) -> VllmEngine:
     core, settings = lora_core(family), settings_with(family, **fields)
     for engine in _OPEN:
         engine.abort(list(engine._open))
-    for number in core.adapters:
+    for number in core._engine.list_loras():
         core._engine.remove_lora(number)
     _OPEN[:] = [VllmEngine(core, settings, model_of(0).config.vocabulary_size, None, adapters_with(settings, family))]
     return _OPEN[0]

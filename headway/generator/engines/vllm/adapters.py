@@ -25,6 +25,7 @@ from headway.weights.leftovers import SHARED_MEMORY, exchange_folder
 from headway.weights.shared_memory import Subscriber
 
 LABELS = "headway-"  # start of every LoRA's name in vLLM
+_ALIKE = 1e-2  # nats: a forward pass without the target that vLLM leaves out is no further away
 _OTHER_SEED = 1 << 20  # of the B matrices with which an adapter is proved
 
 
@@ -61,48 +62,29 @@ class VllmAdapters:
                     "generator.engine = 'torch', or an adapter without target_parameters"
                 )
         self._loras[BASE_MODEL] = _with_outputs(next(iter(self._loras.values())), 0.0)
+        self.names = list(self._loras)  # the bare model's included
+        self._capacity = len(self.names) - 1 + settings.adapter_revisions  # revisions registered at once
+        targets = [adapted for lora in self._loras.values() for adapted in lora.targets]
+        ranks = [rank for rank in VLLM_LORA_RANKS if rank >= max(adapted.rank for adapted in targets)]
+        if not ranks:
+            raise ConfigurationError(f"an adapter's rank is too large for vLLM; valid: up to {VLLM_LORA_RANKS[-1]}")
+        # Of vLLM's EngineArgs: no layer is wrapped but the targets.
+        self.arguments: dict[str, Any] = {
+            "enable_lora": True,
+            "max_loras": self._capacity,
+            "max_cpu_loras": self._capacity,
+            "max_lora_rank": ranks[0],
+            "lora_target_modules": sorted({_end(adapted.target.name) for adapted in targets}),
+        }
         self._subscriber = Subscriber()
         self._labels = 0
         self.updates = 0  # fetched so far
         self.registered: list[VllmRevision] = []  # oldest first
         self.newest: dict[str, VllmRevision] = {}  # by name
 
-    @property
-    def names(self) -> list[str]:
-        """Every adapter, that of the bare model included."""
-        return list(self._loras)
-
-    @property
-    def capacity(self) -> int:
-        """Most revisions registered at once."""
-        return len(self._loras) - 1 + self._settings.adapter_revisions
-
-    @property
-    def rank(self) -> int:
-        """The lowest of vLLM's limits on ranks that all adapters keep to. Raises ConfigurationError when none is."""
-        most = max(adapted.rank for lora in self._loras.values() for adapted in lora.targets)
-        fitting = [rank for rank in VLLM_LORA_RANKS if rank >= most]
-        if not fitting:
-            raise ConfigurationError(f"an adapter of rank {most}: vLLM takes up to {VLLM_LORA_RANKS[-1]}")
-        return fitting[0]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """vLLM's ``EngineArgs`` for these adapters; no layer is wrapped but their targets."""
-        ends = {one.target.name.rpartition(".")[2] for lora in self._loras.values() for one in lora.targets}
-        return {
-            "enable_lora": True,
-            "max_loras": self.capacity,
-            "max_cpu_loras": self.capacity,
-            "max_lora_rank": self.rank,
-            "lora_target_modules": sorted(ends),
-        }
-
     def unknown(self, name: str) -> str:
         """Reason why no request can have this adapter; "" when one can."""
-        return (
-            "" if not name or name in self._loras else f"there is no adapter {name!r}; valid: {', '.join(self._loras)}"
-        )
+        return "" if name in ("", *self.names) else f"there is no adapter {name!r}; valid: {', '.join(self.names)}"
 
     def chosen(self, name: str, version: int | None) -> VllmRevision:
         """The revision for a request: that of ``version``, on which it began, if it is still there, else the newest.
@@ -114,10 +96,9 @@ class VllmAdapters:
     def fetch(self, published: PublishedWeights) -> None:
         """Take the published weights of an adapter. Raises WeightsCorrupt, or ConfigurationError for a name that isn't
         registered and for other names or shapes, with nothing changed."""
-        lora = None if published.adapter == BASE_MODEL else self._loras.get(published.adapter)
-        if lora is None:
-            raise ConfigurationError(f"an update of adapter {published.adapter!r}, which isn't registered")
-        lora.copy_weights(self._subscriber.fetch(published))
+        if published.adapter in ("", BASE_MODEL) or published.adapter not in self._loras:
+            raise ConfigurationError(f"an update of adapter {published.adapter!r}; valid: {', '.join(self.names[:-1])}")
+        self._loras[published.adapter].copy_weights(self._subscriber.fetch(published))
         self.updates += 1
 
     @contextmanager
@@ -141,21 +122,18 @@ class VllmAdapters:
 
     def crowding(self, name: str) -> VllmRevision | None:
         """The revision to unload before another one of ``name`` can be registered; None: there is room."""
-        if len(self.registered) < self.capacity:
-            return None
-        return next(one for one in self.registered if one.name == name or one is not self.newest[one.name])
+        replaced = (one for one in self.registered if one.name == name or one is not self.newest[one.name])
+        return None if len(self.registered) < self._capacity else next(replaced)
 
-    def logprobs(self, name: str, ids: Sequence[int], temperature: float = 1.0, *, prove: bool = False) -> list[float]:
+    def logprobs(self, name: str, ids: Sequence[int], *, prove: bool = False) -> list[float]:
         """What vLLM must return for ``ids[1:]``: headway's own forward pass with the adapter."""
-        return self._model.logprobs(ids, temperature, self._lora(name, prove))
+        return self._model.logprobs(ids, lora=self._lora(name, prove))
 
     def absent(self, name: str, ids: Sequence[int], got: Sequence[float]) -> str:
-        """Name the target that ``got`` was computed without, if it is one, of an adapter that didn't pass its proof."""
-        lora = self._lora(name, prove=True)
-        for end in sorted({adapted.target.name.rpartition(".")[2] for adapted in lora.targets}):
-            without = _with_outputs(lora, None, leave_out=end)
-            expected = self._model.logprobs(ids, lora=without)
-            if max(abs(one - other) for one, other in zip(got, expected, strict=True)) < 1e-2:
+        """Name the targets that ``got`` was computed without, of an adapter that didn't pass its proof."""
+        for end in self.arguments["lora_target_modules"]:
+            expected = self._model.logprobs(ids, lora=_with_outputs(self._loras[name], 1.0, leave_out=end))
+            if max(abs(one - other) for one, other in zip(got, expected, strict=True)) < _ALIKE:
                 return f"; it leaves out {end}"
         return ""
 
@@ -163,15 +141,16 @@ class VllmAdapters:
         return _with_outputs(self._loras[name], 1.0) if prove else self._loras[name]
 
 
-def _with_outputs(lora: Lora, size: float | None, leave_out: str = "") -> Lora:
-    """A copy whose B is random, so that scale * B A x is about ``size`` times as large as x (None: as it is), and 0 at
-    targets that end with ``leave_out``."""
+def _with_outputs(lora: Lora, size: float, leave_out: str = "") -> Lora:
+    """A copy whose B is random, so that scale * B A x is about ``size`` times as large as x, and 0 at targets that end
+    with ``leave_out``."""
     changed = copy.deepcopy(lora)
     generator = torch.Generator().manual_seed(_OTHER_SEED)
     for pair in changed.pairs():
-        if size is not None:
-            b = torch.randn(pair.b.shape, generator=generator) * (size / (pair.scale * pair.a.shape[-2] ** 0.5))
-            pair.b.data.copy_(b)
-        if leave_out and pair.target.name.endswith("." + leave_out):
-            pair.b.data.zero_()
+        b = torch.randn(pair.b.shape, generator=generator) * (size / (pair.scale * pair.a.shape[-2] ** 0.5))
+        pair.b.data.copy_(b * (_end(pair.target.name) != leave_out))
     return changed
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]

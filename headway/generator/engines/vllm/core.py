@@ -247,11 +247,6 @@ class VllmCore:
     def remove_adapter(self, adapter: Any) -> None:
         self._engine.remove_lora(adapter.lora_int_id)
 
-    @property
-    def adapters(self) -> set[int]:
-        """Ids of the LoRAs in vLLM."""
-        return set(self._engine.list_loras())
-
     def differing_module(self) -> str:
         """See ``WorkerExtension.headway_probe``."""
         return self._rpc("headway_probe", update=self.updates)

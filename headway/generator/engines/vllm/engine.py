@@ -124,11 +124,7 @@ class VllmEngine(VllmRequests):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """See `Engine.apply`. Probes after the update that vLLM samples from the published weights."""
-        if published.adapter:
-            return self._apply_adapter(published, mode)
-        self._require_no_adapters()
+    def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         before_s = self._paused_s
         with self._caught_up():
             try:

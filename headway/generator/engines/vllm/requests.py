@@ -255,7 +255,18 @@ class VllmRequests(Engine[VllmRequest]):
             self._recomputed(entry)
         return sum(entry.tokens for entry in running)
 
-    # --- adapters -----------------------------------------------------------------------------------------------
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """See `Engine.apply`."""
+        if published.adapter or self._adapters is not None:
+            return self._apply_adapter(published, mode)
+        return self._apply_model(published, mode)
+
+    @abstractmethod
+    def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """Fetch, verify and apply a version of the model's own weights, and probe that vLLM samples from it. Raises
+        WeightsCorrupt, with nothing changed, or WeightsMismatch."""
 
     @abstractmethod
     def _load_revision(self, label: str, folder: Path) -> Any:
@@ -310,10 +321,6 @@ class VllmRequests(Engine[VllmRequest]):
                 self._emit(entry)
         return found
 
-    def _require_no_adapters(self) -> None:
-        if self._adapters is not None:
-            raise ConfigurationError("an update of the model's own weights: adapters are registered beside them")
-
     def _apply_adapter(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Register a version of an adapter. ``finish``: requests that vLLM has keep their revision; ``recompute``: they
         are submitted anew, with their tokens; ``abort``: they are parked, or treated as by ``recompute`` where not
@@ -327,9 +334,7 @@ class VllmRequests(Engine[VllmRequest]):
         adapters.fetch(published)
         fetch_s = self._now() - started
         with self._caught_up():
-            mine = [
-                entry for entry in self._given.values() if entry.revision is not None and entry.revision.name == name
-            ]
+            mine = [one for one in self._given.values() if one.revision is not None and one.revision.name == name]
             moved = [] if mode == "finish" else mine
             in_flight = len(moved)
             if mode == "abort":
@@ -343,7 +348,10 @@ class VllmRequests(Engine[VllmRequest]):
             adapters.add(self._loaded(adapters, name))
             self._unload_idle()
         if self._probe_due(adapters.updates):
-            self._probe_adapter(adapters, name)
+            ids, before = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
+            got = self._sequence_logprobs(ids, adapters.newest[name])
+            if wrong := compare(got, adapters.logprobs(name, ids), *self._precision):
+                self._break(f"adapter {name!r}: {wrong}", before)
         self._note_idleness()
         return AppliedWeights(
             version=published.version,
@@ -352,14 +360,6 @@ class VllmRequests(Engine[VllmRequest]):
             in_flight=in_flight,
             reprefilled_tokens=sum(entry.tokens for entry in moved),
         )
-
-    def _probe_adapter(self, adapters: VllmAdapters, name: str) -> None:
-        """Compare log-probabilities of a random sequence, computed with an adapter, with the trainer's. Raises
-        WeightsMismatch."""
-        ids, before = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
-        got = self._sequence_logprobs(ids, adapters.newest[name])
-        if wrong := compare(got, adapters.logprobs(name, ids), *self._precision):
-            self._break(f"adapter {name!r}: {wrong}", before)
 
     def _probe_due(self, updates: int) -> bool:
         return self._probe_every_updates > 0 and updates % self._probe_every_updates == 0

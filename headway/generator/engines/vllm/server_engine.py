@@ -32,7 +32,7 @@ from headway.generator.engines.vllm.http import EventStream, ServerError, VllmSe
 from headway.generator.engines.vllm.reference import PublishedModel, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
-from headway.generator.engines.vllm.server_info import ServerInfo
+from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
 from headway.records.generation import AppliedWeights, EngineStatistics, FinishReason, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
@@ -208,7 +208,7 @@ class VllmServerEngine(VllmRequests):
                 events = entry.own.stream.read()
             except ServerError as error:
                 if error.status == 404 and entry.revision is not None:
-                    raise ConnectionError(f"{self._server.address} was restarted: it has no adapters") from error
+                    raise ConnectionError(f"the server was restarted, and has no adapters: {error}") from error
                 self._forget_ticket(entry)
                 self._end(entry, "error", str(error), refused=error.status in (400, 422))
                 continue
@@ -266,13 +266,9 @@ class VllmServerEngine(VllmRequests):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+    def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and write a version while the server keeps decoding, have it loaded, and probe that the server
         samples from it. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
-        if published.adapter:
-            with _or_die(ServerError):
-                return self._apply_adapter(published, mode)
-        self._require_no_adapters()
         started = self._now()
         tensors = self._subscriber.fetch(published)
         fetch_s = self._now() - started
@@ -344,12 +340,13 @@ class VllmServerEngine(VllmRequests):
     # --- adapters -------------------------------------------------------------------------------------------
 
     def _load_revision(self, label: str, folder: Path) -> Any:
-        before = self._adapter_ids()
-        try:
-            self._server.post("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
-        except ServerError as error:
-            self._break(f"it can't load {folder}: {error}; it must see that folder, and serve that model")
-        return next(iter(self._adapter_ids() - before))
+        with _or_die(ServerError):
+            before = self._adapter_ids()
+            try:
+                self._server.post("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+            except ServerError as error:
+                self._break(f"it can't load {folder}: {error}; it must see that folder, and be started with {UPDATING}")
+            return next(iter(self._adapter_ids() - before))
 
     def _unload_revision(self, revision: VllmRevision) -> None:
         with _or_die(ServerError):
@@ -385,7 +382,8 @@ class VllmServerEngine(VllmRequests):
         self._probe_temperature(ids, sampled)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        return self._probed(ids, revision)[0]
+        with _or_die(ServerError):
+            return self._probed(ids, revision)[0]
 
     def _probed(self, ids: Sequence[int], revision: VllmRevision | None) -> tuple[list[float], Logprob]:
         """The server's log-probabilities of ``ids[1:]``, and of a token that it samples after them."""

@@ -22,7 +22,7 @@ COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
     "--scheduling-policy priority"
 )
-_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+UPDATING = "VLLM_ALLOW_RUNTIME_LORAUPDATING=1 in its environment"
 
 
 class Counters(NamedTuple):
@@ -129,12 +129,7 @@ def _require_lora(server: VllmServer, given: Mapping[str, Any], wanted: Mapping[
     if "lm_head" in targets or not ends <= targets or any((given.get(name) or 0) < counts[name] for name in counts):
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
         what = f"it can't hold the run's adapters: start it with --enable-lora {options} --lora-target-modules "
-        raise _refusal(server, f"{what}{' '.join(sorted(ends))}, and {_UPDATING}")
-    try:
-        _settled(server.post, "/v1/unload_lora_adapter", {"lora_name": "headway-asks"})
-    except ServerError as error:
-        if "headway-asks" not in error.message:  # it knows no such adapter, as it should
-            raise _refusal(server, f"its adapters can't be updated ({error}): start it with {_UPDATING}") from error
+        raise _refusal(server, f"{what}{' '.join(sorted(ends))}, and {UPDATING}")
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:
