@@ -209,6 +209,38 @@ def test_requests_of_the_oldest_revision_move_when_too_many_are_held(make: Any) 
         assert differences(one, results[one.request_id]).max() <= NATS
 
 
+class StopsAfter:
+    """Stop strings of which one is complete at the ``tokens``-th token."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+
+    def push(self, token: int) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def test_revisions_of_stopped_requests_are_unloaded_at_once(make: Any) -> None:
+    """Headway ends a request at a stop string, which vLLM doesn't know: it must not have it any more when the revision
+    goes."""
+    engine = make()
+    session = conformance.Session(engine)
+    for version in range(1, 6):
+        session.submit(*(asked := [conformance.request(f"{version}{i}", [4, i], max_tokens=60) for i in range(8)]))
+        for one in asked:
+            engine._open[one.request_id].stop_strings = StopsAfter(12)
+        until_all_sampled(session)
+        engine.apply(published(version), "finish")
+        session.run(limit=100_000)
+        assert labels(engine) == [("policy", version)]
+        require_loaded(engine)
+        for one in asked:
+            result = session.results[one.request_id]
+            assert (result.finish_reason, len(result.response.ids)) == ("stop", 12)
+            assert spans_of(result) == [version - 1]
+            assert differences(one, result).max() <= NATS
+
+
 def test_a_response_resumes_on_its_revision_while_that_is_there(make: Any) -> None:
     engine = make()
     session = conformance.Session(engine)

@@ -126,7 +126,7 @@ class VllmAdapters:
         return None if len(self.registered) < self._capacity else next(replaced)
 
     def logprobs(self, name: str, ids: Sequence[int], *, prove: bool = False) -> list[float]:
-        """What vLLM must return for ``ids[1:]``: headway's own forward pass with the adapter."""
+        """The log-probabilities of ``ids[1:]`` that vLLM must return: headway's own forward pass with the adapter."""
         return self._model.logprobs(ids, lora=self._lora(name, prove))
 
     def absent(self, name: str, ids: Sequence[int], got: Sequence[float]) -> str:

@@ -167,9 +167,7 @@ class VllmServerEngine(VllmRequests):
             if self._now() >= until:
                 break
             if self._now() >= again:
-                ids = [f"generate-tokens-{ticket}" for ticket in left]
-                with suppress(ServerError):  # the abort is repeated; at the end the connection is closed
-                    self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
+                self._abort_tickets(left)
                 again = self._now() + _ABORT_AGAIN_S
             self._pump()
         for entry in entries:
@@ -177,8 +175,16 @@ class VllmServerEngine(VllmRequests):
                 self._forget_ticket(entry)
 
     def _drop(self, entry: VllmRequest) -> None:
-        """Close the request's stream: the server aborts it when the client disconnects."""
+        """Close the request's stream: the server aborts it when the client disconnects. One with an adapter is aborted
+        before, since a LoRA that is removed while a request has it ends vLLM's engine."""
+        if entry.revision is not None:
+            self._abort_tickets([entry.ticket])
         self._forget_ticket(entry)
+
+    def _abort_tickets(self, tickets: Sequence[str]) -> None:
+        ids = [f"generate-tokens-{ticket}" for ticket in tickets]
+        with suppress(ServerError):  # `_withdraw` repeats it, and closes the connections in the end
+            self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
 
     def _forget_ticket(self, entry: VllmRequest) -> None:
         self._selector.unregister(entry.own.stream)
@@ -318,9 +324,9 @@ class VllmServerEngine(VllmRequests):
         self._updates += 1
         self._server.post("/resume")
 
-    def _rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of the server's workers; returns the results of all ranks."""
-        return self._server.post("/collective_rpc", {"method": method, **arguments})["results"]
+    def _rpc(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the server's workers; returns all ranks' ``results``."""
+        return self._server.post("/collective_rpc", {"method": method, **arguments})
 
     @contextmanager
     def _written(self) -> Iterator[Path]:
@@ -355,7 +361,7 @@ class VllmServerEngine(VllmRequests):
 
     def _adapter_ids(self) -> set[int]:
         """Ids of the LoRAs in the server's engine."""
-        return {int(number) for number in re.findall(r"\d+", str(self._rpc("list_loras")[0]))}
+        return {int(number) for number in re.findall(r"\d+", self._rpc("list_loras")["results"][0])}
 
     def _remove_adapters(self) -> None:
         """Unload the adapters that a predecessor left."""
