@@ -13,6 +13,7 @@ VLLM_INSTALL = (
 )
 VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it silently samples at 0.01; above, it refuses
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by its attention on CPUs
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # limits of ranks that it can be started with
 
 # Engine arguments that a user can't set -> the key that sets them, or the reason.
 RESERVED = {
@@ -29,6 +30,8 @@ RESERVED = {
     "weight_transfer_config": "weights.transport",
     "worker_extension_cls": "headway's own is there",
     "disable_log_stats": "docs/monitoring.md has what is measured",
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "lora_target_modules", "lora_dtype"), "model.adapter"),
+    **dict.fromkeys(("max_loras", "max_cpu_loras"), "queue.budget, by which versions of an adapter are in use"),
     "data_parallel_size": "generator.devices has a replica for each device",
     "pipeline_parallel_size": "not supported: tensor_parallel_size is",
 }
@@ -45,11 +48,7 @@ def require_engine(experiment: Experiment) -> None:
         )
     if generator.engine == "torch":
         return
-    if experiment.model.adapter is not None:
-        raise ValueError(
-            f"generator.engine = {generator.engine!r} takes whole models, and model.adapter trains weights beside one; "
-            "valid: generator.engine = 'torch'"
-        )
+    _require_adapter(experiment)
     for name, reason in RESERVED.items():
         if name in generator.engine_arguments:
             raise ValueError(f"generator.engine_arguments.{name} can't be set: {reason}")
@@ -72,6 +71,27 @@ def require_engine(experiment: Experiment) -> None:
         raise ValueError(
             f"generator.engine_arguments.tensor_parallel_size = {ranks}: on a CPU a replica is one process; valid: 1"
         )
+
+
+def _require_adapter(experiment: Experiment) -> None:
+    """Check what vLLM can't do with an adapter that is trained."""
+    model, mode = experiment.model, experiment.generator.update_mode
+    if model.adapter is None:
+        return
+    problems = {
+        "generator.update_mode = 'keep': vLLM computes a request with the version that it came with; valid: 'finish', "
+        "'recompute', 'abort'": mode == "keep",
+        f"model.adapter.target_parameters = {list(model.adapter.target_parameters)}: nothing has proved vLLM's LoRA of "
+        "routed experts; leave them out": bool(model.adapter.target_parameters),
+        f"model.adapter.rank = {model.adapter.rank}: valid: up to {VLLM_LORA_RANKS[-1]}": (
+            (model.adapter.rank or 0) > VLLM_LORA_RANKS[-1]
+        ),
+        f"model.quantization = {model.quantization!r}: vLLM would have the weights whole": model.quantization
+        is not None,
+    }
+    for what, holds in problems.items():
+        if holds:
+            raise ValueError(f"generator.engine = {experiment.generator.engine!r} with {what}; or engine = 'torch'")
 
 
 def _require_places(experiment: Experiment) -> None:
@@ -104,10 +124,14 @@ def engine_missing(engine: str) -> str:
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
 
-def head_size_refused(engine: str, devices: tuple[str, ...], head_dim: int) -> str:
-    """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``; "" when it can."""
-    on_cpu = any("cpu:" in name for name in devices)
-    if engine != "vllm" or not on_cpu or head_dim in VLLM_CPU_HEAD_SIZES:
+def cpu_refused(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mixture: bool) -> str:
+    """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``, or an adapter of a mixture of experts
+    where ``adapted_mixture`` says that there is one; "" when it can."""
+    if engine != "vllm" or not any("cpu:" in name for name in devices):
+        return ""
+    if adapted_mixture:
+        return f"{engine!r} on a CPU has no mixture of experts with an adapter (vLLM 0.32 wants Triton); valid: 'torch'"
+    if head_dim in VLLM_CPU_HEAD_SIZES:
         return ""
     sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
     return f"{engine!r} on a CPU can't compute heads of {head_dim} dimensions, which the model has; valid: {sizes}"

@@ -1,7 +1,10 @@
-"""A replica whose vLLM keeps the old output head: what headway's remedy and its probes are there for."""
+"""Replicas with faults: a vLLM that keeps the old output head, and deaths in the middle of an adapter's update."""
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from headway.generator.service import GeneratorService
@@ -16,3 +19,42 @@ class StaleHead(GeneratorService):
         from headway.generator.engines.vllm import worker
 
         worker.repack_tied_heads = lambda model: None
+
+
+class KilledWithAdapter(GeneratorService):
+    """A process is killed once, in the middle of registering the version KILLED_AT of an adapter, or of unloading one.
+
+    ``KILLED_AT``: POINT:PID:MARKER; the point is ``loaded``, ``unloading`` or ``unloaded``, a PID of 0 means this
+    replica, else its process group; the marker is a file that is there once it has happened.
+    """
+
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        from headway.generator.engines.vllm import engine, server_engine
+
+        point, pid, marker = os.environ["KILLED_AT"].split(":")
+
+        def strike(at: str) -> None:
+            if at == point and not Path(marker).exists():
+                Path(marker).touch()
+                if pid == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                os.killpg(int(pid), signal.SIGKILL)
+
+        for kind in (engine.VllmEngine, server_engine.VllmServerEngine):
+            load, unload = kind._load_revision, kind._unload_revision
+
+            def loading(self: Any, label: str, folder: Path, load: Any = load) -> Any:
+                handle = load(self, label, folder)
+                if self.version:
+                    strike("loaded")
+                return handle
+
+            def unloading(self: Any, revision: Any, unload: Any = unload) -> None:
+                if self.version:
+                    strike("unloading")
+                unload(self, revision)
+                if self.version:
+                    strike("unloaded")
+
+            kind._load_revision, kind._unload_revision = loading, unloading  # type: ignore[method-assign]
+        super().__init__(context, **settings)

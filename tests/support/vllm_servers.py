@@ -97,6 +97,7 @@ def served(folder: Path, log: Path, *, port: int = 0, options: tuple[str, ...] =
 def _environment(scratch: Path) -> dict[str, str]:
     own = {
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

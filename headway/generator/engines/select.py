@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headway.config.engines import head_size_refused
+from headway.config.engines import cpu_refused
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.torch.engine import TorchEngine
@@ -60,6 +60,7 @@ def _tokenizer(settings: EngineSettings) -> Tokenizer | None:
 
 
 def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
+    from headway.generator.engines.vllm.adapters import VllmAdapters
     from headway.generator.engines.vllm.http import VllmServer
     from headway.generator.engines.vllm.reference import PublishedModel
     from headway.generator.engines.vllm.server_engine import VllmServerEngine
@@ -67,26 +68,41 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
 
     model = load_model(settings.model_path, settings.dtype)
     settings = _within(settings, model.config.max_positions)
-    server = VllmServer(device.address)
-    served = connect(server, slots=settings.slots, context_tokens=settings.max_context_tokens, again=settings.restarted)
     published = PublishedModel(model.config)
     published.take(weights_of(model))
-    return VllmServerEngine(server, served, published, settings, _tokenizer(settings))
+    adapters = VllmAdapters(settings, published) if settings.adapters else None
+    server = VllmServer(device.address)
+    served = connect(
+        server,
+        slots=settings.slots,
+        context_tokens=settings.max_context_tokens,
+        adapters=adapters.arguments if adapters is not None else {},
+        again=settings.restarted,
+    )
+    return VllmServerEngine(server, served, published, settings, _tokenizer(settings), adapters)
 
 
 def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
+    from headway.generator.engines.vllm.adapters import VllmAdapters
     from headway.generator.engines.vllm.core import VllmCore, engine_arguments, prepare_process
     from headway.generator.engines.vllm.engine import VllmEngine
+    from headway.generator.engines.vllm.reference import PublishedModel
 
     prepare_process(device, settings.engine_arguments.get("tensor_parallel_size", 1))
     model = DecoderConfig.from_pretrained(Path(settings.model_path))
-    if refused := head_size_refused("vllm", (str(device),), model.head_dim):
+    mixture = bool(settings.adapters) and model.mixture is not None
+    if refused := cpu_refused("vllm", (str(device),), model.head_dim, mixture):
         raise ConfigurationError(f"generator.engine = {refused}")
     settings = _within(settings, model.max_positions)
     if settings.kv_capacity_tokens is not None:  # one request must always fit alone
         settings = _within(settings, settings.kv_capacity_tokens)
-    core = VllmCore(engine_arguments(settings, model, device))
-    return VllmEngine(core, settings, model.vocabulary_size, _tokenizer(settings))
+    adapters = None
+    if settings.adapters:
+        published = PublishedModel(model)
+        published.take(weights_of(load_model(settings.model_path, settings.dtype)))
+        adapters = VllmAdapters(settings, published)
+    arguments = engine_arguments(settings, model, device) | (adapters.arguments if adapters is not None else {})
+    return VllmEngine(VllmCore(arguments), settings, model.vocabulary_size, _tokenizer(settings), adapters)
 
 
 def _within(settings: EngineSettings, context_tokens: int) -> EngineSettings:

@@ -17,6 +17,7 @@ class EngineSettings:
     quantization: Quantization | None = None
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict[str, AdapterConfig])  # by name
     seed: int = 0  # of new adapters
+    adapter_revisions: int = 2  # vLLM: most revisions of the trained adapter at once
     dtype: str
     slots: int
     max_context_tokens: int

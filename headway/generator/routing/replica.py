@@ -114,6 +114,7 @@ def replica_spec(
             "quantization": model.quantization,
             "adapters": {**own, **(adapters or {})},
             "seed": experiment.run.seed,
+            "adapter_revisions": experiment.queue.budget + 2,
             "dtype": settings.dtype,
             "native_kernels": settings.native_kernels,
             "prefill_tokens_per_step": settings.prefill_tokens_per_step,

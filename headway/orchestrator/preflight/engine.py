@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.config.engines import engine_missing, head_size_refused
+from headway.config.engines import cpu_refused, engine_missing
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.findings import Findings
@@ -15,8 +15,10 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | None) -> Find
     findings, generator = Findings(), experiment.generator
     if missing := engine_missing(generator.engine):
         findings.error("generator.engine", missing)
-    if model is not None and (refused := head_size_refused(generator.engine, generator.devices, model.head_dim)):
-        findings.error("generator.engine", refused)
+    if model is not None:
+        mixture = model.mixture is not None and experiment.model.adapter is not None
+        if refused := cpu_refused(generator.engine, generator.devices, model.head_dim, mixture):
+            findings.error("generator.engine", refused)
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if generator.engine == "vllm" and ranks > 1:
         with findings.refused("generator.devices"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from headway.config import engines
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.engines.settings import EngineSettings
-from headway.models.configuration import DecoderConfig
+from headway.models.configuration import DecoderConfig, ExpertMixture
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
@@ -31,6 +32,13 @@ def vllm(**arguments: Any) -> dict[str, Any]:
 
 SERVER = "http://a:1"
 ADAPTER = {"model": {"path": "none", "adapter": {"rank": 4, "alpha": 8.0}}}
+
+
+FINISH = {"engine": "vllm", "update_mode": "finish"}
+
+
+def adapter(**fields: Any) -> dict[str, Any]:
+    return {"model": {"path": "none", "adapter": {"rank": 4, "alpha": 8.0} | fields}}
 
 
 def served(**fields: Any) -> dict[str, Any]:
@@ -76,8 +84,21 @@ def model(head_dim: int) -> DecoderConfig:
         (served(), {"trainer": {"devices": [SERVER]}}, r"trainer.devices has 'http://a:1': valid: cuda:N"),
         ({"exchange_directory": "/x"}, {}, r"exchange_directory has no effect"),
         ({"update_mode": "finish"}, {}, r"update_mode = 'finish' .* set \[model.adapter\], or one of keep, recompute"),
-        (vllm(), ADAPTER, r"generator.engine = 'vllm' takes whole models"),
-        (served(), ADAPTER, r"generator.engine = 'vllm-server' takes whole models"),
+        (
+            vllm(),
+            ADAPTER,
+            r"engine = 'vllm' with generator.update_mode = 'keep': .* valid: 'finish', 'recompute', 'abort'",
+        ),
+        (served(), ADAPTER, r"engine = 'vllm-server' with generator.update_mode = 'keep'"),
+        (FINISH, adapter(target_parameters=["mlp.experts.down_proj"]), r"LoRA of routed experts; leave them out"),
+        (FINISH, adapter(rank=513), r"model.adapter.rank = 513: valid: up to 512"),
+        (
+            FINISH,
+            {"model": ADAPTER["model"] | {"quantization": "4bit"}},
+            r"model.quantization = '4bit': vLLM would have",
+        ),
+        (vllm(max_loras=3), {}, r"engine_arguments.max_loras can't be set: queue.budget"),
+        (vllm(enable_lora=True), {}, r"engine_arguments.enable_lora can't be set: model.adapter"),
     ],
 )
 def test_what_an_engine_can_not_do_is_refused(generator: Any, sections: Any, said: str) -> None:
@@ -90,6 +111,9 @@ def test_what_it_can_do_is_accepted() -> None:
     assert given.generator.engine_arguments == {"block_size": 64, "kv_cache_dtype": "fp8"}
     assert experiment(served(exchange_directory="/x")).generator.exchange_directory == "/x"
     assert experiment({"update_mode": "finish"}, **ADAPTER).generator.update_mode == "finish"
+    for mode in ("finish", "recompute", "abort"):
+        assert experiment(vllm() | {"update_mode": mode}, **ADAPTER).generator.update_mode == mode
+        assert experiment(served(update_mode=mode), **ADAPTER).generator.update_mode == mode
     assert experiment({"devices": ["cuda:0"]} | vllm(tensor_parallel_size=2)).generator.engine == "vllm"
 
 
@@ -109,6 +133,15 @@ def test_heads_it_can_not_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert not engine_findings(experiment(vllm()), model(32))
     assert not engine_findings(experiment({"devices": ["cuda:0"]} | vllm()), model(24))
     assert not engine_findings(experiment(served()), model(24))
+
+
+def test_adapters_of_a_mixture_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+    mixture = dataclasses.replace(model(32), mixture=ExpertMixture(experts=4, per_token=2, intermediate=24))
+    (found,) = engine_findings(experiment(FINISH, **ADAPTER), mixture)
+    assert "on a CPU has no mixture of experts with an adapter" in found.message
+    assert not engine_findings(experiment(vllm()), mixture)
+    assert not engine_findings(experiment({"devices": ["cuda:0"]} | FINISH, **ADAPTER), mixture)
 
 
 def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -131,6 +132,7 @@ class VllmCore:
         self.kv_capacity_tokens: int = (cache.num_gpu_blocks - 1) * cache.block_size
         self.context_tokens: int = engine.vllm_config.model_config.max_model_len
         self.updates = 0  # applied so far
+        self._adapters = 0  # LoRAs added so far
         self._rpc("init_weight_transfer_engine", init_info={})
         installed = self._rpc("headway_install")
         # True: headway's sampler (worker.py). vLLM's own has no log-probabilities of the full vocabulary under top-p or
@@ -145,12 +147,20 @@ class VllmCore:
     # --- requests -------------------------------------------------------------------------------------------
 
     def add(
-        self, ticket: str, prompt_ids: Sequence[int], parameters: Any, *, salt: str, priority: int, arrival: int
+        self,
+        ticket: str,
+        prompt_ids: Sequence[int],
+        parameters: Any,
+        *,
+        salt: str,
+        priority: int,
+        arrival: int,
+        adapter: Any = None,
     ) -> Any:
         """Queue a request; returns vLLM's own record of it. Raises ValueError when vLLM refuses it.
 
         ``ticket``: unique id. ``parameters``: vllm.SamplingParams. ``salt``: equal prompts share KV only under equal
-        salts."""
+        salts. ``adapter``: what `add_adapter` returned."""
         from vllm.inputs.engine import tokens_input
 
         asked = self._engine.input_processor.process_inputs(
@@ -160,6 +170,7 @@ class VllmCore:
             supported_tasks=self._tasks,
             arrival_time=float(arrival),
             priority=priority,
+            lora_request=adapter,
         )
         asked.external_req_id = ticket
         queued, wave = self._core.preprocess_add_request(asked)
@@ -223,6 +234,18 @@ class VllmCore:
         """Discard all KV, in connectors too: running requests compute theirs anew once the next step is
         scheduled."""
         self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def add_adapter(self, label: str, folder: Path) -> Any:
+        """Load a LoRA from ``folder``, which may be removed then; returns vLLM's LoRARequest. Raises vLLM's errors."""
+        from vllm.lora.request import LoRARequest
+
+        self._adapters += 1
+        adapter = LoRARequest(label, self._adapters, str(folder))
+        self._engine.add_lora(adapter)
+        return adapter
+
+    def remove_adapter(self, adapter: Any) -> None:
+        self._engine.remove_lora(adapter.lora_int_id)
 
     def differing_module(self) -> str:
         """See ``WorkerExtension.headway_probe``."""

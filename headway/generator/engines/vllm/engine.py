@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
+from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.generator.engines.vllm.reference import PROBE, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
@@ -37,10 +40,12 @@ class VllmEngine(VllmRequests):
         settings: EngineSettings,
         vocabulary: int,
         tokenizer: Tokenizer | None = None,
+        adapters: VllmAdapters | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The engine owns ``core``, which was built with ``settings``."""
+        """The engine owns ``core``, which was built with ``settings`` and with the arguments of ``adapters``. Raises
+        ConfigurationError for an adapter that vLLM doesn't compute."""
         super().__init__(
             settings,
             name="vLLM",
@@ -48,26 +53,30 @@ class VllmEngine(VllmRequests):
             vocabulary=vocabulary,
             tokenizer=tokenizer,
             truncates=core.own_sampling,
+            precision=(settings.dtype, "quantization" in settings.engine_arguments),
+            adapters=adapters,
             now=now,
         )
         self._core = core
-        self._settings = settings
         self._probe_logprobs: list[float] | None = None  # result of the probe under way
         core.name_version(settings.version)
+        self._register_adapters()
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
     def _give(self, entry: VllmRequest) -> None:
         self._tickets += 1
         ticket = f"{self._core.updates}-{self._tickets}"
+        revision = self._choose_revision(entry)
         try:
             entry.own = self._core.add(
                 ticket,
                 entry.prompt + entry.response,
                 _parameters(entry, self._may_sample(entry), self._core.own_sampling),
-                salt=self._salt,
+                salt=self._salt if revision is None else revision.label,
                 priority=entry.priority,
                 arrival=entry.arrival,
+                adapter=None if revision is None else revision.handle,
             )
         except ValueError as error:  # vLLM's own refusal of one request
             self._end(entry, "error", str(error), refused=True)
@@ -98,7 +107,8 @@ class VllmEngine(VllmRequests):
             if entry is not None:
                 self._prefilled += output.computed_tokens
                 self._note_preemptions(entry)
-                self._gained(entry, output.ids, output.logprobs, output.version, output.ended)
+                version = output.version if entry.revision is None else entry.revision.version
+                self._gained(entry, output.ids, output.logprobs, version, output.ended)
             elif output.prompt_logprobs is not None:
                 self._probe_logprobs = output.prompt_logprobs
         self._steps += self._generated > before
@@ -114,11 +124,9 @@ class VllmEngine(VllmRequests):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """See `Engine.apply`. Probes after the update that vLLM samples from the published weights."""
+    def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         before_s = self._paused_s
-        with self.paused():
-            self._absorb(self._core.drain())
+        with self._caught_up():
             try:
                 fetch_s = self._core.update(published)
             except WeightsMismatch:  # the ranks have different weights
@@ -166,11 +174,18 @@ class VllmEngine(VllmRequests):
 
     def _probe_sequence(self) -> None:
         """Compare log-probabilities of a random sequence, computed by vLLM's whole path, with the reference."""
-        ids = probe_ids(self._core.updates, self._vocabulary, self.context_tokens)
+        ids, before = probe_ids(self._core.updates, self._vocabulary, self.context_tokens), len(self._deltas)
         expected = self._core.reference_logprobs(ids)
+        if wrong := compare(self._sequence_logprobs(ids, None), expected, *self._precision):
+            other = "though no module of its own differs: attention, rotary embedding or configuration"
+            self._break(f"{wrong}, {other}", before)
+
+    def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
         self._probe_logprobs, before = None, len(self._deltas)
-        ticket = f"{PROBE}-{self._core.updates}"
-        self._core.add(ticket, ids, _probe_parameters(), salt=self._salt, priority=_FIRST, arrival=0)
+        self._tickets += 1
+        ticket, salt = f"{PROBE}-{self._tickets}", self._salt if revision is None else revision.label
+        adapter = None if revision is None else revision.handle
+        self._core.add(ticket, ids, _probe_parameters(), salt=salt, priority=_FIRST, arrival=0, adapter=adapter)
         started = self._now()
         for _ in range(_PROBE_STEPS):
             self._absorb(self._core.step())
@@ -179,10 +194,22 @@ class VllmEngine(VllmRequests):
         self._busy_s += self._now() - started
         if self._probe_logprobs is None:
             self._break(f"the probe was not served within {_PROBE_STEPS} steps", before)
-        quantised = "quantization" in self._settings.engine_arguments
-        if wrong := compare(self._probe_logprobs, expected, self._settings.dtype, quantised):
-            other = "though no module of its own differs: attention, rotary embedding or configuration"
-            self._break(f"{wrong}, {other}", before)
+        return self._probe_logprobs
+
+    @contextmanager
+    def _caught_up(self) -> Iterator[None]:
+        with self.paused():
+            self._absorb(self._core.drain())
+            yield
+
+    def _load_revision(self, label: str, folder: Path) -> Any:
+        try:
+            return self._core.add_adapter(label, folder)
+        except Exception as error:  # vLLM's refusals of an adapter have no common type
+            self._break(f"it can't load an adapter: {error}")
+
+    def _unload_revision(self, revision: VllmRevision) -> None:
+        self._core.remove_adapter(revision.handle)
 
     # --- statistics -----------------------------------------------------------------------------------------
 

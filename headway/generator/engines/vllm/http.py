@@ -49,9 +49,9 @@ class VllmServer:
         return self._call("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """POST ``body`` as JSON; returns the decoded response, None for an empty one."""
+        """POST ``body`` as JSON; returns the decoded response, None for one that isn't JSON."""
         answer = self._call("POST", path, None if body is None else msgspec.json.encode(body))
-        return msgspec.json.decode(answer) if answer else None
+        return msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
 
     def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None = None) -> bytes:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s or _CALL_S)

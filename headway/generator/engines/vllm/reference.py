@@ -14,6 +14,7 @@ from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import build
+from headway.models.lora import Lora, use
 from headway.records.errors import ConfigurationError
 
 PROBE = "probe"
@@ -58,11 +59,12 @@ class PublishedModel:
         for entry in hugging_face_entries(self._decoder):
             yield entry.name, entry.view.reshape(entry.shape)
 
-    def logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    def logprobs(self, ids: Sequence[int], temperature: float = 1.0, lora: Lora | None = None) -> list[float]:
         """log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it: headway's own forward pass
-        on the CPU."""
+        on the CPU, with an adapter if one is given."""
         assert self._decoder is not None
         sequence = torch.tensor(ids)
+        use(self._decoder, None if lora is None else lora.layers)
         with torch.inference_mode():
             logits = self._decoder(sequence, [len(ids)])[:-1].float() / temperature
             chosen = torch.log_softmax(logits, dim=-1).gather(-1, sequence[1:, None])

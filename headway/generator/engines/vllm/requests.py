@@ -10,14 +10,26 @@ import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.config.engines import VLLM_TEMPERATURES
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
-from headway.records.errors import WeightsMismatch
-from headway.records.generation import FinishReason, GenerationRequest, TokenDelta, UpdateMode
+from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
+from headway.generator.engines.vllm.reference import compare, probe_ids
+from headway.records.errors import ConfigurationError, WeightsMismatch
+from headway.records.generation import (
+    BASE_MODEL,
+    AppliedWeights,
+    FinishReason,
+    GenerationRequest,
+    PublishedWeights,
+    TokenDelta,
+    UpdateMode,
+)
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -37,6 +49,8 @@ class VllmRequest(EngineRequest):
         self.unsent: list[int] = []  # tokens since the last delta, all of one version
         self.logprobs: list[float] = []
         self.version = -1
+        self.revision: VllmRevision | None = None  # the adapter that vLLM has it with
+        self.begun = request.partial.versions[-1].version if request.partial.versions else None
 
     @property
     def tokens(self) -> int:
@@ -55,10 +69,13 @@ class VllmRequests(Engine[VllmRequest]):
         vocabulary: int,
         tokenizer: Tokenizer | None,
         truncates: bool,
+        precision: tuple[str, bool],
+        adapters: VllmAdapters | None,
         now: Callable[[], float],
     ) -> None:
         """``name``: of vLLM, in errors. ``context_tokens``: vLLM's own limit. ``truncates``: vLLM returns
-        log-probabilities over the full vocabulary under top-p and top-k, too."""
+        log-probabilities over the full vocabulary under top-p and top-k, too. ``precision``: vLLM's dtype, and whether
+        it quantises. ``adapters``: beside a model that stays as vLLM loaded it; subclasses register them."""
         super().__init__(
             slots=settings.slots,
             context_tokens=min(settings.max_context_tokens, context_tokens),
@@ -73,6 +90,8 @@ class VllmRequests(Engine[VllmRequest]):
         self._given: dict[str, VllmRequest] = {}  # by ticket
         self._tickets = 0
         self._broken = False  # vLLM computes with unknown weights
+        self._precision = precision
+        self._adapters = adapters
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
@@ -99,6 +118,7 @@ class VllmRequests(Engine[VllmRequest]):
             return False
         started = self._now()
         self._pump()
+        self._unload_idle()
         self._busy_s += self._now() - started
         self._note_idleness()
         return True
@@ -143,6 +163,10 @@ class VllmRequests(Engine[VllmRequest]):
         """Return why vLLM can't serve a request that the torch engine could; "" when it can."""
         how = entry.sampling
         lowest, highest = VLLM_TEMPERATURES
+        if self._adapters is not None and (unknown := self._adapters.unknown(entry.adapter)):
+            return unknown
+        if self._adapters is None and entry.adapter not in ("", BASE_MODEL):
+            return f"there is no adapter {entry.adapter!r}; registered: none"
         if how.temperature != 0 and not lowest <= how.temperature <= highest:
             return f"temperature = {how.temperature}: vLLM samples at 0 and from {lowest} to {highest}"
         if (how.top_p < 1 or how.top_k > 0) and not self._truncates:
@@ -159,6 +183,12 @@ class VllmRequests(Engine[VllmRequest]):
     def _may_sample(self, entry: VllmRequest) -> int:
         """Count of tokens that a request may still sample."""
         return min(entry.sampling.max_tokens - len(entry.response), self.context_tokens - entry.tokens)
+
+    def _choose_revision(self, entry: VllmRequest) -> VllmRevision | None:
+        """Fix the adapter of a request that is to be submitted."""
+        if self._adapters is not None:
+            entry.revision = self._adapters.chosen(entry.adapter, entry.begun)
+        return entry.revision
 
     def _now_given(self, entry: VllmRequest, ticket: str) -> None:
         """Note that vLLM has accepted a request under ``ticket``."""
@@ -224,6 +254,112 @@ class VllmRequests(Engine[VllmRequest]):
         for entry in running:
             self._recomputed(entry)
         return sum(entry.tokens for entry in running)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """See `Engine.apply`."""
+        if published.adapter or self._adapters is not None:
+            return self._apply_adapter(published, mode)
+        return self._apply_model(published, mode)
+
+    @abstractmethod
+    def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """Fetch, verify and apply a version of the model's own weights, and probe that vLLM samples from it. Raises
+        WeightsCorrupt, with nothing changed, or WeightsMismatch."""
+
+    @abstractmethod
+    def _load_revision(self, label: str, folder: Path) -> Any:
+        """Load a folder in PEFT's format into vLLM as a LoRA; returns its handle. Raises WeightsMismatch."""
+
+    @abstractmethod
+    def _unload_revision(self, revision: VllmRevision) -> None:
+        """Remove a LoRA, which no request in vLLM has, from vLLM."""
+
+    @abstractmethod
+    def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
+        """vLLM's log-probabilities of ``ids[1:]``, through all that samples. Raises WeightsMismatch if none come."""
+
+    @abstractmethod
+    def _caught_up(self) -> AbstractContextManager[object]:
+        """Take all tokens sampled by now. Where vLLM is in this process, nothing is sampled in the block."""
+
+    def _register_adapters(self) -> None:
+        """Register the adapters as they are before any update, each once it is proved that vLLM computes its targets.
+        Raises ConfigurationError, which names a target that vLLM leaves out."""
+        adapters = self._adapters
+        for name in adapters.names if adapters is not None else ():
+            assert adapters is not None
+            proof = self._loaded(adapters, name, prove=True)
+            ids = probe_ids(0, self._vocabulary, self.context_tokens)
+            got = self._sequence_logprobs(ids, proof)
+            self._unload_revision(proof)
+            if wrong := compare(got, adapters.logprobs(name, ids, prove=True), *self._precision):
+                what = f"{self._name} does not compute adapter {name!r} as the trainer does: {wrong}"
+                raise ConfigurationError(f"{what}{adapters.absent(name, ids, got)}; valid: generator.engine = 'torch'")
+            adapters.add(self._loaded(adapters, name))
+
+    def _loaded(self, adapters: VllmAdapters, name: str, *, prove: bool = False) -> VllmRevision:
+        with adapters.written(name, prove=prove) as (label, folder):
+            return VllmRevision(name, self.version, label, self._load_revision(label, folder))
+
+    def _unload_idle(self) -> None:
+        """Unload the revisions that no request holds any more."""
+        if self._adapters is None or len(self._adapters.registered) == len(self._adapters.newest):
+            return
+        for revision in self._adapters.idle({entry.revision for entry in self._given.values()}):
+            self._adapters.registered.remove(revision)
+            self._unload_revision(revision)
+
+    def _renewed(self, entries: Sequence[VllmRequest]) -> list[VllmRequest]:
+        """Return requests from vLLM to waiting, to be submitted with the newest revision; those that didn't finish."""
+        self._take_back(entries)
+        found = [entry for entry in entries if entry.request_id in self._open]
+        for entry in found:
+            entry.begun = None
+            if entry.unsent:
+                self._emit(entry)
+        return found
+
+    def _apply_adapter(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """Register a version of an adapter. ``finish``: requests that vLLM has keep their revision; ``recompute``: they
+        are submitted anew, with their tokens; ``abort``: they are parked, or treated as by ``recompute`` where not
+        interruptible. Where too many revisions are held, the oldest one's requests are submitted anew.
+
+        Raises WeightsCorrupt or ConfigurationError, with nothing changed, or WeightsMismatch."""
+        adapters, name, before_s, started = self._adapters, published.adapter, self._paused_s, self._now()
+        if adapters is None or mode == "keep":
+            cause = "a request's KV is of the revision that it came with" if adapters else "there is none"
+            raise ConfigurationError(f"an update of adapter {name!r} with update_mode = {mode!r} in vLLM: {cause}")
+        adapters.fetch(published)
+        fetch_s = self._now() - started
+        with self._caught_up():
+            mine = [one for one in self._given.values() if one.revision is not None and one.revision.name == name]
+            moved = [] if mode == "finish" else mine
+            in_flight = len(moved)
+            if mode == "abort":
+                self._end_given([entry for entry in moved if entry.interruptible])
+            moved = self._renewed([entry for entry in moved if entry.ticket])
+            while (crowding := adapters.crowding(name)) is not None:
+                moved += self._renewed([entry for entry in self._given.values() if entry.revision is crowding])
+                adapters.registered.remove(crowding)
+                self._unload_revision(crowding)
+            self.version = published.version
+            adapters.add(self._loaded(adapters, name))
+            self._unload_idle()
+        if self._probe_due(adapters.updates):
+            ids, before = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
+            got = self._sequence_logprobs(ids, adapters.newest[name])
+            if wrong := compare(got, adapters.logprobs(name, ids), *self._precision):
+                self._break(f"adapter {name!r}: {wrong}", before)
+        self._note_idleness()
+        return AppliedWeights(
+            version=published.version,
+            fetch_s=fetch_s,
+            pause_s=self._paused_s - before_s,
+            in_flight=in_flight,
+            reprefilled_tokens=sum(entry.tokens for entry in moved),
+        )
 
     def _probe_due(self, updates: int) -> bool:
         return self._probe_every_updates > 0 and updates % self._probe_every_updates == 0

@@ -11,12 +11,14 @@ all streams are read just before the latter. The labels are compared with the la
 
 from __future__ import annotations
 
+import re
 import selectors
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,11 +27,12 @@ from torch import Tensor
 
 from headway.generator.engines.sampling import counter_bits
 from headway.generator.engines.settings import EngineSettings
+from headway.generator.engines.vllm.adapters import LABELS, VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, require_engine
 from headway.generator.engines.vllm.reference import PublishedModel, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
-from headway.generator.engines.vllm.server_info import ServerInfo
+from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
 from headway.records.generation import AppliedWeights, EngineStatistics, FinishReason, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
@@ -73,12 +76,14 @@ class VllmServerEngine(VllmRequests):
         model: PublishedModel,
         settings: EngineSettings,
         tokenizer: Tokenizer | None = None,
+        adapters: VllmAdapters | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model``: the weights to load into the server now.
+        """``model``: the weights to load into the server now; with ``adapters`` those that it has been started with.
 
-        Raises WeightsMismatch if the server computes with other weights after loading, OSError when it is gone.
+        Raises WeightsMismatch if the server computes with other weights, ConfigurationError for an adapter that it
+        doesn't compute, OSError when it is gone.
         """
         super().__init__(
             settings,
@@ -87,6 +92,8 @@ class VllmServerEngine(VllmRequests):
             vocabulary=model.shape.vocabulary_size,
             tokenizer=tokenizer,
             truncates=False,
+            precision=(served.dtype, served.quantised),
+            adapters=adapters,
             now=now,
         )
         self._server = server
@@ -98,13 +105,18 @@ class VllmServerEngine(VllmRequests):
         self._selector = selectors.DefaultSelector()
         self._withdrawing: set[str] = set()  # tickets
         self._life = uuid.uuid4().hex[:12]  # tells this process's requests from a predecessor's
-        self._updates = 0
+        self._updates = self._probes = 0
         self._gone = ""  # why the server isn't the one connected to any more
         self._reprefilled = 0
         reap_folders(self._exchange)  # left by a predecessor that was killed in an update
-        with self._written() as folder:
-            self._load(folder, settings.version, clear=True)
+        if adapters is None:
+            with self._written() as folder:
+                self._load(folder, settings.version, clear=True)
+        else:
+            self._load(None, settings.version, clear=True)
+            self._remove_adapters()
         self._probe()
+        self._register_adapters()
         self._before = served.counters(server)
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
@@ -112,11 +124,12 @@ class VllmServerEngine(VllmRequests):
     def _give(self, entry: VllmRequest) -> None:
         self._tickets += 1
         ticket = f"{self._life}-{self._tickets}"
-        how = entry.sampling
+        how, revision = entry.sampling, self._choose_revision(entry)
         stream = self._server.stream(
             "/inference/v1/generate",
             {
                 "request_id": ticket,
+                **self._weights_named(revision),
                 "token_ids": [*entry.prompt, *entry.response],
                 "sampling_params": {
                     "temperature": how.temperature,
@@ -128,7 +141,6 @@ class VllmServerEngine(VllmRequests):
                     "seed": _seed(how.seed, len(entry.response)),
                 },
                 "stream": True,
-                "cache_salt": self._salt,
                 "priority": entry.priority,
             },
         )
@@ -141,6 +153,12 @@ class VllmServerEngine(VllmRequests):
         """Cache salt of this process's current update: versions can repeat, and a server outlives its clients."""
         return f"{self._life} update {self._updates}"
 
+    def _weights_named(self, revision: VllmRevision | None) -> dict[str, str]:
+        """The fields of a request that say which weights compute it, and whose KV it may find."""
+        return (
+            {"cache_salt": self._salt} if revision is None else {"cache_salt": revision.label, "model": revision.label}
+        )
+
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
         """See `VllmRequests`. Waits for each request's last tokens, up to `_WITHDRAWN_S`."""
         self._withdrawing |= {entry.ticket for entry in entries}
@@ -149,9 +167,7 @@ class VllmServerEngine(VllmRequests):
             if self._now() >= until:
                 break
             if self._now() >= again:
-                ids = [f"generate-tokens-{ticket}" for ticket in left]
-                with suppress(ServerError):  # the abort is repeated; at the end the connection is closed
-                    self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
+                self._abort_tickets(left)
                 again = self._now() + _ABORT_AGAIN_S
             self._pump()
         for entry in entries:
@@ -159,8 +175,16 @@ class VllmServerEngine(VllmRequests):
                 self._forget_ticket(entry)
 
     def _drop(self, entry: VllmRequest) -> None:
-        """Close the request's stream: the server aborts it when the client disconnects."""
+        """Close the request's stream: the server aborts it when the client disconnects. One with an adapter is aborted
+        before, since a LoRA that is removed while a request has it ends vLLM's engine."""
+        if entry.revision is not None:
+            self._abort_tickets([entry.ticket])
         self._forget_ticket(entry)
+
+    def _abort_tickets(self, tickets: Sequence[str]) -> None:
+        ids = [f"generate-tokens-{ticket}" for ticket in tickets]
+        with suppress(ServerError):  # `_withdraw` repeats it, and closes the connections in the end
+            self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
 
     def _forget_ticket(self, entry: VllmRequest) -> None:
         self._selector.unregister(entry.own.stream)
@@ -189,6 +213,8 @@ class VllmServerEngine(VllmRequests):
             try:
                 events = entry.own.stream.read()
             except ServerError as error:
+                if error.status == 404 and entry.revision is not None:
+                    raise ConnectionError(f"the server was restarted, and has no adapters: {error}") from error
                 self._forget_ticket(entry)
                 self._end(entry, "error", str(error), refused=error.status in (400, 422))
                 continue
@@ -206,7 +232,8 @@ class VllmServerEngine(VllmRequests):
         choice = chunk.choices[0]
         ids = choice.token_ids or []
         logprobs = [one.logprob if one.logprob > _NO_LOGPROB else float("nan") for one in content(choice)]
-        entry.own.add(self.version, len(ids))
+        entry.own.add(self._model_version, len(ids))
+        version = self._model_version if entry.revision is None else entry.revision.version
         ended = None if choice.finish_reason is None else _ENDINGS.get(choice.finish_reason, "error")
         error = ""
         if ended is not None and (wrong := self._mislabelled(entry.own.spans, choice.weight_versions or [])):
@@ -216,13 +243,13 @@ class VllmServerEngine(VllmRequests):
                 self._end_void(entry, wrong)
             return
         if ended == "abort" and entry.ticket in self._withdrawing:
-            self._gained(entry, ids, logprobs, self.version, None)
+            self._gained(entry, ids, logprobs, version, None)
             if entry.ticket:
                 self._forget_ticket(entry)
             return
         if ended in ("abort", "error"):
             ended, error = "error", f"the server ended it: {choice.finish_reason}"
-        self._gained(entry, ids, logprobs, self.version, ended, error)
+        self._gained(entry, ids, logprobs, version, ended, error)
 
     def _mislabelled(self, spans: Sequence[Sequence[int]], told: Sequence[CompletionSpan]) -> str:
         """Compare a request's version labels with the server's; returns the difference, or "". A version that this
@@ -245,7 +272,7 @@ class VllmServerEngine(VllmRequests):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+    def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and write a version while the server keeps decoding, have it loaded, and probe that the server
         samples from it. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
         started = self._now()
@@ -279,21 +306,27 @@ class VllmServerEngine(VllmRequests):
         self._reprefilled += reprefilled
         return len(running), reprefilled
 
-    def _load(self, folder: Path, version: int, *, clear: bool = False) -> None:
-        """Have a paused server load ``folder`` and resume; ``clear``: pause it first, aborting its requests."""
+    def _load(self, folder: Path | None, version: int, *, clear: bool = False) -> None:
+        """Have a paused server load ``folder`` (None: nothing) and resume; ``clear``: pause it first, aborting its
+        requests."""
         if clear:
             self._server.post("/pause?mode=abort&clear_cache=true")
         try:
-            self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            if folder is not None:
+                self._rpc("reload_weights", kwargs={"weights_path": str(folder)})
         except ServerError as error:
             if error.status > 500:  # not from the load: a proxy's error, or a server shutting down
                 raise
             self._break(f"it can't load {folder}: {error}; it must see that folder, and serve that model")
         self._server.post("/update_weight_version", {"new_version": self._label(version)})
         self._pump(0.0)  # late tokens of the old version
-        self.version = version
+        self.version = self._model_version = version
         self._updates += 1
         self._server.post("/resume")
+
+    def _rpc(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the server's workers; returns all ranks' ``results``."""
+        return self._server.post("/collective_rpc", {"method": method, **arguments})
 
     @contextmanager
     def _written(self) -> Iterator[Path]:
@@ -310,16 +343,65 @@ class VllmServerEngine(VllmRequests):
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         return tensors
 
+    # --- adapters -------------------------------------------------------------------------------------------
+
+    def _load_revision(self, label: str, folder: Path) -> Any:
+        with _or_die(ServerError):
+            before = self._adapter_ids()
+            try:
+                self._server.post("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+            except ServerError as error:
+                self._break(f"it can't load {folder}: {error}; it must see that folder, and be started with {UPDATING}")
+            return next(iter(self._adapter_ids() - before))
+
+    def _unload_revision(self, revision: VllmRevision) -> None:
+        with _or_die(ServerError):
+            self._server.post("/v1/unload_lora_adapter", {"lora_name": revision.label})
+            self._rpc("remove_lora", args=[revision.handle])  # the route itself leaves it in the engine
+
+    def _adapter_ids(self) -> set[int]:
+        """Ids of the LoRAs in the server's engine."""
+        return {int(number) for number in re.findall(r"\d+", self._rpc("list_loras")["results"][0])}
+
+    def _remove_adapters(self) -> None:
+        """Unload the adapters that a predecessor left."""
+        models = msgspec.json.decode(self._server.get("/v1/models"))["data"]
+        for label in [one["id"] for one in models if one["id"].startswith(LABELS)]:
+            self._server.post("/v1/unload_lora_adapter", {"lora_name": label})
+        for number in self._adapter_ids():
+            self._rpc("remove_lora", args=[number])
+
+    @contextmanager
+    def _caught_up(self) -> Iterator[None]:
+        self._pump(0.0)  # the server goes on in the block
+        yield
+
+    # --- probes ---------------------------------------------------------------------------------------------
+
     def _probe(self) -> None:
         """Compare the server's log-probabilities of a random sequence, and of a token sampled after it, with the
         reference."""
         ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
+        got, sampled = self._probed(ids, None)
+        if wrong := compare(got, self._model.logprobs(ids), *self._precision):
+            self._break(f"{wrong} (it computes in {self._served.dtype})")
+        self._probe_temperature(ids, sampled)
+
+    def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
+        with _or_die(ServerError):
+            return self._probed(ids, revision)[0]
+
+    def _probed(self, ids: Sequence[int], revision: VllmRevision | None) -> tuple[list[float], Logprob]:
+        """The server's log-probabilities of ``ids[1:]``, and of a token that it samples after them."""
+        self._probes += 1
+        name = f"{self._life}-probe-{self._probes}"
         answer: CompletionChunk = msgspec.convert(
             self._server.post(
                 "/inference/v1/generate",
                 {
-                    "request_id": f"{self._life}-probe-{self._updates}",
+                    "request_id": name,
                     "token_ids": ids,
+                    **self._weights_named(revision),
                     "sampling_params": {
                         "temperature": _PROBE_TEMPERATURE,
                         "max_tokens": 1,
@@ -327,19 +409,15 @@ class VllmServerEngine(VllmRequests):
                         "logprobs": 0,
                         "ignore_eos": True,
                         "detokenize": False,
-                        "seed": self._updates,
+                        "seed": self._probes,
                     },
-                    "cache_salt": f"{self._life} probe {self._updates}",
                     "priority": -(1 << 60),
                 },
             ),
             CompletionChunk,
         )
         got = [of_token(one, token) for one, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
-        wrong = compare(got, self._model.logprobs(ids), self._served.dtype, self._served.quantised)
-        if wrong:
-            self._break(f"{wrong} (it computes in {self._served.dtype})")
-        self._probe_temperature(ids, content(answer.choices[0])[0])
+        return got, content(answer.choices[0])[0]
 
     def _probe_temperature(self, ids: Sequence[int], sampled: Logprob) -> None:
         after = [*ids, sampled.token_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
     "--scheduling-policy priority"
 )
+UPDATING = "VLLM_ALLOW_RUNTIME_LORAUPDATING=1 in its environment"
 
 
 class Counters(NamedTuple):
@@ -76,10 +77,12 @@ def wait_for(
         sleep(_ASK_AGAIN_S)
 
 
-def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool = False) -> ServerInfo:
+def connect(
+    server: VllmServer, *, slots: int, context_tokens: int, adapters: Mapping[str, Any] = {}, again: bool = False
+) -> ServerInfo:
     """Fetch a server's configuration and check it. Raises ConfigurationError, which says how to start the server, if
-    it doesn't answer or can't be used. ``again``: it was connected before, so wait for it, and raise OSError instead
-    when it doesn't answer."""
+    it doesn't answer or can't be used. ``adapters``: `VllmAdapters.arguments`, of which it needs at least as much.
+    ``again``: it was connected before, so wait for it, and raise OSError instead when it doesn't answer."""
     if again:
         wait_for(server)
     try:
@@ -108,12 +111,25 @@ def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool 
     for what, holds in problems.items():
         if holds:
             raise _refusal(server, what)
+    if adapters:
+        _require_lora(server, config["lora_config"] or {}, adapters)
     return ServerInfo(
         context_tokens=model["max_model_len"],
         kv_capacity_tokens=(cache["num_gpu_blocks"] - 1) * cache["block_size"],
         dtype=str(model["dtype"]).removeprefix("torch."),
         quantised=model["quantization"] is not None,
     )
+
+
+def _require_lora(server: VllmServer, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Check that the server can hold the adapters. Its head must not be wrapped: log-probabilities of a prompt
+    then end vLLM's engine (``lora/layers/logits_processor.py`` takes all rows for sampled ones)."""
+    counts = {name: wanted[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
+    ends, targets = set(wanted["lora_target_modules"]), set(given.get("target_modules") or ["lm_head"])
+    if "lm_head" in targets or not ends <= targets or any((given.get(name) or 0) < counts[name] for name in counts):
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in counts.items())
+        what = f"it can't hold the run's adapters: start it with --enable-lora {options} --lora-target-modules "
+        raise _refusal(server, f"{what}{' '.join(sorted(ends))}, and {UPDATING}")
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:

@@ -1,0 +1,156 @@
+"""Adapters of both vLLM engines: revisions registered in vLLM, their files, the log-probabilities expected.
+
+vLLM binds a request to the LoRA that it came with, so every published version is a LoRA of its own, a *revision*.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headway.config.engines import VLLM_LORA_RANKS
+from headway.generator.engines.settings import EngineSettings
+from headway.generator.engines.vllm.reference import PublishedModel
+from headway.models.adapter_files import open_adapter, save_adapter
+from headway.models.lora import Lora
+from headway.records.errors import ConfigurationError
+from headway.records.generation import BASE_MODEL, POLICY_ADAPTER, PublishedWeights
+from headway.weights.leftovers import SHARED_MEMORY, exchange_folder
+from headway.weights.shared_memory import Subscriber
+
+LABELS = "headway-"  # start of every LoRA's name in vLLM
+_ALIKE = 1e-2  # nats: a forward pass without the target that vLLM leaves out is no further away
+_OTHER_SEED = 1 << 20  # of the B matrices with which an adapter is proved
+
+
+class VllmRevision(NamedTuple):
+    """An adapter as one update made it: registered in vLLM until it is unloaded."""
+
+    name: str
+    version: int
+    label: str  # its name in vLLM, never used again: salts KV, too
+    handle: Any  # vLLM's LoRARequest, or of a server the LoRA's id
+
+
+class VllmAdapters:
+    """The adapters of an engine by name: of each the newest revision, and older ones that requests hold.
+
+    The model without an adapter is one of them, with B = 0: on a CPU, vLLM 0.32 computes a request without a LoRA,
+    beside others with one, by the LoRA in its last slot (``lora/ops/torch_ops/lora_ops.py``: index -1).
+    """
+
+    def __init__(self, settings: EngineSettings, model: PublishedModel) -> None:
+        """``model``: the base. Raises ConfigurationError for an adapter that isn't this model's, and for parts that
+        vLLM can't compute."""
+        self._settings, self._model = settings, model
+        self._life = uuid.uuid4().hex[:12]  # a server may have labels of a predecessor
+        config = model.shape
+        self._loras = {
+            name: open_adapter(settings.model_path, config, one, seed=settings.seed)
+            for name, one in settings.adapters.items()
+        }
+        for name, lora in self._loras.items():
+            if experts := [adapted.target.name for adapted in lora.targets if adapted.target.experts]:
+                raise ConfigurationError(
+                    f"adapter {name!r} has {experts[0]}: vLLM's LoRA of routed experts hasn't been proved; valid: "
+                    "generator.engine = 'torch', or an adapter without target_parameters"
+                )
+        self._loras[BASE_MODEL] = _with_outputs(next(iter(self._loras.values())), 0.0)
+        self.names = list(self._loras)  # the bare model's included
+        self._capacity = len(self.names) - 1 + settings.adapter_revisions  # revisions registered at once
+        targets = [adapted for lora in self._loras.values() for adapted in lora.targets]
+        ranks = [rank for rank in VLLM_LORA_RANKS if rank >= max(adapted.rank for adapted in targets)]
+        if not ranks:
+            raise ConfigurationError(f"an adapter's rank is too large for vLLM; valid: up to {VLLM_LORA_RANKS[-1]}")
+        # Of vLLM's EngineArgs: no layer is wrapped but the targets.
+        self.arguments: dict[str, Any] = {
+            "enable_lora": True,
+            "max_loras": self._capacity,
+            "max_cpu_loras": self._capacity,
+            "max_lora_rank": ranks[0],
+            "lora_target_modules": sorted({_end(adapted.target.name) for adapted in targets}),
+        }
+        self._subscriber = Subscriber()
+        self._labels = 0
+        self.updates = 0  # fetched so far
+        self.registered: list[VllmRevision] = []  # oldest first
+        self.newest: dict[str, VllmRevision] = {}  # by name
+
+    def unknown(self, name: str) -> str:
+        """Reason why no request can have this adapter; "" when one can."""
+        return "" if name in ("", *self.names) else f"there is no adapter {name!r}; valid: {', '.join(self.names)}"
+
+    def chosen(self, name: str, version: int | None) -> VllmRevision:
+        """The revision for a request: that of ``version``, on which it began, if it is still there, else the newest.
+        ``name`` as in `GenerationRequest.adapter`."""
+        newest = self.newest.get(name or POLICY_ADAPTER) or self.newest[BASE_MODEL]
+        same = [one for one in self.registered if (one.name, one.version) == (newest.name, version)]
+        return same[-1] if same else newest
+
+    def fetch(self, published: PublishedWeights) -> None:
+        """Take the published weights of an adapter. Raises WeightsCorrupt, or ConfigurationError for a name that isn't
+        registered and for other names or shapes, with nothing changed."""
+        if published.adapter in ("", BASE_MODEL) or published.adapter not in self._loras:
+            raise ConfigurationError(f"an update of adapter {published.adapter!r}; valid: {', '.join(self.names[:-1])}")
+        self._loras[published.adapter].copy_weights(self._subscriber.fetch(published))
+        self.updates += 1
+
+    @contextmanager
+    def written(self, name: str, *, prove: bool = False) -> Iterator[tuple[str, Path]]:
+        """A new label and a folder in PEFT's format with the adapter's weights, removed after the block. ``prove``:
+        with B that changes every product of a target about as much as its matrix does."""
+        self._labels += 1
+        label = f"{LABELS}{self._life}-{name}-{self._labels}"
+        with exchange_folder(self._settings.exchange_directory or SHARED_MEMORY) as folder:
+            save_adapter(self._lora(name, prove), folder / label, self._settings.model_path)
+            yield label, folder / label
+
+    def add(self, revision: VllmRevision) -> None:
+        """Note a revision that vLLM has, the newest of its name from now on."""
+        self.registered.append(revision)
+        self.newest[revision.name] = revision
+
+    def idle(self, held: Collection[VllmRevision | None]) -> list[VllmRevision]:
+        """The registered revisions that are neither newest nor ``held`` by requests."""
+        return [one for one in self.registered if one is not self.newest.get(one.name) and one not in held]
+
+    def crowding(self, name: str) -> VllmRevision | None:
+        """The revision to unload before another one of ``name`` can be registered; None: there is room."""
+        replaced = (one for one in self.registered if one.name == name or one is not self.newest[one.name])
+        return None if len(self.registered) < self._capacity else next(replaced)
+
+    def logprobs(self, name: str, ids: Sequence[int], *, prove: bool = False) -> list[float]:
+        """The log-probabilities of ``ids[1:]`` that vLLM must return: headway's own forward pass with the adapter."""
+        return self._model.logprobs(ids, lora=self._lora(name, prove))
+
+    def absent(self, name: str, ids: Sequence[int], got: Sequence[float]) -> str:
+        """Name the targets that ``got`` was computed without, of an adapter that didn't pass its proof."""
+        for end in self.arguments["lora_target_modules"]:
+            expected = self._model.logprobs(ids, lora=_with_outputs(self._loras[name], 1.0, leave_out=end))
+            if max(abs(one - other) for one, other in zip(got, expected, strict=True)) < _ALIKE:
+                return f"; it leaves out {end}"
+        return ""
+
+    def _lora(self, name: str, prove: bool) -> Lora:
+        return _with_outputs(self._loras[name], 1.0) if prove else self._loras[name]
+
+
+def _with_outputs(lora: Lora, size: float, leave_out: str = "") -> Lora:
+    """A copy whose B is random, so that scale * B A x is about ``size`` times as large as x, and 0 at targets that end
+    with ``leave_out``."""
+    changed = copy.deepcopy(lora)
+    generator = torch.Generator().manual_seed(_OTHER_SEED)
+    for pair in changed.pairs():
+        b = torch.randn(pair.b.shape, generator=generator) * (size / (pair.scale * pair.a.shape[-2] ** 0.5))
+        pair.b.data.copy_(b * (_end(pair.target.name) != leave_out))
+    return changed
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
