@@ -119,7 +119,7 @@ def test_targets_are_chosen_as_peft_chooses_them() -> None:
     assert not any(one.experts for one in chosen_targets(config, ("all-linear",)))
     assert sum(one.experts > 0 for one in chosen_targets(config, (), EXPERTS)) == 2 * config.layers
     first = next(targets_of(config))
-    assert AdaptedTarget(target=first, rank=2, scale=1.0).size == 2 * (first.rows + first.columns)
+    assert AdaptedTarget(target=first, rank=2, alpha=2.0).size == 2 * (first.rows + first.columns)
 
 
 @pytest.mark.parametrize(
