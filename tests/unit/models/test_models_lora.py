@@ -148,6 +148,11 @@ def test_incomplete_settings_are_refused(given: dict[str, Any], words: str) -> N
         AdapterConfig(**given)
 
 
+def test_an_adapters_settings_are_valid_again_as_a_worker_is_given_them() -> None:
+    for given in (AdapterConfig(path="somewhere"), AdapterConfig(rank=4, alpha=8.0)):
+        assert AdapterConfig.model_validate(given.model_dump(mode="json")) == given
+
+
 def test_other_weights_are_refused_before_anything_is_changed() -> None:
     model = random_decoder(small("qwen3"))
     lora = adapter_for(model)
