@@ -7,7 +7,8 @@ alternate in one process; a ratio is the median over rounds, with the smallest a
 
 - `step_over_full`: speed of a training step over that of a full one. A full step computes three products a matrix
   (forward, the gradient of its input, its own), one with an adapter the first two and a few percent for the adapter:
-  with the attention and the head common to both, at most about 1.4.
+  with the attention and the head common to both, at most about 1.4. `step_over_full_cpu`: the same of the process's CPU
+  seconds, which other programs on the machine hardly change.
 - `memory_over_full`: bytes of gradients, optimiser and one published version over those of a full run's. Peak resident
   memory of both, in processes of their own, is printed.
 - `update_bytes_over_adapter`: bytes published over 4 for each of the adapter's weights.
@@ -57,12 +58,21 @@ def service(folder: Path, adapter: bool) -> TrainerService:
     return TrainerService(Context, experiment=experiment, run_id=f"lora-{'adapter' if adapter else 'full'}")
 
 
-def step_s(trainer: TrainerService, groups: int, vocabulary: int) -> float:
-    """Seconds of one training step."""
+def step_s(trainer: TrainerService, groups: int, vocabulary: int) -> tuple[float, float]:
+    """Seconds of one training step: by the clock, and of the CPU."""
     rows = lay_out(batch(trainer.version, groups, GROUP, TOKENS, TOKENS, vocabulary))
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     trainer.train_step(rows)
-    return time.perf_counter() - started
+    return time.perf_counter() - started[0], time.process_time() - started[1]
+
+
+def ratio(name: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Median of the ratios of ``pairs`` (full, adapter) under ``name``, and their range."""
+    ratios = [whole / apart for whole, apart in pairs]
+    return {
+        name: round(statistics.median(ratios), 3),
+        f"{name}_range": [round(min(ratios), 3), round(max(ratios), 3)],
+    }
 
 
 def bytes_of(trainer: TrainerService) -> dict[str, int]:
@@ -81,13 +91,13 @@ def measure_training(folder: Path, groups: int, vocabulary: int, rounds: int) ->
     """The training side's keys."""
     torch.set_num_threads(1)
     full, adapter = service(folder, False), service(folder, True)
-    pairs = []
+    rounds_s: list[tuple[tuple[float, float], tuple[float, float]]] = []
     for number in range(rounds + 1):  # the first warms up
         sides = (full, adapter) if number % 2 else (adapter, full)
         seconds = {id(side): step_s(side, groups, vocabulary) for side in sides}
-        pairs.append((seconds[id(full)], seconds[id(adapter)]))
-    ratios = [whole / apart for whole, apart in pairs[1:]]
-    columns = list(zip(*pairs[1:], strict=True))
+        rounds_s.append((seconds[id(full)], seconds[id(adapter)]))
+    wall, cpu = ([(whole[i], apart[i]) for whole, apart in rounds_s[1:]] for i in range(2))
+    columns = list(zip(*wall, strict=True))
     sizes = {"full": bytes_of(full), "adapter": bytes_of(adapter)}
     for side in (full, adapter):
         side.close()
@@ -95,8 +105,8 @@ def measure_training(folder: Path, groups: int, vocabulary: int, rounds: int) ->
         print(f"  {name:8} " + ", ".join(f"{part} {size / 1e6:.1f} MB" for part, size in parts.items()))
     kept = {name: sum(size for part, size in parts.items() if part != "trained") for name, parts in sizes.items()}
     return {
-        "step_over_full": round(statistics.median(ratios), 3),
-        "step_over_full_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        **ratio("step_over_full", wall),
+        **ratio("step_over_full_cpu", cpu),
         "step_s": {name: round(statistics.median(column), 3) for name, column in zip(sizes, columns, strict=True)},
         "memory_over_full": round(kept["adapter"] / kept["full"], 4),
         "update_bytes_over_adapter": round(sizes["adapter"]["published"] / sizes["adapter"]["trained"], 4),

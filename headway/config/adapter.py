@@ -28,9 +28,11 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> AdapterConfig:
-        own = self.model_fields_set & {"rank", "alpha", "rslora", "targets", "target_parameters"}
+        fields = type(self).model_fields  # by value: a worker is given every key of the experiment
+        keys = ("rank", "alpha", "rslora", "targets", "target_parameters")
+        own = [key for key in keys if getattr(self, key) != fields[key].default]
         if self.path and own:
-            raise ValueError(f"path and {', '.join(sorted(own))}: the adapter in the folder has its own")
+            raise ValueError(f"path and {', '.join(own)}: the adapter in the folder has its own")
         if not self.path and (self.rank is None or self.alpha is None):
             missing = "rank" if self.rank is None else "alpha"
             raise ValueError(f"{missing} is missing: valid: rank and alpha, say 16 and 32, or path")

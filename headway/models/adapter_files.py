@@ -41,9 +41,10 @@ def open_adapter(
 ) -> Lora:
     """The adapter of a run on the model folder ``model`` as it is before the first step: a new one, or that in
     ``settings.path``. Raises ConfigurationError."""
+    targets = adapted_targets(config, settings)
     if settings.path:
         return load_adapter(settings.path, model, config, device=device, dtype=dtype)
-    return Lora(adapted_targets(config, settings), device, dtype, seed)
+    return Lora(targets, device, dtype, seed)
 
 
 def load_adapter(
@@ -163,18 +164,18 @@ def _prefix(target: AdapterTarget) -> str:
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:
-    ranks = Counter((adapted.rank, adapted.scale) for adapted in lora.targets)
-    (rank, scale), _ = ranks.most_common(1)[0]
-    others = [adapted for adapted in lora.targets if (adapted.rank, adapted.scale) != (rank, scale)]
+    (rank, alpha), _ = Counter((adapted.rank, adapted.alpha) for adapted in lora.targets).most_common(1)[0]
+    others = [adapted for adapted in lora.targets if (adapted.rank, adapted.alpha) != (rank, alpha)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model),
         "r": rank,
-        "lora_alpha": scale * rank,
+        "lora_alpha": alpha,
+        "use_rslora": lora.targets[0].rslora,
         "rank_pattern": {re.escape(adapted.target.name): adapted.rank for adapted in others},
-        "alpha_pattern": {re.escape(adapted.target.name): adapted.scale * adapted.rank for adapted in others},
-        "lora_dropout": 0.0,
+        "alpha_pattern": {re.escape(adapted.target.name): adapted.alpha for adapted in others},
+        "lora_dropout": lora.dropout.rate,
         "target_modules": sorted(adapted.target.name for adapted in lora.targets if not adapted.target.experts),
         "target_parameters": sorted(adapted.target.name for adapted in lora.targets if adapted.target.experts) or None,
         "bias": "none",

@@ -28,7 +28,16 @@ _PLAIN: dict[str, Any] = {
     "layer_replication": None,
     "exclude_modules": None,
     "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+    "velora_config": None,
 }
+# Values of init_lora_weights with which PEFT changes the base too, when it begins and again when it loads.
+_CHANGED_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +61,17 @@ class AdapterTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedTarget:
-    """A target with the adapter's rank and scale there: its product gains scale * B A x."""
+    """A target with the adapter's rank and alpha there: its product gains scale * B A x."""
 
     target: AdapterTarget
     rank: int
-    scale: float
+    alpha: float
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank) by ``rslora`` (Kalajdzievski 2023, Eq. 7)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def size(self) -> int:
@@ -151,12 +166,19 @@ def adapted_targets(config: DecoderConfig, settings: AdapterConfig) -> tuple[Ada
     """The targets of a run's adapter, new or that of ``settings.path``, with their rank and scale. Raises
     ConfigurationError as `chosen_targets` and `stored_targets`."""
     if settings.path:
-        return stored_targets(Path(settings.path), config)
+        stored = stored_targets(Path(settings.path), config)
+        if settings.dropout and any(adapted.target.experts for adapted in stored):
+            raise ConfigurationError(
+                f"model.adapter.dropout = {settings.dropout:g} and experts in {settings.path}: all experts share an "
+                "input; valid: 0"
+            )
+        return stored
     assert settings.rank is not None
     assert settings.alpha is not None
-    scale = settings.alpha / (math.sqrt(settings.rank) if settings.rslora else settings.rank)
-    chosen = chosen_targets(config, settings.targets, settings.target_parameters)
-    return tuple(AdaptedTarget(target=target, rank=settings.rank, scale=scale) for target in chosen)
+    return tuple(
+        AdaptedTarget(target=target, rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
+        for target in chosen_targets(config, settings.targets, settings.target_parameters)
+    )
 
 
 def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, ...]:
@@ -171,6 +193,11 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
     for key, plain in _PLAIN.items():
         if given.get(key) and given[key] != plain:
             raise ConfigurationError(f"{file}: {key} = {given[key]!r} is not supported; valid: {plain!r}")
+    if (began := str(given.get("init_lora_weights"))).startswith(_CHANGED_BASE):
+        raise ConfigurationError(
+            f"{file}: init_lora_weights = {began!r}: the adapter belongs to a base that PEFT has changed; convert it "
+            "with save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     for key in ("r", "lora_alpha"):
         if not isinstance(given.get(key), int | float) or given[key] <= 0:
             raise ConfigurationError(f"{file}: {key} = {given.get(key)!r}: valid: a number above 0")
@@ -179,8 +206,7 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
     for target in chosen_targets(config, wanted if isinstance(wanted, str) else tuple(wanted), parameters):
         rank = int(_by_pattern(given.get("rank_pattern"), target.name, given["r"]))
         alpha = _by_pattern(given.get("alpha_pattern"), target.name, given["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if given.get("use_rslora") else rank)
-        found.append(AdaptedTarget(target=target, rank=rank, scale=scale))
+        found.append(AdaptedTarget(target=target, rank=rank, alpha=alpha, rslora=bool(given.get("use_rslora"))))
     return tuple(found)
 
 

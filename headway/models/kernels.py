@@ -197,12 +197,13 @@ class _NormRotate(torch.autograd.Function):
             rotated.copy_(turned)
             return grad, None, None, None, None, None
         unit, inverse, q_norm, k_norm = rest
-        grads_of_weights: list[Tensor] = []
-        for part, weight in ((slice(0, heads), q_norm), (slice(heads, heads + kv_heads), k_norm)):
+        parts = ((slice(0, heads), q_norm), (slice(heads, heads + kv_heads), k_norm))
+        grads_of_weights: list[Tensor | None] = []
+        for (part, weight), wanted in zip(parts, ctx.needs_input_grad[1:3], strict=True):
             wide = _wide(weight)
             grad_x, per_weight = _normalise_backward(turned[:, part], unit[:, part], inverse[:, part], wide)
             rotated[:, part].copy_(grad_x)
-            grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype))
+            grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype) if wanted else None)
         return grad, grads_of_weights[0], grads_of_weights[1], None, None, None
 
 

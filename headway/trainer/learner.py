@@ -63,6 +63,7 @@ class Learner:
             self.model.requires_grad_(False)
             self.lora = open_adapter(chosen.path, self.model.config, chosen.adapter, seed=seed, device=device)
             self.lora.quantization = chosen.quantization
+            self.lora.dropout.rate = chosen.adapter.dropout
             use(self.model, self.lora.layers)
         self.reference: Decoder | None = None
         self.device = device
@@ -179,7 +180,13 @@ class Learner:
         if self.lora is None:
             copy_weights(self.model, weights_of(load_model(path, torch.float32, self.device)))
         else:
-            self.lora.copy_weights(load_adapter(path, self._folder, self.model.config).weights())
+            found = load_adapter(path, self._folder, self.model.config)
+            scales = {adapted.target.name: adapted.scale for adapted in self.lora.targets}
+            for its in found.targets:
+                if (mine := scales.get(its.target.name, its.scale)) != its.scale:
+                    name = its.target.name
+                    raise ConfigurationError(f"{path}: scaled by {its.scale:g} at {name}, the run's adapter by {mine:g}")
+            self.lora.copy_weights(found.weights())
 
     def save_weights(self, path: str | Path) -> None:
         """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""

@@ -160,9 +160,8 @@ class SupervisedService(ModelService):
 
     def _drop(self, key: str | None) -> None:
         """Apply the adapter's dropout by ``key``, if it has any; None: no more."""
-        adapter = self.experiment.model.adapter
-        if adapter is not None and adapter.dropout and self.learner.lora is not None:
-            self.learner.lora.dropout.rate, self.learner.lora.dropout.key = adapter.dropout, key
+        if (lora := self.learner.lora) is not None and lora.dropout.rate:
+            lora.dropout.key = key
 
 
 def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:

@@ -35,7 +35,7 @@ class FaultyTrainer(TrainerService):
         elif point == "accumulating":  # the gradients of a part are half there
             self._before(self.learner, "backward")
         elif point == "publishing":
-            self._before(service, "weights_of")
+            self._before(self.learner, "weights")
 
     def _next(self) -> tuple[str, int]:
         """The next point and passage; ("none", 0) when all have struck."""

@@ -121,6 +121,37 @@ def test_a_reference_model_that_does_not_fit(setup: Setup) -> None:
     assert "has a vocabulary of 7, the model one of" in found["model.reference"]
 
 
+ADAPTER = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ({**ADAPTER, "targets": ["q_prj"]}, "no layer has 'q_prj'; nearest: q_proj"),
+        ({**ADAPTER, "target_parameters": ["mlp.experts.down_proj"]}, "no layer has 'mlp.experts.down_proj'"),
+        ({"path": "/nowhere"}, "/nowhere: no adapter_config.json"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_model(setup: Setup, adapter: dict[str, Any], words: str) -> None:
+    found = setup.messages(model={"adapter": adapter}, trainer={"learning_rate": 1e-4, "devices": ["cuda:0"]})
+    assert words in found["model.adapter"]
+
+
+def test_an_adapters_dropout_is_for_supervised_training(setup: Setup) -> None:
+    given = {"adapter": {**ADAPTER, "dropout": 0.1}}
+    assert "no ratio would be 1" in setup.messages(model=given)["model.adapter.dropout"]
+
+
+def test_an_adapter_run_with_a_whole_models_learning_rate(setup: Setup) -> None:
+    def warned(rate: float, **model: Any) -> bool:
+        trainer = {"devices": ["cuda:0"], "learning_rate": rate}
+        return "trainer.learning_rate" in setup.messages("warning", model=model, trainer=trainer)
+
+    default = setup.experiment().trainer.learning_rate
+    assert [warned(rate, adapter=ADAPTER) for rate in (default, 2e-5, 5e-5, 1e-4, 0.0)] == [True, True, False, False, False]
+    assert not warned(default)
+
+
 def test_missing_weights(setup: Setup) -> None:
     (setup.model / "model.safetensors").unlink()
     assert "safetensors" in setup.messages()["model.path"]

@@ -114,6 +114,7 @@ def test_an_adapter_that_peft_made_is_loaded_continued_and_saved_alike(
             "target_modules": [one for one in targets if one not in ("all-linear", "mlp.gate")] or ["q_proj", "v_proj"],
             "target_parameters": list(parameters) or None,
         }
+    torch.manual_seed(3)  # PEFT draws A and B
     settings = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, task_type="CAUSAL_LM", **chosen)
     theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), settings)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -129,6 +130,59 @@ def test_an_adapter_that_peft_made_is_loaded_continued_and_saved_alike(
     assert all(torch.equal(one, again[key]) for key, one in stored.items())
     its = reference_logits(peft_model(folder, tmp_path / "again"), token_ids())
     assert float((mine - its).abs().max()) < 1e-5
+
+
+def test_ranks_and_alphas_by_pattern_are_read_and_written(tmp_path: Path, base: Callable[[str], Path]) -> None:
+    import peft
+    import transformers
+
+    folder = base("qwen2")
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM",
+        rank_pattern={"q_proj": 5, r"layers\.1\.mlp\.up_proj": 2}, alpha_pattern={"layers.0.self_attn.o_proj": 7},
+    )  # fmt: skip
+    torch.manual_seed(6)
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), settings)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = load_model(folder)
+    lora = load_adapter(tmp_path / "theirs", folder, model.config)
+    of = {adapted.target.name.removeprefix("model.layers."): adapted for adapted in lora.targets}
+    assert {(one.rank, one.alpha) for one in lora.targets} == {(3, 5), (5, 5), (2, 5), (3, 7)}
+    assert (of["1.mlp.up_proj"].rank, of["0.self_attn.o_proj"].alpha) == (2, 7)
+    assert of["0.self_attn.q_proj"].scale == pytest.approx(5 / 5**0.5)
+    its = reference_logits(theirs, token_ids())
+    assert float((logits_of(model, lora) - its).abs().max()) < 1e-5
+    save_adapter(lora, tmp_path / "again", folder)
+    assert load_adapter(tmp_path / "again", folder, model.config).targets == lora.targets  # exactly
+    again = reference_logits(peft_model(folder, tmp_path / "again"), token_ids())
+    assert float((again - its).abs().max()) < 1e-5
+
+
+def test_what_is_written_are_the_settings_themselves(tmp_path: Path, base: Callable[[str], Path]) -> None:
+    folder, settings = base("qwen2"), AdapterConfig(rank=3, alpha=6.0, rslora=True, targets=("q_proj",))
+    config = load_model(folder).config
+    lora = open_adapter(folder, config, settings)
+    save_adapter(lora, tmp_path / "ours", folder)
+    written = json.loads((tmp_path / "ours" / CONFIG_FILE).read_text())
+    assert (written["r"], written["lora_alpha"], written["use_rslora"]) == (3, 6.0, True)
+    assert (written["rank_pattern"], written["alpha_pattern"]) == ({}, {})
+    again = load_adapter(tmp_path / "ours", folder, config)
+    assert [one.scale for one in again.targets] == [one.scale for one in lora.targets]  # bit for bit
+
+
+@pytest.mark.parametrize("how", ["pissa", "olora"])
+def test_an_adapter_beside_a_base_that_peft_changed_is_refused(
+    tmp_path: Path, how: Any, base: Callable[[str], Path]
+) -> None:
+    import peft
+    import transformers
+
+    folder = base("qwen2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    settings = peft.LoraConfig(r=2, init_lora_weights=how, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ConfigurationError, match=f"init_lora_weights = '{how}'.*path_initial_model"):
+        load_adapter(tmp_path / "theirs", folder, load_model(folder).config)
 
 
 @pytest.fixture
@@ -149,6 +203,11 @@ def stored(tmp_path: Path) -> tuple[Path, Path]:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"exclude_modules": ["v_proj"]}, "exclude_modules"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "no layer has 'embed_tokens'"),
         ({"lora_alpha": None}, "lora_alpha = None"),
         ({"r": 0}, "r = 0"),
         ({"r": 3}, "has shape"),

@@ -119,7 +119,7 @@ def test_targets_are_chosen_as_peft_chooses_them() -> None:
     assert not any(one.experts for one in chosen_targets(config, ("all-linear",)))
     assert sum(one.experts > 0 for one in chosen_targets(config, (), EXPERTS)) == 2 * config.layers
     first = next(targets_of(config))
-    assert AdaptedTarget(target=first, rank=2, scale=1.0).size == 2 * (first.rows + first.columns)
+    assert AdaptedTarget(target=first, rank=2, alpha=2.0).size == 2 * (first.rows + first.columns)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,11 @@ def test_a_target_that_no_layer_has_is_refused_with_the_nearest(changes: dict[st
 def test_incomplete_settings_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdapterConfig(**given)
+
+
+def test_an_adapters_settings_are_valid_again_as_a_worker_is_given_them() -> None:
+    for given in (AdapterConfig(path="somewhere"), AdapterConfig(rank=4, alpha=8.0)):
+        assert AdapterConfig.model_validate(given.model_dump(mode="json")) == given
 
 
 def test_other_weights_are_refused_before_anything_is_changed() -> None:

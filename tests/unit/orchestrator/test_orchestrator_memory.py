@@ -221,6 +221,26 @@ def test_files(tmp_path: Path) -> None:
     assert files["buffer"].place == str(tmp_path / "run")
 
 
+def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path: Path) -> None:
+    adapter = {"rank": 4, "alpha": 8.0}
+    trained = 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 2 * (64 + 128) + 128 + 64)  # q, o, k, v, gate, up, down
+    penalty = {"kl_coefficient": 0.1}
+    full = uses_of(tmp_path, algorithm=penalty)
+    apart = uses_of(tmp_path, algorithm=penalty, model={"adapter": adapter})
+    for uses, weights, count, reference in (
+        (full, 4 * PARAMETERS, PARAMETERS, 4 * PARAMETERS),
+        (apart, 4 * (PARAMETERS + trained), trained, 0),  # the reference is the model without its adapter
+    ):
+        parts = uses["trainer-0 memory"].parts
+        assert (parts["weights"], parts["gradients"], parts["AdamW"]) == (weights, 4 * count, 8 * count)
+        assert parts["reference"] == reference
+    activations = [uses["trainer-0 memory"].parts["activations"] for uses in (full, apart)]
+    assert activations[0] == activations[1]
+    files = {use.name: use for use in apart.values()}
+    assert files["published weights"].total_bytes == 3 * 4 * trained
+    assert files["checkpoints"].parts["checkpoints"] == 3 * 12 * trained  # two, and one being written
+
+
 # --- what is there ---------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.models.adapter_files import load_adapter, merge_folders
+from headway.models.kernels import norm_rotate, rms_norm
 from headway.models.loading import load_model
 from headway.models.lora import use
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
@@ -98,6 +99,46 @@ def test_checkpoints_of_the_other_kind_are_refused_before_anything_is_changed(bu
         adapter.load_weights(str(tmp_path / "whole" / "step_00000001" / "model"))
     assert same(before[0], adapter_of(adapter))
     assert same(before[1], adapter_of(whole))
+
+
+def test_adapters_of_another_rank_or_scale_are_refused_before_anything_is_changed(build: Build, tmp_path: Path) -> None:
+    trainer = build()
+    trainer.train_step(lay_out(make_batch(0, step=0)))
+    before, state = adapter_of(trainer), trainer.learner.optimiser_tensors()
+    for name, changes, words in (
+        ("rank", {"rank": 2, "alpha": 4.0}, "does not fit"),
+        ("scale", {"rank": 4, "alpha": 4.0}, "scaled by 1 at"),
+    ):
+        other = build(changes)
+        other.train_step(lay_out(make_batch(0, step=0)))
+        other.save_checkpoint(str(tmp_path / name / "step_00000001"), {})
+        with pytest.raises(ConfigurationError, match=words):
+            trainer.load_checkpoint(str(tmp_path / name / "step_00000001"))
+        assert same(before, adapter_of(trainer))
+        assert same(state, trainer.learner.optimiser_tensors())
+
+
+def test_a_checkpoint_of_another_base_is_refused_before_anything_is_changed(build: Build, tmp_path: Path) -> None:
+    other = build(model={"path": make_model(tmp_path / "other", seed=1)})
+    other.save_checkpoint(str(tmp_path / "step_00000000"), {})
+    trainer = build()
+    before = adapter_of(trainer)
+    with pytest.raises(ConfigurationError, match="of another base"):
+        trainer.load_checkpoint(str(tmp_path / "step_00000000"))
+    assert same(before, adapter_of(trainer))
+
+
+def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
+    frozen = load_model(model).requires_grad_(False)
+    layer: Any = frozen.layers[0]
+    qkv, turn = torch.randn(3, layer.qkv_weight.shape[0], requires_grad=True), torch.ones(3, 1, 4)
+    sizes = (2, 1, 8, 1e-6)
+    turned = norm_rotate(qkv * 1.0, layer.q_norm, layer.k_norm, turn, torch.zeros(3, 1, 4), sizes)
+    normed = rms_norm(torch.randn(3, 16, requires_grad=True), layer.input_norm, 1e-6)
+    for out, inputs in ((turned, 3), (normed, 2)):
+        node: Any = out.grad_fn
+        found = type(node)._forward_cls.backward(node, torch.ones_like(out))
+        assert [one is None for one in found[:inputs]] == [False, *[True] * (inputs - 1)]
 
 
 def test_a_damaged_adapter_is_found(build: Build, tmp_path: Path) -> None:
@@ -199,11 +240,12 @@ def test_dropout_is_counted_not_drawn(model: str) -> None:
 
 
 def test_supervised_training_saves_an_adapter(model: str, tmp_path: Path) -> None:
-    service = supervised(model)
+    service = supervised(model, dropout=0.25)
     service.steps(3)
     service.save(str(tmp_path / "sft"))
     config = json.loads((tmp_path / "sft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8.0, "LORA")
+    assert config["lora_dropout"] == 0.25  # for PEFT, where it is continued there
     whole = load_model(model)
     use(whole, load_adapter(tmp_path / "sft", model, whole.config).layers)
     ids = torch.arange(3, 12)
