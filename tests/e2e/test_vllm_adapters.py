@@ -154,11 +154,15 @@ def require_loaded(engine: Any) -> None:
 
 
 def test_base_and_adapters_by_name_in_one_batch(make: Any) -> None:
-    """Where vLLM on a CPU would compute those without an adapter by the LoRA of the last slot."""
+    """With a LoRA in every slot, where vLLM on a CPU would compute those without an adapter by the last one's."""
     engine = make(critic=True)
-    for version in (1, 2):
-        engine.apply(published(version), "finish")
     session = conformance.Session(engine)
+    for version in (0, 1, 2):
+        if version:
+            engine.apply(published(version), "finish")
+        session.submit(conformance.request(f"holds {version}", max_tokens=length_of(engine)))
+        until_all_sampled(session)
+    assert len(engine._adapters.registered) == REVISIONS + 2
     names = ["base", "", "critic", "policy"]
     asked = [
         conformance.request(f"r{i}", [5, 6, 7 + i // 4], max_tokens=30, seed=i // 4, adapter=names[i % 4])

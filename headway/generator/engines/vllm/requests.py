@@ -316,7 +316,6 @@ class VllmRequests(Engine[VllmRequest]):
         self._take_back(entries)
         found = [entry for entry in entries if entry.request_id in self._open]
         for entry in found:
-            entry.begun = None
             if entry.unsent:
                 self._emit(entry)
         return found

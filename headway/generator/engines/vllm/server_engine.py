@@ -11,7 +11,6 @@ all streams are read just before the latter. The labels are compared with the la
 
 from __future__ import annotations
 
-import re
 import selectors
 import time
 import uuid
@@ -361,7 +360,7 @@ class VllmServerEngine(VllmRequests):
 
     def _adapter_ids(self) -> set[int]:
         """Ids of the LoRAs in the server's engine."""
-        return {int(number) for number in re.findall(r"\d+", self._rpc("list_loras")["results"][0])}
+        return set(self._rpc("list_loras")["results"][0])
 
     def _remove_adapters(self) -> None:
         """Unload the adapters that a predecessor left."""
