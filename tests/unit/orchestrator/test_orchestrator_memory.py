@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,8 +226,9 @@ def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path:
     adapter = {"rank": 4, "alpha": 8.0}
     trained = 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 2 * (64 + 128) + 128 + 64)  # q, o, k, v, gate, up, down
     penalty = {"kl_coefficient": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_mapping("float32")))
     full = uses_of(tmp_path, algorithm=penalty)
-    apart = uses_of(tmp_path, algorithm=penalty, model={"adapter": adapter})
+    apart = uses_of(tmp_path, algorithm=penalty, model={"path": str(tmp_path), "adapter": adapter})
     for uses, weights, count, reference in (
         (full, 4 * PARAMETERS, PARAMETERS, 4 * PARAMETERS),
         (apart, 4 * (PARAMETERS + trained), trained, 0),  # the reference is the model without its adapter
