@@ -185,7 +185,9 @@ class Learner:
             for its in found.targets:
                 if (mine := scales.get(its.target.name, its.scale)) != its.scale:
                     name = its.target.name
-                    raise ConfigurationError(f"{path}: scaled by {its.scale:g} at {name}, the run's adapter by {mine:g}")
+                    raise ConfigurationError(
+                        f"{path}: scaled by {its.scale:g} at {name}, the run's adapter by {mine:g}"
+                    )
             self.lora.copy_weights(found.weights())
 
     def save_weights(self, path: str | Path) -> None:

@@ -78,7 +78,9 @@ def test_a_killed_and_resumed_run_ends_with_the_very_same_adapter(inputs: Path, 
 
 def test_the_best_adapter_is_scored_merged_and_continued(inputs: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"evaluation": {"before": True, "after": True, "every_steps": 2}, "queue": {"budget": 1}}
-    config = write(tmp_path / "first", inputs, run={"steps": 4, "seed": 7}, generator={"update_mode": "finish"}, **sections)
+    config = write(
+        tmp_path / "first", inputs, run={"steps": 4, "seed": 7}, generator={"update_mode": "finish"}, **sections
+    )
     command = tiny_run.train(config)
     assert command.process.returncode == 0, command.output
     run, model, merged = tmp_path / "first" / "run", inputs / "model", tmp_path / "merged"

@@ -148,7 +148,13 @@ def test_an_adapter_run_with_a_whole_models_learning_rate(setup: Setup) -> None:
         return "trainer.learning_rate" in setup.messages("warning", model=model, trainer=trainer)
 
     default = setup.experiment().trainer.learning_rate
-    assert [warned(rate, adapter=ADAPTER) for rate in (default, 2e-5, 5e-5, 1e-4, 0.0)] == [True, True, False, False, False]
+    assert [warned(rate, adapter=ADAPTER) for rate in (default, 2e-5, 5e-5, 1e-4, 0.0)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert not warned(default)
 
 
