@@ -28,8 +28,8 @@ def client(folder: Path, ranks: int, run_id: str, **sections) -> TrainerClient:
     last = len(machine_cores()) - 1
     devices = [f"cpu:{min(rank, last)}" for rank in range(ranks)]
     trainer = {"devices": devices, "learning_rate": 1e-3, "micro_batch_tokens": 40, **sections}
-    algorithm = trainer.pop("algorithm", {})
-    experiment = validate_experiment(make_experiment(str(model), folder, trainer=trainer, algorithm=algorithm), "test")
+    own = {"algorithm": trainer.pop("algorithm", {}), "model": {"path": str(model)} | trainer.pop("model", {})}
+    experiment = validate_experiment(make_experiment(str(model), folder, trainer=trainer, **own), "test")
     return TrainerClient(LocalLauncher(RealClock()), experiment, run_id)
 
 
@@ -80,10 +80,22 @@ def test_two_ranks_end_the_updates_of_a_batch_together(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def compare_weights(one: Path, two: Path) -> None:
+def test_two_ranks_train_the_adapter_that_one_does(tmp_path: Path) -> None:
+    async def main() -> None:
+        model = {"adapter": {"rank": 4, "alpha": 8.0}}
+        one, one_path = await train(client(tmp_path, 1, "one", model=model), tmp_path, "one")
+        two, two_path = await train(client(tmp_path, 2, "two", model=model), tmp_path, "two")
+        for a, b in zip(one, two, strict=True):
+            assert a == pytest.approx(b, abs=1e-4, rel=1e-4)
+        compare_weights(one_path, two_path, "adapter_model.safetensors")
+
+    asyncio.run(main())
+
+
+def compare_weights(one: Path, two: Path, file: str = "model.safetensors") -> None:
     from safetensors.numpy import load_file
 
-    a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    a, b = load_file(one / file), load_file(two / file)
     assert a.keys() == b.keys()
     for name, values in a.items():
         assert abs(values - b[name]).max() < 1e-5, name

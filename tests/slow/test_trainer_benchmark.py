@@ -15,6 +15,17 @@ pytestmark = pytest.mark.real
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trainer.py"
 
 
+def test_quick_run_of_adapters_prints_its_ratios() -> None:
+    command = [sys.executable, str(BENCHMARK.with_name("lora.py")), "--quick"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    result = json.loads(printed.splitlines()[-1])
+    for name in ("step_over_full", "step_over_full_cpu", "engine_over_merged"):
+        least, most = result[f"{name}_range"]
+        assert 0 < least <= result[name] <= most
+    assert result["update_bytes_over_adapter"] <= 1.1
+    assert 0 < result["memory_over_full"] < 1
+
+
 def test_quick_run_prints_its_ratios_and_equal_gradients() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(BENCHMARK), "--quick"]
