@@ -57,6 +57,7 @@ class PublishedInfo(WeightTransferUpdateInfo):
     checksum: str
     size_bytes: int
     publish_s: float = 0.0
+    adapter: str = ""
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]):
