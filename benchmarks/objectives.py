@@ -1,18 +1,20 @@
-"""Which objective bears staleness? Trains one cold start at budget 8 with each, on equal samples and optimiser steps.
+"""When is asynchronous learning equal? One cold start, trained by several objectives at several budgets.
 
     python benchmarks/objectives.py                                # everything; again: goes on where it stopped
-    python benchmarks/objectives.py --objectives "naive PPO" GSPO --seeds 1
+    python benchmarks/objectives.py --objectives "naive PPO" SAPO --budgets 8 --claims
 
-Every objective gets the same grid of learning rates (`LEARNING_RATES`, one seed, scored on the validation tasks). Its
-best one is then trained with new seeds and scored on the test tasks; naive PPO at budget 0 is the yardstick. Prints a
-table, draws curves, and as the last line prints one JSON object: the grid, `after` per objective and seed, its mean and
-standard error over seeds, and `decoupled_minus_naive` seed by seed. The limit is sampling noise: each run's line gives
-the standard error over held-out tasks. Timing plays no part, but one run uses both cores.
+The grid: every objective at every budget, with one and with four optimiser steps per batch, at two learning rates, one
+seed, scored on the validation tasks. Then `CLAIMS`: pairs that are trained with five new seeds each and scored on the
+test tasks, on equal samples and optimiser steps. Prints a line a run, the grid as a table, the claims with their
+standard errors over seeds, draws both, and as the last line prints one JSON object: `grid`, `claims`, `samples`. The
+limit is sampling noise: each run's line gives the standard error over held-out tasks. Timing plays no part, but one run
+uses both cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -22,22 +24,21 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from parts.trained_run import ARITHMETIC, standard_error, steps_and_end, train_once
 
 from headway.report.plots import STYLE
 
-LEARNING_RATES = (5e-4, 2.5e-4, 1.25e-4, 6.25e-5)  # peak; the same for every objective
-SHOWN_RATE = 2.5e-4  # of the curves at an equal learning rate
+LEARNING_RATES = (2.5e-4, 1.25e-4)  # peak; the same for every objective
+BUDGETS = (0, 2, 8, 16)
+OPTIMIZER_STEPS = (1, 4)  # per batch
 GRID_SEED = 0
-SEEDS = (1, 2, 3)  # of the best: none of them chose the learning rate
+SEEDS = (1, 2, 3, 4, 5)  # of the claims: none of them chose a learning rate
 ATTEMPTS = {"validation": 8, "test": 4}  # 256 and 512 tasks
 RECIPE = (
     "--run.steps=200",
     "--run.time_limit_s=100000",
     "--queue.groups_per_step=8",
-    "--queue.budget=8",
     "--trainer.schedule=linear",
     "--trainer.warmup_steps=20",
     "--checkpoint.every_steps=200",
@@ -54,13 +55,37 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "naive PPO": ("--algorithm.loss=ppo_clip",),
     "decoupled PPO": ("--algorithm.loss=decoupled_ppo",),
     "TIS": ("--algorithm.loss=reinforce",),
+    "TIS, sequence mask": ("--algorithm.loss=reinforce", "--algorithm.sequence_mask=[0.5, 2.0]"),
     # the experiment names a loss, which would win over the preset's
+    "SAPO": ("--algorithm.preset=sapo", "--algorithm.loss=sapo"),
+    # not in the grid by default
     "GSPO": ("--algorithm.preset=gspo", "--algorithm.loss=gspo"),
     "CISPO": ("--algorithm.loss=cispo",),
-    "naive PPO, budget 0": ("--algorithm.loss=ppo_clip", "--queue.budget=0"),
+    "unclipped IS": ("--algorithm.loss=reinforce", "--algorithm.behaviour_weight_cap=1e9"),
+    "decoupled PPO, damped": ("--algorithm.loss=decoupled_ppo", "--algorithm.token_mask=[0.8, 1.28]"),
 }
-COLOURS = dict(zip(OBJECTIVES, ("#2166ac", "#d6730f", "#2a8a55", "#7b3294", "#c0392b", "#8a8f98"), strict=True))
+IN_GRID = tuple(OBJECTIVES)[:5]
+COLOURS = dict(
+    zip(
+        OBJECTIVES,
+        ("#2166ac", "#d6730f", "#2a8a55", "#7b3294", "#c0392b", "#8a8f98", "#5f9ea0", "#111111", "#b8860b"),
+        strict=True,
+    )
+)
 PARTS = 20  # of a run, one point of its curve each
+
+
+class Setting(NamedTuple):
+    """What is compared."""
+
+    objective: str
+    budget: int
+    optimizer_steps: int
+    rate: float
+
+    def __str__(self) -> str:
+        plural = "s" if self.optimizer_steps > 1 else ""
+        return f"{self.objective}, budget {self.budget}, {self.optimizer_steps} step{plural}, {self.rate:g}"
 
 
 class Outcome(NamedTuple):
@@ -71,7 +96,24 @@ class Outcome(NamedTuple):
     curve: list[tuple[int, float]]  # (samples trained, solve rate of the training tasks as sampled), over parts
     samples: int  # trained
     staleness: float  # mean trajectory staleness trained on, steps
+    clipped: float  # mean share of tokens whose gradient the clip range took
+    mismatch: float  # mean KL of the policy that sampled from the one at the start of a step (k3), nats per token
     wall_s: float
+
+
+CLAIMS: dict[str, tuple[Setting, ...]] = {
+    "at a high rate the decoupled objective loses what the naive one's clip range damps": (
+        Setting("naive PPO", 8, 4, 2.5e-4),
+        Setting("decoupled PPO", 8, 4, 2.5e-4),
+        Setting("decoupled PPO, damped", 8, 4, 2.5e-4),
+    ),
+    "at a low rate they are equal": (Setting("naive PPO", 8, 4, 1.25e-4), Setting("decoupled PPO", 8, 4, 1.25e-4)),
+    "a small budget costs nothing": (Setting("naive PPO", 0, 1, 2.5e-4), Setting("naive PPO", 2, 1, 2.5e-4)),
+    "without a cap on its weights importance sampling collapses": (
+        Setting("TIS", 3, 1, 2.5e-4),
+        Setting("unclipped IS", 3, 1, 2.5e-4),
+    ),
+}
 
 
 def cold_start(folder: Path) -> None:
@@ -80,23 +122,25 @@ def cold_start(folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def run(arguments: argparse.Namespace, objective: str, rate: float, seed: int, split: str) -> Outcome:
+def run(directory: Path, setting: Setting, seed: int, split: str) -> Outcome:
     """Train once, or read what an earlier call trained, and print a line. Scored on ``split``."""
-    start: Path = arguments.directory / "start"
+    start = directory / "start"
     other = "test" if split == "validation" else "validation"
     options = [
         *(f"--model.path={start}/sft", f"--run.seed={seed}"),
         *(f"--tasks.train.path={start}/tasks/train.jsonl", f"--tasks.test.path={start}/tasks/{split}.jsonl"),
         *(f"--tasks.validation.path={start}/tasks/{other}.jsonl", f"--evaluation.samples_per_task={ATTEMPTS[split]}"),
-        *(*RECIPE, *OBJECTIVES[objective], f"--trainer.learning_rate={rate}"),
-        f"--trainer.optimizer_steps_per_batch={arguments.optimizer_steps}",
+        *(*RECIPE, *OBJECTIVES[setting.objective], f"--queue.budget={setting.budget}"),
+        *(f"--trainer.learning_rate={setting.rate}",),
+        f"--trainer.optimizer_steps_per_batch={setting.optimizer_steps}",
     ]
-    name = f"{objective.replace(' ', '-').replace(',', '')}-{rate:g}-{seed}"
-    outcome = outcome_of(train_once(arguments.directory, name, options))
+    name = "-".join(str(part).replace(" ", "-").replace(",", "") for part in (*setting, seed))
+    outcome = outcome_of(train_once(directory, name, options))
     print(
-        f"{objective:20} learning rate {rate:.2e} seed {seed}: {split} {outcome.after:.3f} ± "
-        f"{outcome.standard_error:.3f} after {outcome.samples} samples, staleness {outcome.staleness:.1f}, "
-        f"{outcome.wall_s:.0f} s   " + " ".join(f"{rate:.2f}" for _, rate in outcome.curve[1::2]),
+        f"{setting!s:52} seed {seed}: {split} {outcome.after:.3f} ± {outcome.standard_error:.3f} after "
+        f"{outcome.samples} samples, staleness {outcome.staleness:.1f}, clipped {100 * outcome.clipped:.1f} %, "
+        f"mismatch {outcome.mismatch:.1e} nats, {outcome.wall_s:.0f} s   "
+        + " ".join(f"{rate:.2f}" for _, rate in outcome.curve[1::2]),
         flush=True,
     )
     return outcome
@@ -114,90 +158,118 @@ def outcome_of(folder: Path) -> Outcome:
         if any(groups):
             solved = sum(step.solve_rate * count for step, count in zip(chosen, groups, strict=True))
             curve.append((samples, solved / sum(groups)))
-    staleness = mean(step.trajectory_staleness.mean for step in steps)
-    return Outcome(after.solve_rate, after.standard_error, curve, samples, staleness, wall_s)
+    return Outcome(
+        after=after.solve_rate,
+        standard_error=after.standard_error,
+        curve=curve,
+        samples=samples,
+        staleness=mean(step.trajectory_staleness.mean for step in steps),
+        clipped=mean(step.metrics["clip_fraction"] for step in steps),
+        mismatch=mean(step.metrics["mismatch_k3"] for step in steps),
+        wall_s=wall_s,
+    )
 
 
-def draw(path: Path, equal: Mapping[str, Sequence[Outcome]], best: Mapping[str, Sequence[Outcome]]) -> None:
-    """Two panels of curves: at one learning rate for all, and at each one's best."""
+def draw(
+    path: Path, grid: Mapping[Setting, Outcome], claims: Mapping[str, Mapping[Setting, Sequence[Outcome]]]
+) -> None:
+    """Solve rates over budgets, and below the curves of the claims: a thick line is the mean of its seeds."""
     style: Any = {**STYLE, "svg.hashsalt": "objectives"}
+    shown = [rates for rates in itertools.product(OPTIMIZER_STEPS, LEARNING_RATES)]
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        _curves(left, equal, f"all at learning rate {SHOWN_RATE:g}")
-        _curves(right, best, "each at its best learning rate")
-        left.set_ylabel("solve rate, training tasks as sampled")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        figure = Figure(figsize=(12, 6.4 if claims else 3.4), layout="constrained")
+        axes = figure.subplots(2 if claims else 1, 4, squeeze=False, sharey="row")
+        for panel, (steps, rate) in zip(axes[0], shown, strict=True):
+            panel.set_title(f"{steps} optimiser step{'s' if steps > 1 else ''}, learning rate {rate:g}")
+            panel.set_xlabel("budget, steps")
+            for name in IN_GRID:
+                points = [(at.budget, o) for at, o in grid.items() if (at.objective, *at[2:]) == (name, steps, rate)]
+                if points:
+                    x, y = [budget for budget, _ in points], [outcome.after for _, outcome in points]
+                    error = [outcome.standard_error for _, outcome in points]
+                    panel.errorbar(x, y, error, color=COLOURS[name], label=name, marker="o", markersize=3, capsize=2)
+        axes[0][0].set_ylabel("solve rate after training")
+        for panel, (title, settings) in zip(axes[1] if claims else (), claims.items(), strict=False):
+            panel.set_title(f"{title[: len(title) // 2].rstrip()}\n{title[len(title) // 2 :]}", fontsize=8)
+            panel.set_xlabel("samples trained")
+            for number, (setting, outcomes) in enumerate(settings.items()):
+                colour = COLOURS[setting.objective] if len({at.objective for at in settings}) > 1 else f"C{number}"
+                for outcome in outcomes:
+                    panel.plot(*zip(*outcome.curve, strict=True), color=colour, linewidth=0.5, alpha=0.4)
+                points = [
+                    (mean(x for x, _ in part), mean(y for _, y in part))
+                    for part in zip(*(outcome.curve for outcome in outcomes), strict=False)
+                ]
+                panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=str(setting))
+            panel.legend(fontsize=6)
+        axes[-1][0].set_ylabel("solve rate")
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(IN_GRID))
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
-def _curves(axes: Axes, outcomes: Mapping[str, Sequence[Outcome]], title: str) -> None:
-    """A thick line per objective, the mean of its seeds, and a thin one per seed."""
-    seeds = max((len(runs) for runs in outcomes.values()), default=0)
-    axes.set_title(f"{title} ({seeds} seed{'s' if seeds > 1 else ''})")
-    axes.set_xlabel("samples trained")
-    for name, runs in outcomes.items():
-        for outcome in runs if len(runs) > 1 else ():
-            axes.plot(*zip(*outcome.curve, strict=True), color=COLOURS[name], linewidth=0.5, alpha=0.4)
-        points = [
-            (mean(x for x, _ in part), mean(y for _, y in part))
-            for part in zip(*(outcome.curve for outcome in runs), strict=False)
-        ]
-        axes.plot(*zip(*points, strict=True), color=COLOURS[name], linewidth=1.6, label=name)
-
-
-def table(grid: Mapping[str, Mapping[float, Outcome]], best: Mapping[str, Sequence[Outcome]]) -> str:
-    """Markdown: the grid's solve rates on the validation tasks, the seeds' on the test tasks."""
-    rates = " | ".join(f"{rate:g}" for rate in LEARNING_RATES)
+def table(grid: Mapping[Setting, Outcome]) -> str:
+    """Markdown: the grid's solve rates on the validation tasks, a column a budget."""
+    budgets = sorted({setting.budget for setting in grid})
     lines = [
-        f"| objective | {rates} | test, mean of seeds | staleness |",
-        "| --- |" + " --- |" * (len(LEARNING_RATES) + 2),
+        "| objective | optimiser steps | learning rate | "
+        + " | ".join(f"budget {budget}" for budget in budgets)
+        + " |",
+        "| --- |" + " --- |" * (len(budgets) + 2),
     ]
-    for name, row in grid.items():
-        top = max(row, key=lambda rate: row[rate].after)
-        cells = [f"**{row[rate].after:.3f}**" if rate == top else f"{row[rate].after:.3f}" for rate in LEARNING_RATES]
-        after = [outcome.after for outcome in best.get(name, ())]
-        final = f"{mean(after):.3f} ± {standard_error(after):.3f} ({len(after)})" if after else "not run"
-        staleness = mean(outcome.staleness for outcome in best.get(name) or row.values())
-        lines.append(f"| {name} | {' | '.join(cells)} | {final} | {staleness:.1f} |")
+    for steps, rate, name in dict.fromkeys((at.optimizer_steps, at.rate, at.objective) for at in grid):
+        found = [grid.get(Setting(name, budget, steps, rate)) for budget in budgets]
+        cells = " | ".join("" if one is None else f"{one.after:.3f}" for one in found)
+        lines.append(f"| {name} | {steps} | {rate:g} | {cells} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--objectives", nargs="*", choices=list(OBJECTIVES), default=list(OBJECTIVES))
-    parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="of the best; none: the grid alone")
-    parser.add_argument("--optimizer-steps", type=int, default=4, help="per batch; default: 4, as AReaL has")
+    parser.add_argument("--objectives", nargs="*", choices=list(OBJECTIVES), default=IN_GRID)
+    parser.add_argument("--budgets", nargs="*", type=int, default=BUDGETS)
+    parser.add_argument("--optimizer-steps", nargs="*", type=int, default=OPTIMIZER_STEPS)
+    parser.add_argument(
+        "--claims", nargs="*", type=int, default=range(len(CLAIMS)), help="numbers; none: the grid alone"
+    )
+    parser.add_argument("--rates", nargs="*", type=float, default=LEARNING_RATES)
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="of the claims")
     parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-objectives"))
     parser.add_argument("--figure", type=Path, help="default: DIRECTORY/objectives.svg")
     arguments = parser.parse_args()
     cold_start(arguments.directory / "start")
-    grid: dict[str, dict[float, Outcome]] = {name: {} for name in arguments.objectives}
-    for rate in LEARNING_RATES:
-        for name in arguments.objectives:
-            grid[name][rate] = run(arguments, name, rate, GRID_SEED, "validation")
-    chosen = {name: max(row, key=lambda rate: row[rate].after) for name, row in grid.items()}
-    best: dict[str, list[Outcome]] = {name: [] for name in arguments.objectives}
-    for seed in arguments.seeds:
-        for name, rate in chosen.items():
-            best[name].append(run(arguments, name, rate, seed, "test"))
-    equal = {name: [row[SHOWN_RATE]] for name, row in grid.items()}
-    draw(arguments.figure or arguments.directory / "objectives.svg", equal, best if arguments.seeds else equal)
-    print("\n" + table(grid, best) + "\n")
-    after = {name: [round(outcome.after, 4) for outcome in runs] for name, runs in best.items()}
-    result: dict[str, object] = {
-        "grid": {name: {f"{rate:g}": round(o.after, 4) for rate, o in row.items()} for name, row in grid.items()},
-        "learning_rate": chosen,
-        "after": after,
-        "mean": {name: round(mean(rates), 4) for name, rates in after.items() if rates},
-        "standard_error": {name: round(standard_error(rates), 4) for name, rates in after.items() if len(rates) > 1},
-        "samples": {name: {o.samples for o in row.values()}.pop() for name, row in grid.items()},
+    grid: dict[Setting, Outcome] = {}
+    for steps, budget, rate, name in itertools.product(
+        sorted(arguments.optimizer_steps, reverse=True),
+        sorted(arguments.budgets, reverse=True),
+        arguments.rates,
+        arguments.objectives,
+    ):
+        if budget or steps > 1 or name == IN_GRID[0]:  # on policy, in one step, all are the same gradient
+            setting = Setting(name, budget, steps, rate)
+            grid[setting] = run(arguments.directory, setting, GRID_SEED, "validation")
+    claims: dict[str, dict[Setting, list[Outcome]]] = {}
+    for title in [list(CLAIMS)[number] for number in arguments.claims]:
+        claims[title] = {
+            setting: [run(arguments.directory, setting, seed, "test") for seed in arguments.seeds]
+            for setting in CLAIMS[title]
+        }
+    draw(arguments.figure or arguments.directory / "objectives.svg", grid, claims)
+    print("\n" + table(grid) + "\n")
+    found: dict[str, object] = {}
+    for title, settings in claims.items():
+        after = {str(at): [round(outcome.after, 4) for outcome in outcomes] for at, outcomes in settings.items()}
+        first = next(iter(after.values()))
+        print(title)
+        for name, rates in after.items():
+            differences = [mine - its for mine, its in zip(rates, first, strict=True)]
+            against = f", {mean(differences):+.3f} ± {standard_error(differences):.3f}" if rates is not first else ""
+            print(f"  {name:52} {mean(rates):.3f} ± {standard_error(rates):.3f} ({len(rates)} seeds){against}")
+        found[title] = after
+    result = {
+        "grid": {str(setting): round(outcome.after, 4) for setting, outcome in grid.items()},
+        "claims": found,
+        "samples": sorted({outcome.samples for outcome in grid.values()}),
     }
-    if {"decoupled PPO", "naive PPO"} <= after.keys() and arguments.seeds:
-        pairs = zip(after["decoupled PPO"], after["naive PPO"], strict=True)
-        differences = [decoupled - naive for decoupled, naive in pairs]
-        result["decoupled_minus_naive"] = round(mean(differences), 4)
-        result["decoupled_minus_naive_standard_error"] = round(standard_error(differences), 4)
     print(json.dumps(result))
 
 
