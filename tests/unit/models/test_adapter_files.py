@@ -243,3 +243,14 @@ def test_an_adapter_of_another_base_is_refused(stored: tuple[Path, Path], tmp_pa
         load_adapter(adapter, base, load_model(base).config)
     with pytest.raises(ConfigurationError, match="not an adapter"):
         load_adapter(base, base, load_model(base).config)
+
+
+def test_experts_of_a_folder_have_no_dropout(tmp_path: Path, base: Callable[[str], Path]) -> None:
+    folder = base("qwen3_moe")
+    config = load_model(folder).config
+    for name, parameters in (("experts", EXPERTS), ("none", ())):
+        settings = AdapterConfig(rank=2, alpha=4.0, targets=("q_proj",), target_parameters=parameters)
+        save_adapter(open_adapter(folder, config, settings), tmp_path / name, folder)
+    with pytest.raises(ConfigurationError, match=r"dropout = 0\.1 and experts in .*experts: .*valid: 0"):
+        open_adapter(folder, config, AdapterConfig(path=str(tmp_path / "experts"), dropout=0.1))
+    open_adapter(folder, config, AdapterConfig(path=str(tmp_path / "none"), dropout=0.1))
