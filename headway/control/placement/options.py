@@ -1,0 +1,244 @@
+"""Device counts that are worth giving to a stage, a part or a level, with the time of one chunk on them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+from headway.control.placement.graph import Body, ordered
+from headway.records.errors import ConfigurationError
+from headway.records.plan import DevicePool, Mode, PoolDevices, TimePoint, Workflow, WorkflowStage
+
+Vector = tuple[int, ...]  # devices of each class, in the pool's order
+
+
+class Option(NamedTuple):
+    """Seconds of one chunk on ``devices``; ``made`` is what a plan is written from."""
+
+    seconds: float
+    devices: Vector
+    made: Any
+
+
+class Options(NamedTuple):
+    """A Pareto frontier: options sorted by seconds, none of which needs as much as a faster one.
+
+    ``shares`` is the least share of the pool (`Scale.share`) among the options up to each, negated to be ascending.
+    """
+
+    options: list[Option]
+    seconds: list[float]
+    shares: list[float]
+
+    def share_within(self, seconds: float) -> float:
+        """Least share of the pool that does a chunk within ``seconds``."""
+        place = bisect_right(self.seconds, seconds)
+        return -self.shares[place - 1] if place else math.inf
+
+    def seconds_within(self, share: float) -> float:
+        """Least time of a chunk on options of at most ``share`` of the pool."""
+        place = bisect_left(self.shares, -share)
+        return self.seconds[place] if place < len(self.seconds) else math.inf
+
+    def at(self, devices: Vector) -> Option | None:
+        """The fastest option that ``devices`` have room for."""
+        if len(devices) == 1:
+            place = bisect_left(self.shares, -devices[0])
+            return self.options[place] if place < len(self.options) else None
+        return next((option for option in self.options if fits(option.devices, devices)), None)
+
+
+def fits(small: Vector, large: Vector) -> bool:
+    return all(map(int.__le__, small, large))
+
+
+def added(left: Vector, right: Vector) -> Vector:
+    return tuple(map(int.__add__, left, right))
+
+
+class Scale(NamedTuple):
+    """Weighs devices of different classes against each other: the share of a pool is linear in the devices, so that
+    what doesn't fit by share doesn't fit at all. With one class it is their number."""
+
+    weights: tuple[float, ...]
+
+    def share(self, devices: Vector) -> float:
+        if len(devices) == 1:
+            return devices[0]
+        return sum(weight * count for weight, count in zip(self.weights, devices, strict=True))
+
+
+class Restrictions(NamedTuple):
+    """Leaves plans out, or relaxes what limits them, so that a plan can be compared with others."""
+
+    memory_limits: bool = True
+    switch_costs: bool = True
+    mode: Mode | None = None  # temporal or spatial: plans of that mode alone
+    without: frozenset[tuple[frozenset[str], int]] = frozenset()  # no phase of these units in chunks of so many items
+
+
+class Choices:
+    """Options of stages, parts and levels in one pool; each is computed when it is first asked for."""
+
+    def __init__(self, pool: DevicePool, scale: Scale, restrictions: Restrictions) -> None:
+        self.pool = pool
+        self.scale = scale
+        self.most: Vector = tuple(kind.devices for kind in pool.classes)
+        self.restrictions = restrictions
+
+    def frontier(self, found: Iterable[Option]) -> Options:
+        """Keep what no other option beats in time and devices; of equals the first."""
+        kept: list[Option] = []
+        share = self.scale.share
+        ascending = sorted(found, key=lambda option: option[:2])
+        if len(self.most) == 1:
+            for option in ascending:
+                if not kept or option.devices < kept[-1].devices:
+                    kept.append(option)
+        else:
+            for option in ascending:
+                if not any(fits(other.devices, option.devices) for other in kept):
+                    kept.append(option)
+        shares: list[float] = []
+        for option in kept:
+            shares.append(max(-share(option.devices), shares[-1] if shares else -math.inf))
+        return Options(kept, [option.seconds for option in kept], shares)
+
+    def of_stage(self, stage: WorkflowStage, items: int) -> Options:
+        """Options of a stage for ``items`` items at once: within the memory, times between measured ones
+        interpolated."""
+        found: list[Option] = []
+        for position, kind in enumerate(self.pool.classes):
+            points: dict[int, list[TimePoint]] = {}
+            for point in stage.times:
+                if point.device == kind.device and point.devices <= kind.devices:
+                    points.setdefault(point.devices, []).append(point)
+            for devices, measured in points.items():
+                seconds = seconds_between(measured, items)
+                if seconds is None or (
+                    self.restrictions.memory_limits and not has_memory(stage, kind, measured[0], items)
+                ):
+                    continue
+                vector = tuple(devices if place == position else 0 for place in range(len(self.most)))
+                found.append(Option(seconds, vector, (kind.device, devices)))
+        return self.frontier(found)
+
+    def turns(self, body: Body, part: int, items: int, units: Mapping[int, Options]) -> Options:
+        """Options of one part whose units take turns on its devices."""
+        order = ordered(body, part)
+        switch_s = [self.switch_s(body, unit) if len(order) > 1 else 0.0 for unit in order]
+        size = body.received_bytes(part)
+        receive_s = size * items / self.pool.link_bytes_per_s if size and self.pool.link_bytes_per_s else 0.0
+        counts = (
+            sorted({0, *(o.devices[c] for unit in order for o in units[unit].options)}) for c in range(len(self.most))
+        )
+        found: list[Option] = []
+        for vector in product(*counts):
+            chosen = [units[unit].at(vector) for unit in order]
+            if any(option is None for option in chosen):
+                continue
+            turns = [
+                (unit, option, s) for unit, option, s in zip(order, chosen, switch_s, strict=True) if option is not None
+            ]
+            seconds = receive_s + sum(option.seconds + s for _, option, s in turns)
+            found.append(Option(seconds, vector, (turns, receive_s)))
+        return self.frontier(found)
+
+    def switch_s(self, body: Body, unit: int) -> float:
+        return body.units[unit].switch_s if self.restrictions.switch_costs else 0.0
+
+    def beside(self, left: Options, right: Options) -> list[Option]:
+        """Options of two sets of parts side by side: the slower one's time, both ones' devices."""
+        if len(self.most) > 1:
+            pairs = product(left.options, right.options)
+        else:  # at each time the cheapest of both
+            times = sorted({*left.seconds, *right.seconds})
+            places = ((bisect_right(left.seconds, t), bisect_right(right.seconds, t)) for t in times)
+            pairs = ((left.options[a - 1], right.options[b - 1]) for a, b in places if a and b)
+        found = ((max(a.seconds, b.seconds), added(a.devices, b.devices), a, b) for a, b in pairs)
+        return [
+            Option(seconds, devices, (*a.made, *b.made)) for seconds, devices, a, b in found if fits(devices, self.most)
+        ]
+
+
+def seconds_between(points: list[TimePoint], items: int) -> float | None:
+    """Time for ``items`` from points of one class and count, linear between two neighbours; None outside of them."""
+    ascending = sorted(points, key=lambda point: point.items)
+    place = bisect_left(ascending, items, key=lambda point: point.items)
+    if place == len(ascending) or (place == 0 and ascending[0].items != items):
+        return None
+    above = ascending[place]
+    if above.items == items:
+        return above.seconds
+    below = ascending[place - 1]
+    share = (items - below.items) / (above.items - below.items)
+    return below.seconds + share * (above.seconds - below.seconds)
+
+
+def needed_bytes(stage: WorkflowStage, point: TimePoint, items: int) -> float:
+    """Memory of each of the point's devices for ``items`` items at once: a + b * items of a device."""
+    fixed = stage.fixed_bytes if point.fixed_bytes is None else point.fixed_bytes
+    return fixed + stage.bytes_per_item * math.ceil(items / point.devices)
+
+
+def has_memory(stage: WorkflowStage, kind: PoolDevices, point: TimePoint, items: int) -> bool:
+    return needed_bytes(stage, point, items) <= kind.memory_bytes
+
+
+def scale_of(workflow: Workflow, pool: DevicePool) -> Scale:
+    """Weights of the classes: the mean over stages of how fast one device is, relative to the stage's best class."""
+    speeds: list[list[float]] = [[] for _ in pool.classes]
+    for stage in workflow.stages:
+        work = [
+            min((p.seconds * p.devices / p.items for p in stage.times if p.device == kind.device), default=math.inf)
+            for kind in pool.classes
+        ]
+        for speed, own in zip(speeds, work, strict=True):
+            if own < math.inf:
+                speed.append(min(work) / own if own else 1.0)
+    return Scale(tuple(sum(speed) / len(speed) if speed else 0.0 for speed in speeds))
+
+
+def require_memory(workflow: Workflow, pool: DevicePool) -> None:
+    """Raise ConfigurationError where a stage fits on no devices of the pool at any granularity: which stage, how much
+    is missing, and the smallest pool that would do."""
+    chunks = sorted({*workflow.granularities, workflow.items})
+    lacking: list[str] = []
+    grown = {kind.device: float(kind.devices) for kind in pool.classes}
+    for stage in workflow.stages:
+        # Missing bytes, needed bytes, where; of every measured count, those that the pool doesn't have included.
+        needs: list[tuple[float, float, PoolDevices, TimePoint, int]] = []
+        for kind in pool.classes:
+            for point in stage.times:
+                same = [p for p in stage.times if (p.device, p.devices) == (point.device, point.devices)]
+                for items in chunks:
+                    if point.device == kind.device and seconds_between(same, items) is not None:
+                        size = needed_bytes(stage, point, items)
+                        needs.append((max(0.0, size - kind.memory_bytes), size, kind, point, items))
+        here = [need for need in needs if need[3].devices <= need[2].devices]
+        if not here:
+            raise ConfigurationError(
+                f"stage {stage.name}: times: none for the pool's devices at a granularity of {chunks}; "
+                "valid: at least one"
+            )
+        missing, size, kind, point, items = min(here, key=lambda need: need[0])
+        if not missing:
+            continue
+        lacking.append(
+            f"stage {stage.name} needs {size:.4g} bytes on each of {point.devices} {kind.device} for {items} items "
+            f"and has {kind.memory_bytes:.4g}: {missing:.4g} missing"
+        )
+        for kind in pool.classes:
+            counts = [n[3].devices for n in needs if n[2] is kind and not n[0]]
+            grown[kind.device] = max(grown[kind.device], min(counts, default=math.inf))
+    if lacking:
+        enough = [(count, device) for device, count in grown.items() if count < math.inf]
+        would = (
+            f"the smallest pool that would do has {min(enough)[0]:.0f} {min(enough)[1]}"
+            if enough
+            else "no number of devices that times are given for would do"
+        )
+        raise ConfigurationError(f"no plan fits into the pool's memory: {'; '.join(lacking)}; {would}")
