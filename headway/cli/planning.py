@@ -157,6 +157,7 @@ def plan(
 
     The plan is proven to be the fastest, or the cheapest, up to the gap printed. docs/planning.md describes the file.
     """
+    from headway.control.placement.options import SearchSettings
     from headway.control.placement.reasons import explain
     from headway.planner.graph_file import read_problem
     from headway.records.errors import ConfigurationError
@@ -168,7 +169,7 @@ def plan(
         raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
     problem = read_problem(graph)
     try:
-        found = explain(problem.workflow, problem.pool, objective, tolerance=tolerance, expansions=expansions)
+        found = explain(problem.workflow, problem.pool, objective, SearchSettings(tolerance, expansions))
     except ConfigurationError as error:
         raise ConfigurationError(f"{graph}: {error}") from None
     if as_json:

@@ -8,41 +8,20 @@ from pathlib import Path
 
 import msgspec
 
+from headway.records import plan
 from headway.records.errors import ConfigurationError
-from headway.records.plan import (
-    DevicePool,
-    PoolDevices,
-    TimePoint,
-    Workflow,
-    WorkflowEdge,
-    WorkflowLoop,
-    WorkflowStage,
-)
 
 
 class PlacementProblem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A workflow, and the devices that it may be placed on."""
 
-    workflow: Workflow
-    pool: DevicePool
+    workflow: plan.Workflow
+    pool: plan.DevicePool
 
 
-_KEYS = sorted(
-    {
-        field.encode_name
-        for record in (
-            PlacementProblem,
-            Workflow,
-            WorkflowStage,
-            WorkflowEdge,
-            WorkflowLoop,
-            TimePoint,
-            DevicePool,
-            PoolDevices,
-        )
-        for field in msgspec.structs.fields(record)
-    }
-)
+_RECORDS = (plan.Workflow, plan.WorkflowStage, plan.WorkflowEdge, plan.WorkflowLoop, plan.TimePoint)
+_POOLS = (PlacementProblem, plan.DevicePool, plan.PoolDevices)
+_KEYS = sorted({field.encode_name for record in _RECORDS + _POOLS for field in msgspec.structs.fields(record)})
 
 
 def read_problem(path: str | Path) -> PlacementProblem:

@@ -6,11 +6,14 @@ sample, an environment, a fragment.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 Objective = Literal["time", "cost"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
 Mode = Literal["temporal", "spatial", "hybrid"]
 
 
@@ -18,20 +21,20 @@ class TimePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds that a stage takes for ``items`` items at once on ``devices`` devices of one class."""
 
     device: str  # the class
-    devices: int
-    items: int  # between two measured numbers of items the time is interpolated, beyond them not offered
-    seconds: float
-    fixed_bytes: float | None = None  # of each device at this count, where it isn't the stage's own (sharded weights)
+    devices: Count
+    items: Count  # between two measured numbers of items the time is interpolated, beyond them not offered
+    seconds: Amount
+    fixed_bytes: Amount | None = None  # of each device at this count, where it isn't the stage's own (sharded weights)
 
 
 class WorkflowStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stage: its measured times, what it needs of each device's memory, and what it costs to take turns."""
 
     name: str
-    times: tuple[TimePoint, ...]
-    switch_s: float = 0.0  # load before and offload after a turn, where devices are shared
-    fixed_bytes: float = 0.0  # memory of each device: fixed + bytes_per_item * ceil(items / devices)
-    bytes_per_item: float = 0.0
+    times: Annotated[tuple[TimePoint, ...], msgspec.Meta(min_length=1)]
+    switch_s: Amount = 0.0  # load before and offload after a turn, where devices are shared
+    fixed_bytes: Amount = 0.0  # memory of each device: fixed + bytes_per_item * ceil(items / devices)
+    bytes_per_item: Amount = 0.0
 
 
 class WorkflowEdge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
@@ -39,7 +42,7 @@ class WorkflowEdge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     source: str
     to: str
-    bytes_per_item: float = 0.0
+    bytes_per_item: Amount = 0.0
     loop: str | None = None
 
 
@@ -47,34 +50,36 @@ class WorkflowLoop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A loop variable: every item goes through the loop's stages ``rounds`` times."""
 
     name: str
-    rounds: int
+    rounds: Count
 
 
 class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Stages, and what they hand on, of one step of ``items`` items."""
 
-    items: int
-    granularities: tuple[int, ...]  # chunk sizes to choose from; each divides ``items``
+    items: Count
+    granularities: tuple[Count, ...]  # chunk sizes to choose from; each divides ``items``
     stages: tuple[WorkflowStage, ...]
     edges: tuple[WorkflowEdge, ...] = ()
     loops: tuple[WorkflowLoop, ...] = ()
 
 
 class PoolDevices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices of one class: alike, so that only their number matters."""
+    """Devices of one class: alike, so that only their number matters. Nodes enter through a stage's times: on more devices
+    than a node has they contain the network; a plan's parts get devices next to each other."""
 
     device: str  # name of the class
-    devices: int
-    memory_bytes: float  # of each
-    devices_per_node: int = 8
-    usd_per_hour: float | None = None  # of each; needed where a plan is chosen by cost
+    devices: Count
+    memory_bytes: Amount  # of each
+    usd_per_hour: Amount | None = None  # of each; needed where a plan is chosen by cost
 
 
 class DevicePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices that a plan may use."""
 
     classes: tuple[PoolDevices, ...]
-    link_bytes_per_s: float | None = None  # between two parts of a plan; needed where edges have bytes
+    link_bytes_per_s: Rate | None = None  # between two parts of a plan; needed where edges have bytes
+        None  # between two parts of a plan; needed where edges have bytes
+    )
 
 
 class PlacedTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ def small_case(seed: int, most_stages: int = 6, most_devices: int = 8) -> tuple[
     devices = draw.randint(1, most_devices)
     second = draw.randint(0, devices - 1) if draw.random() < 0.6 else 0
     classes = [("h", devices - second)] + ([("l", second)] if second else [])
-    items = draw.choice((4, 8, 12))
+    items = draw.choice((4, 8, 12, 24))
     chunks = tuple(sorted(draw.sample([c for c in range(1, items + 1) if items % c == 0], 2)))
     stages = tuple(_small_stage(draw, f"s{number}", classes, items, chunks) for number in range(count))
     edges = [
@@ -58,13 +58,13 @@ def _small_stage(
     draw: random.Random, name: str, classes: list[tuple[str, int]], items: int, chunks: tuple[int, ...]
 ) -> WorkflowStage:
     points: list[TimePoint] = []
-    scale, fixed = draw.uniform(0.5, 4.0), draw.choice((0.0, 0.2, 1.0))
+    scale, fixed = draw.uniform(0.5, 4.0), draw.choice((0.0, 0.1, 0.5))
     for device, most in classes:
         speed = draw.uniform(0.4, 1.5)
         for devices in {1, *draw.sample(range(1, most + 1), min(most, draw.randint(1, 3)))}:
             noise = draw.uniform(0.7, 1.3)
             for chunk in {1, items, *chunks} - ({draw.choice(chunks)} if draw.random() < 0.2 else set[int]()):
-                seconds = speed * (fixed + scale * noise * chunk / devices ** draw.uniform(0.5, 1.0))
+                seconds = speed * (fixed + scale * noise * chunk / devices ** draw.uniform(0.0, 1.0))
                 points.append(TimePoint(device=device, devices=devices, items=chunk, seconds=seconds))
     return WorkflowStage(
         name=name,

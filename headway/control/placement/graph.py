@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Workflow, WorkflowStage
@@ -33,7 +33,6 @@ class Unit:
 class Body:
     """An acyclic graph of units, the whole workflow or the inside of a loop. Sets of units are bit masks."""
 
-    name: str
     rounds: int
     units: tuple[Unit, ...]
     before: tuple[int, ...]  # of each unit, the set of its direct predecessors
@@ -53,6 +52,15 @@ class Body:
                 found[other] |= 1 << unit
         return tuple(found)
 
+    def ordered(self, within: int) -> list[int]:
+        """Units of ``within`` in an order in which each stands behind its predecessors."""
+        placed, order = 0, list[int]()
+        while placed != within:
+            ready = next(unit for unit in members(within & ~placed) if not self.before[unit] & within & ~placed)
+            placed |= 1 << ready
+            order.append(ready)
+        return order
+
     def received_bytes(self, part: int) -> float:
         """Bytes per item that ``part`` receives from units outside it."""
         return sum(
@@ -65,7 +73,7 @@ class Body:
         sets."""
         if within not in self._steps:
             closed = [0]
-            for position in _in_order(self.before, within):
+            for position in self.ordered(within):
                 needs = self.before[position] & within
                 closed += [below | 1 << position for below in closed if not needs & ~below]
             closed.sort(key=lambda mask: (mask.bit_count(), mask))
@@ -90,17 +98,18 @@ class Body:
         return found
 
 
+class _Loop(NamedTuple):
+    name: str
+    rounds: int
+    stages: frozenset[int]
+
+
 def members(mask: int) -> Iterator[int]:
     """Indices of the bits of ``mask``, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
-
-
-def ordered(body: Body, part: int) -> list[int]:
-    """Units of ``part`` in an order in which each stands behind its predecessors."""
-    return _in_order(body.before, part)
 
 
 def fold(workflow: Workflow) -> Body:
@@ -118,42 +127,32 @@ def fold(workflow: Workflow) -> Body:
             f"stages {stages} form a cycle without a loop variable: name the loop on the edge that goes back "
             '("loop": "NAME") and give its rounds under "loops"'
         )
-    loops: list[tuple[str, int, frozenset[int]]] = []
+    loops: list[_Loop] = []
     for loop in workflow.loops:
         back = [(index[edge.source], index[edge.to]) for edge in workflow.edges if edge.loop == loop.name]
         reached = frozenset[int]().union(*_cycles(len(names), forward + back))
         if not back or not all(source in reached and to in reached for source, to in back):
-            raise ConfigurationError(
-                f"loop {loop.name!r}: no cycle goes through its edges; it needs one that goes back"
-            )
+            raise ConfigurationError(f"loop {loop.name!r}: no cycle goes through its edges; one must go back")
         if len(_cycles(len(names), forward + back)) > 1:
             raise ConfigurationError(f"loop {loop.name!r} has two separate cycles: each needs a loop of its own")
-        loops.append((loop.name, loop.rounds, reached))
+        loops.append(_Loop(loop.name, loop.rounds, reached))
     for first, (name, _, stages) in enumerate(loops):
         for other, _, others in loops[:first]:
             if stages & others and not stages <= others and not others <= stages:
                 raise ConfigurationError(f"loops {other!r} and {name!r} overlap, and neither contains the other")
-    loops.sort(key=lambda found: -len(found[2]))  # stable: of two with the same stages the first is the outer one
-    return _body(workflow, "workflow", 1, frozenset(range(len(names))), loops, None)
+    loops.sort(key=lambda found: -len(found.stages))  # stable: of two with the same stages the first is the outer one
+    return _body(workflow, _Loop("", 1, frozenset(range(len(names)))), loops)
 
 
-def _body(
-    workflow: Workflow,
-    name: str,
-    rounds: int,
-    stages: frozenset[int],
-    loops: Sequence[tuple[str, int, frozenset[int]]],
-    own: str | None,
-) -> Body:
+def _body(workflow: Workflow, own: _Loop, loops: Sequence[_Loop]) -> Body:
     units: list[Unit] = []
     unit_of: dict[int, int] = {}
-    for position, (loop, loop_rounds, inside) in enumerate(loops):
-        if not inside <= stages or any(stage in unit_of for stage in inside):
-            continue
-        inner = _body(workflow, loop, loop_rounds, inside, loops[position + 1 :], loop)
-        unit_of.update(dict.fromkeys(inside, len(units)))
-        units.append(Unit(loop, tuple(workflow.stages[stage] for stage in sorted(inside)), inner))
-    for stage in sorted(stages - unit_of.keys()):
+    for position, loop in enumerate(loops):
+        if loop.stages <= own.stages and loop.stages.isdisjoint(unit_of):
+            unit_of.update(dict.fromkeys(loop.stages, len(units)))
+            inside = tuple(workflow.stages[stage] for stage in sorted(loop.stages))
+            units.append(Unit(loop.name, inside, _body(workflow, loop, loops[position + 1 :])))
+    for stage in sorted(own.stages - unit_of.keys()):
         unit_of[stage] = len(units)
         units.append(Unit(workflow.stages[stage].name, (workflow.stages[stage],)))
     index = {stage.name: number for number, stage in enumerate(workflow.stages)}
@@ -161,7 +160,7 @@ def _body(
     sizes: dict[tuple[int, int], float] = {}
     for edge in workflow.edges:
         source, to = unit_of.get(index[edge.source]), unit_of.get(index[edge.to])
-        if source is None or to is None or source == to or edge.loop not in (None, own):
+        if source is None or to is None or source == to or edge.loop not in (None, own.name):
             continue
         sizes[source, to] = sizes.get((source, to), 0.0) + edge.bytes_per_item
         if edge.loop is None:
@@ -169,7 +168,7 @@ def _body(
     crossed = _cycles(len(units), [(source, to) for to, mask in enumerate(before) for source in members(mask)])
     if crossed:
         raise ConfigurationError(f"loops {', '.join(units[unit].name for unit in sorted(crossed[0]))} feed one another")
-    return Body(name, rounds, tuple(units), tuple(before), sizes)
+    return Body(own.rounds, tuple(units), tuple(before), sizes)
 
 
 def _cycles(count: int, edges: Iterable[tuple[int, int]]) -> list[frozenset[int]]:
@@ -188,69 +187,34 @@ def _cycles(count: int, edges: Iterable[tuple[int, int]]) -> list[frozenset[int]
     return sorted(found, key=sorted)
 
 
-def _in_order(before: Sequence[int], within: int) -> list[int]:
-    placed, order = 0, list[int]()
-    while placed != within:
-        ready = next(unit for unit in members(within & ~placed) if not before[unit] & within & ~placed)
-        placed |= 1 << ready
-        order.append(ready)
-    return order
-
-
 def require_valid(workflow: Workflow, pool: DevicePool) -> None:
-    """Raise ConfigurationError, naming the key, for values and names that can't be placed."""
+    """Raise ConfigurationError, naming the key, for names that are unknown or given twice, and chunks that don't divide
+    the items."""
     names = [stage.name for stage in workflow.stages]
     classes = [kind.device for kind in pool.classes]
     loops = [loop.name for loop in workflow.loops]
     for key, given in (("stages", names), ("pool.classes", classes), ("loops", loops)):
         if len(set(given)) != len(given) or (not given and key != "loops"):
             raise ConfigurationError(f"{key}: {', '.join(given) or 'empty'}; valid: at least one, each name once")
-    _require("items", workflow.items, least=1)
     for chunk in workflow.granularities:
-        _require("granularities", chunk, least=1)
         if workflow.items % chunk:
             raise ConfigurationError(f"granularities: {chunk} doesn't divide items = {workflow.items}")
     for stage in workflow.stages:
-        for key in ("switch_s", "fixed_bytes", "bytes_per_item"):
-            _require(f"stage {stage.name}: {key}", getattr(stage, key))
-        if not stage.times:
-            raise ConfigurationError(f"stage {stage.name}: times: missing; valid: at least one measured time")
         for point in stage.times:
-            where = f"stage {stage.name}: times"
-            require_name(f"{where}: device", point.device, classes)
-            _require(f"{where}: devices", point.devices, least=1)
-            _require(f"{where}: items", point.items, least=1)
-            _require(f"{where}: seconds", point.seconds)
-            _require(f"{where}: fixed_bytes", point.fixed_bytes or 0.0)
+            _require_name(f"stage {stage.name}: times: device", point.device, classes)
     for edge in workflow.edges:
-        require_name("edges: from", edge.source, names)
-        require_name("edges: to", edge.to, names)
-        _require(f"edge {edge.source} -> {edge.to}: bytes_per_item", edge.bytes_per_item)
+        _require_name("edges: from", edge.source, names)
+        _require_name("edges: to", edge.to, names)
         if edge.loop is not None:
-            require_name(f"edge {edge.source} -> {edge.to}: loop", edge.loop, loops)
-    for loop in workflow.loops:
-        _require(f"loop {loop.name}: rounds", loop.rounds, least=1)
-    for kind in pool.classes:
-        _require(f"pool: {kind.device}: devices", kind.devices, least=1)
-        _require(f"pool: {kind.device}: devices_per_node", kind.devices_per_node, least=1)
-        _require(f"pool: {kind.device}: memory_bytes", kind.memory_bytes)
-        _require(f"pool: {kind.device}: usd_per_hour", kind.usd_per_hour or 0.0)
-    if any(edge.bytes_per_item for edge in workflow.edges):
-        if pool.link_bytes_per_s is None:
-            raise ConfigurationError("pool.link_bytes_per_s: missing; edges have bytes_per_item, which it must carry")
-        if not pool.link_bytes_per_s > 0:
-            raise ConfigurationError(f"pool.link_bytes_per_s = {pool.link_bytes_per_s}: valid: more than 0")
+            _require_name(f"edge {edge.source} -> {edge.to}: loop", edge.loop, loops)
+    if pool.link_bytes_per_s is None and any(edge.bytes_per_item for edge in workflow.edges):
+        raise ConfigurationError("pool.link_bytes_per_s: missing; edges have bytes_per_item, which it must carry")
 
 
-def require_name(key: str, name: str, valid: Sequence[str]) -> None:
+def _require_name(key: str, name: str, valid: Sequence[str]) -> None:
     """Raise ConfigurationError where ``name`` isn't among ``valid``, with the nearest one that is."""
     if name in valid:
         return
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid) or 'none is declared'}"
     raise ConfigurationError(f"{key} = {name!r}: unknown; {hint}")
-
-
-def _require(key: str, value: float, least: float = 0.0) -> None:
-    if not math.isfinite(value) or value < least:
-        raise ConfigurationError(f"{key} = {value}: valid: at least {least:g}")

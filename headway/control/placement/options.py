@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from headway.control.placement.graph import Body, ordered
+from headway.control.placement.graph import Body
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Mode, PoolDevices, TimePoint, Workflow, WorkflowStage
 
@@ -26,7 +26,7 @@ class Option(NamedTuple):
 class Options(NamedTuple):
     """A Pareto frontier: options sorted by seconds, none of which needs as much as a faster one.
 
-    ``shares`` is the least share of the pool (`Scale.share`) among the options up to each, negated to be ascending.
+    ``shares`` is the least share of the pool (`Choices.share`) among the options up to each, negated to be ascending.
     """
 
     options: list[Option]
@@ -59,21 +59,11 @@ def added(left: Vector, right: Vector) -> Vector:
     return tuple(map(int.__add__, left, right))
 
 
-class Scale(NamedTuple):
-    """Weighs devices of different classes against each other: the share of a pool is linear in the devices, so that
-    what doesn't fit by share doesn't fit at all. With one class it is their number."""
+class SearchSettings(NamedTuple):
+    """How long and how exactly to search; plans and limits to leave out, so that a plan can be compared with others."""
 
-    weights: tuple[float, ...]
-
-    def share(self, devices: Vector) -> float:
-        if len(devices) == 1:
-            return devices[0]
-        return sum(weight * count for weight, count in zip(self.weights, devices, strict=True))
-
-
-class Restrictions(NamedTuple):
-    """Leaves plans out, or relaxes what limits them, so that a plan can be compared with others."""
-
+    tolerance: float = 0.0  # a plan proven to be within this share of the best will do
+    expansions: int = 2_000_000  # budget; a search that spends it returns its best plan, with the gap that is left
     memory_limits: bool = True
     switch_costs: bool = True
     mode: Mode | None = None  # temporal or spatial: plans of that mode alone
@@ -83,16 +73,22 @@ class Restrictions(NamedTuple):
 class Choices:
     """Options of stages, parts and levels in one pool; each is computed when it is first asked for."""
 
-    def __init__(self, pool: DevicePool, scale: Scale, restrictions: Restrictions) -> None:
+    def __init__(self, workflow: Workflow, pool: DevicePool, settings: SearchSettings) -> None:
         self.pool = pool
-        self.scale = scale
+        self.weights = _weights(workflow, pool)
         self.most: Vector = tuple(kind.devices for kind in pool.classes)
-        self.restrictions = restrictions
+        self.settings = settings
+
+    def share(self, devices: Vector) -> float:
+        """Weighs devices of different classes against each other. A share is linear in the devices, so that what doesn't
+        fit by share doesn't fit at all; with one class it is their number."""
+        if len(devices) == 1:
+            return devices[0]
+        return sum(weight * count for weight, count in zip(self.weights, devices, strict=True))
 
     def frontier(self, found: Iterable[Option]) -> Options:
         """Keep what no other option beats in time and devices; of equals the first."""
         kept: list[Option] = []
-        share = self.scale.share
         ascending = sorted(found, key=lambda option: option[:2])
         if len(self.most) == 1:
             for option in ascending:
@@ -104,7 +100,7 @@ class Choices:
                     kept.append(option)
         shares: list[float] = []
         for option in kept:
-            shares.append(max(-share(option.devices), shares[-1] if shares else -math.inf))
+            shares.append(max(-self.share(option.devices), shares[-1] if shares else -math.inf))
         return Options(kept, [option.seconds for option in kept], shares)
 
     def of_stage(self, stage: WorkflowStage, items: int) -> Options:
@@ -118,9 +114,7 @@ class Choices:
                     points.setdefault(point.devices, []).append(point)
             for devices, measured in points.items():
                 seconds = seconds_between(measured, items)
-                if seconds is None or (
-                    self.restrictions.memory_limits and not has_memory(stage, kind, measured[0], items)
-                ):
+                if seconds is None or (self.settings.memory_limits and not has_memory(stage, kind, measured[0], items)):
                     continue
                 vector = tuple(devices if place == position else 0 for place in range(len(self.most)))
                 found.append(Option(seconds, vector, (kind.device, devices)))
@@ -128,7 +122,7 @@ class Choices:
 
     def turns(self, body: Body, part: int, items: int, units: Mapping[int, Options]) -> Options:
         """Options of one part whose units take turns on its devices."""
-        order = ordered(body, part)
+        order = body.ordered(part)
         switch_s = [self.switch_s(body, unit) if len(order) > 1 else 0.0 for unit in order]
         size = body.received_bytes(part)
         receive_s = size * items / self.pool.link_bytes_per_s if size and self.pool.link_bytes_per_s else 0.0
@@ -148,7 +142,7 @@ class Choices:
         return self.frontier(found)
 
     def switch_s(self, body: Body, unit: int) -> float:
-        return body.units[unit].switch_s if self.restrictions.switch_costs else 0.0
+        return body.units[unit].switch_s if self.settings.switch_costs else 0.0
 
     def beside(self, left: Options, right: Options) -> list[Option]:
         """Options of two sets of parts side by side: the slower one's time, both ones' devices."""
@@ -188,7 +182,7 @@ def has_memory(stage: WorkflowStage, kind: PoolDevices, point: TimePoint, items:
     return needed_bytes(stage, point, items) <= kind.memory_bytes
 
 
-def scale_of(workflow: Workflow, pool: DevicePool) -> Scale:
+def _weights(workflow: Workflow, pool: DevicePool) -> list[float]:
     """Weights of the classes: the mean over stages of how fast one device is, relative to the stage's best class."""
     speeds: list[list[float]] = [[] for _ in pool.classes]
     for stage in workflow.stages:
@@ -199,7 +193,7 @@ def scale_of(workflow: Workflow, pool: DevicePool) -> Scale:
         for speed, own in zip(speeds, work, strict=True):
             if own < math.inf:
                 speed.append(min(work) / own if own else 1.0)
-    return Scale(tuple(sum(speed) / len(speed) if speed else 0.0 for speed in speeds))
+    return [sum(speed) / len(speed) if speed else 0.0 for speed in speeds]
 
 
 def require_memory(workflow: Workflow, pool: DevicePool) -> None:

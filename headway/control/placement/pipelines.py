@@ -88,7 +88,7 @@ class Pipelines:
 
     def cuts(self, within: int) -> Cuts:
         """Down-closed subsets between which a pipeline's levels lie: of a temporal plan none but the two ends."""
-        if self.choices.restrictions.mode == "temporal":
+        if self.choices.settings.mode == "temporal":
             return [(0, [(within, within)]), (within, [])]
         return self.body.steps(within)
 
@@ -106,7 +106,7 @@ class Pipelines:
     def part(self, part: int, items: int) -> Options:
         """Options of the set ``part`` taking turns."""
         if (part, items) not in self._parts:
-            none = self.choices.restrictions.mode == "spatial" and part & (part - 1)
+            none = self.choices.settings.mode == "spatial" and part & (part - 1)
             units = self.units(items)
             self._parts[part, items] = (
                 Options([], [], []) if none else self.choices.turns(self.body, part, items, units)
@@ -118,7 +118,7 @@ class Pipelines:
         if (units, items) in self._levels:
             return self._levels[units, items]
         found = [Option(*option[:2], ((units, option),)) for option in self.part(units, items).options]
-        mode = self.choices.restrictions.mode
+        mode = self.choices.settings.mode
         components = self.body.components(units) if mode != "temporal" else [units]
         for chosen in range(1, 1 << len(components) - 1):
             # The first component always stands in the remaining set, so that each split is met once.
@@ -177,7 +177,7 @@ class Pipelines:
         for below, above in steps[:-1]:
             for larger, units in above:
                 before[larger] = min(before[larger], before[below] + self.level(units, items).share_within(slowest))
-        share = self.choices.scale.share(devices) * (1 + ROUNDING)
+        share = self.choices.share(devices) * (1 + ROUNDING)
         fill = {within: 0.0}
         for below, above in reversed(steps[:-1]):
             fill[below] = min(
@@ -193,7 +193,7 @@ class Pipelines:
         result is incomplete where the budget of expansions is spent on the way.
         """
         devices = self.choices.most if limits is None else limits.devices
-        share = self.choices.scale.share
+        share = self.choices.share
         room = share(devices) * (1 + ROUNDING)
         none = tuple(0 for _ in devices)
         grown: dict[int, list[Label]] = {0: [Label(0.0, 0.0 if limits is None else limits.least, none, None, None)]}

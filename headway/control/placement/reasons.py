@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.control.placement.options import Restrictions
-from headway.control.placement.search import EXPANSIONS, place
+from headway.control.placement.options import SearchSettings
+from headway.control.placement.search import place
 from headway.control.placement.timeline import busy_shares, run_plan
 from headway.records.errors import ConfigurationError
 from headway.records.plan import Alternative, DevicePool, Objective, PlacementPlan, PlacementReport, Workflow
@@ -17,35 +17,28 @@ _CHANGED = 1e-9  # relative: less is rounding
 
 
 def explain(
-    workflow: Workflow,
-    pool: DevicePool,
-    objective: Objective = "time",
-    *,
-    tolerance: float = 0.0,
-    expansions: int = EXPANSIONS,
+    workflow: Workflow, pool: DevicePool, objective: Objective = "time", settings: SearchSettings = SearchSettings()
 ) -> PlacementReport:
     """The plan that `place` finds, and its reasons, each of which is another search with the same budget."""
 
-    def placed(given: DevicePool, restrictions: Restrictions = Restrictions()) -> PlacementPlan | None:
+    def placed(settings: SearchSettings, given: DevicePool = pool) -> PlacementPlan | None:
         try:
-            return place(
-                workflow, given, objective, tolerance=tolerance, expansions=expansions, restrictions=restrictions
-            )
+            return place(workflow, given, objective, settings)
         except ConfigurationError:
             return None  # the input is valid, for it had a plan before: nothing is left of it
 
-    plan = place(workflow, pool, objective, tolerance=tolerance, expansions=expansions)
+    plan = place(workflow, pool, objective, settings)
     relaxations = (
-        Alternative(name="without memory limits", value=_value(placed(pool, Restrictions(memory_limits=False)))),
-        Alternative(name="without switch costs", value=_value(placed(pool, Restrictions(switch_costs=False)))),
+        Alternative(name="without memory limits", value=_value(placed(settings._replace(memory_limits=False)))),
+        Alternative(name="without switch costs", value=_value(placed(settings._replace(switch_costs=False)))),
     )
     return PlacementReport(
         plan=plan,
-        second_best=_second_best(plan, lambda restrictions: placed(pool, restrictions)),
+        second_best=_second_best(plan, settings, placed),
         binds=_binds(plan, relaxations),
         relaxations=relaxations,
         one_more=tuple(
-            Alternative(name=f"one more {kind.device}", value=_value(placed(_grown(pool, kind.device))))
+            Alternative(name=f"one more {kind.device}", value=_value(placed(settings, _grown(pool, kind.device))))
             for kind in pool.classes
         ),
     )
@@ -65,17 +58,19 @@ def _value(plan: PlacementPlan | None) -> float | None:
     return plan.seconds if plan.objective == "time" else plan.cost_usd
 
 
-def _second_best(plan: PlacementPlan, placed: Callable[[Restrictions], PlacementPlan | None]) -> Alternative | None:
+def _second_best(
+    plan: PlacementPlan, settings: SearchSettings, placed: Callable[[SearchSettings], PlacementPlan | None]
+) -> Alternative | None:
     """The best plan of another structure: other phases or granularities, or all temporal, or all spatial. A plan with
     other phases lacks at least one of this plan's, so that leaving each of them out in turn meets it."""
     others: list[tuple[str, PlacementPlan | None]] = []
     for phase in plan.phases:
         units = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
-        others.append(("other phases", placed(Restrictions(without=frozenset({(units, phase.items_per_chunk)})))))
+        others.append(("other phases", placed(settings._replace(without=frozenset({(units, phase.items_per_chunk)})))))
     if plan.mode != "temporal":
-        others.append(("temporal", placed(Restrictions(mode="temporal"))))
+        others.append(("temporal", placed(settings._replace(mode="temporal"))))
     if plan.mode != "spatial":
-        others.append(("spatial", placed(Restrictions(mode="spatial"))))
+        others.append(("spatial", placed(settings._replace(mode="spatial"))))
     found: list[Alternative] = []
     for name, other in others:
         if other is None or (name == "spatial" and other.mode != name):

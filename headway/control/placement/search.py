@@ -35,14 +35,12 @@ import math
 from collections.abc import Mapping
 from itertools import product
 
-from headway.control.placement.graph import fold, members, ordered, require_valid
-from headway.control.placement.options import Choices, Option, Restrictions, Vector, require_memory, scale_of
+from headway.control.placement.graph import fold, members, require_valid
+from headway.control.placement.options import Choices, Option, SearchSettings, Vector, require_memory
 from headway.control.placement.pipelines import ROUNDING, Expansions, Label, Pipelines, elapsed_s
 from headway.control.placement.written import mode_of, used_devices, written_phase
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Objective, PlacedPipeline, PlacementPlan, Workflow
-
-EXPANSIONS = 2_000_000
 
 
 class _Candidate:
@@ -88,7 +86,7 @@ class TimeSearch:
         self.body = pipelines.body
         self.items = items
         self.devices = devices
-        self.share = pipelines.choices.scale.share(devices)
+        self.share = pipelines.choices.share(devices)
         self.phases: dict[int, Phase] = {}
         self.lower = 0.0
         self.upper = math.inf
@@ -103,25 +101,25 @@ class TimeSearch:
         }
         for _, above in self.body.steps(self.body.whole):
             for _, units in above:
-                one_phase = pipelines.choices.restrictions.mode == "spatial"
+                one_phase = pipelines.choices.settings.mode == "spatial"
                 if units not in self.phases and (units == self.body.whole or not one_phase):
                     self.phases[units] = self._opened(units, work)
 
     def _opened(self, units: int, work: Mapping[int, Mapping[int, tuple[float, float]]]) -> Phase:
-        restrictions = self.pipelines.choices.restrictions
+        settings = self.pipelines.choices.settings
         names = frozenset(self.body.units[unit].name for unit in members(units))
         switches = [self.pipelines.choices.switch_s(self.body, unit) for unit in members(units)]
         phase = Phase(units, 0.0 if units == self.body.whole else max(switches))
-        order = ordered(self.body, units)
+        order = self.body.ordered(units)
         turns_s = sum(switches) if len(order) > 1 else 0.0
         size = self.body.received_bytes(units)
         link = self.pipelines.choices.pool.link_bytes_per_s
         for chunk, of in work.items():
-            if any(unit not in of for unit in order) or (names, chunk) in restrictions.without:
+            if any(unit not in of for unit in order) or (names, chunk) in settings.without:
                 continue
             count = self.items // chunk
             receive_s = size * chunk / link if size and link else 0.0
-            if len(order) == 1 or restrictions.mode != "spatial":
+            if len(order) == 1 or settings.mode != "spatial":
                 phase.offer(count * (receive_s + turns_s + sum(of[unit][0] for unit in order)), chunk, None)
             path: dict[int, float] = {}
             for unit in order:
@@ -131,12 +129,12 @@ class TimeSearch:
             phase.candidates.append(_Candidate(chunk, lower))
         return phase
 
-    def run(self, limit: float, tolerance: float) -> None:
-        """Refine until the best plan is within ``tolerance`` of the bound, no plan is faster than ``limit`` seconds, or
+    def run(self, limit: float) -> None:
+        """Refine until the best plan is within the tolerance of the bound, no plan is faster than ``limit`` seconds, or
         the budget is spent."""
+        tolerance = max(0.0, self.pipelines.choices.settings.tolerance - 1e-9)  # so that the gap isn't above it
         while True:
-            path = self._shortest(lower=False)
-            self.upper, self.best = path[0], path[1]
+            self.upper, self.best = self._shortest(lower=False)
             self.lower, on_bound = self._shortest(lower=True)
             target = min(self.upper, limit) * (1 - tolerance)
             open_phases = [phase for phase in on_bound if phase.loosest() is not None]
@@ -202,39 +200,29 @@ class TimeSearch:
 
 
 def place(
-    workflow: Workflow,
-    pool: DevicePool,
-    objective: Objective = "time",
-    *,
-    tolerance: float = 0.0,
-    expansions: int = EXPANSIONS,
-    restrictions: Restrictions = Restrictions(),
+    workflow: Workflow, pool: DevicePool, objective: Objective = "time", settings: SearchSettings = SearchSettings()
 ) -> PlacementPlan:
-    """The fastest or cheapest plan; with ``tolerance``, one proven to be within that share of it.
+    """The fastest or cheapest plan. A plan costs the devices that it uses, for the time of the step.
 
-    ``expansions`` is the budget: a search that spends it returns its best plan, with the gap that is left. The cost of
-    a plan is that of the devices it uses, for the time of the step. Raises ConfigurationError for what isn't valid and
-    for a pool without the memory for any plan.
+    Raises ConfigurationError for what isn't valid and for a pool without the memory for any plan.
     """
     require_valid(workflow, pool)
     for kind in pool.classes:
         if objective == "cost" and kind.usd_per_hour is None:
             raise ConfigurationError(f"pool: {kind.device}: usd_per_hour: missing; a plan by cost needs each price")
     body = fold(workflow)
-    if restrictions.memory_limits:
+    if settings.memory_limits:
         require_memory(workflow, pool)
-    choices = Choices(pool, scale_of(workflow, pool), restrictions)
     chunks = sorted({*workflow.granularities, workflow.items})
-    counted = Expansions(expansions)
-    pipelines = Pipelines(body, choices, chunks, counted)
-    if objective == "time":
-        search = TimeSearch(pipelines, workflow.items, choices.most)
-        search.run(math.inf, tolerance)
-        return _plan(workflow, search, objective, search.lower, counted.done)
-    return _cheapest(workflow, pipelines, tolerance)
+    pipelines = Pipelines(body, Choices(workflow, pool, settings), chunks, Expansions(settings.expansions))
+    if objective == "cost":
+        return _cheapest(workflow, pipelines)
+    search = TimeSearch(pipelines, workflow.items, pipelines.choices.most)
+    search.run(math.inf)
+    return _plan(workflow, search, objective, search.lower)
 
 
-def _cheapest(workflow: Workflow, pipelines: Pipelines, tolerance: float) -> PlacementPlan:
+def _cheapest(workflow: Workflow, pipelines: Pipelines) -> PlacementPlan:
     """The cheapest plan: the fastest one of every choice of devices, by ascending bounds of its cost."""
     pool = pipelines.choices.pool
     rented: list[tuple[float, Vector]] = []
@@ -246,18 +234,18 @@ def _cheapest(workflow: Workflow, pipelines: Pipelines, tolerance: float) -> Pla
             rented.append((lower, devices))
     best, best_usd, proven = TimeSearch(pipelines, workflow.items, pipelines.choices.most), math.inf, math.inf
     for lower, devices in sorted(rented):
-        if lower >= best_usd * (1 - tolerance) or pipelines.expansions.spent:
+        if lower >= best_usd * (1 - pipelines.choices.settings.tolerance) or pipelines.expansions.spent:
             proven = min(proven, lower)
             break
         rate = usd_per_s(pool, devices)
         search = TimeSearch(pipelines, workflow.items, devices)
-        search.run(best_usd / rate if rate else math.inf, tolerance)
+        search.run(best_usd / rate if rate else math.inf)
         proven = min(proven, max(lower, search.lower * rate))
         if search.upper * rate < best_usd:
             best, best_usd = search, search.upper * rate
     if best_usd == math.inf:  # the budget was spent before the first choice
-        best.run(math.inf, tolerance)
-    return _plan(workflow, best, "cost", proven, pipelines.expansions.done)
+        best.run(math.inf)
+    return _plan(workflow, best, "cost", proven)
 
 
 def _alone_s(pipelines: Pipelines, unit: int, items: int, devices: Vector) -> float:
@@ -282,7 +270,7 @@ def usd_per_s(pool: DevicePool, devices: Vector) -> float:
     return sum((kind.usd_per_hour or 0.0) * count for kind, count in zip(pool.classes, devices, strict=True)) / 3600
 
 
-def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: float, expansions: int) -> PlacementPlan:
+def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: float) -> PlacementPlan:
     pipelines, pool = search.pipelines, search.pipelines.choices.pool
     if not search.best or search.upper == math.inf:
         lacking = [
@@ -317,5 +305,5 @@ def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: f
         phases=tuple(phases),
         lower_bound=lower,
         gap=1 - lower / value if value else 0.0,
-        expansions=expansions,
+        expansions=pipelines.expansions.done,
     )

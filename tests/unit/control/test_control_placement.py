@@ -15,7 +15,7 @@ from placement_brute_force import BruteForce, pipeline_s
 from placement_cases import large_case, small_case
 
 from headway.control.placement.graph import fold
-from headway.control.placement.options import Restrictions
+from headway.control.placement.options import SearchSettings
 from headway.control.placement.pipelines import Label, elapsed_s, undominated
 from headway.control.placement.reasons import explain
 from headway.control.placement.search import place
@@ -163,7 +163,7 @@ def test_bound_holds_when_the_budget_ends_the_search(seed: int, expansions: int,
     best = value(workflow, pool, objective)
     if best == math.inf:
         return
-    plan = place(workflow, pool, objective, expansions=expansions)
+    plan = place(workflow, pool, objective, SearchSettings(expansions=expansions))
     found = plan.seconds if objective == "time" else plan.cost_usd
     assert found is not None
     assert plan.lower_bound <= best * (1 + 1e-9)
@@ -176,10 +176,10 @@ def test_search_that_stops_early_reports_its_gap_and_one_that_does_not_reports_n
     workflow, pool = large_case(64, 6, seed=1)
     best = place(workflow, pool)
     assert best.gap == 0
-    early = place(workflow, pool, expansions=0)
+    early = place(workflow, pool, settings=SearchSettings(expansions=0))
     assert 0 < early.gap < 1
     assert early.lower_bound <= best.seconds <= early.seconds
-    near = place(workflow, pool, tolerance=0.05)
+    near = place(workflow, pool, settings=SearchSettings(tolerance=0.05))
     assert near.gap <= 0.05
     assert near.seconds <= best.seconds / (1 - 0.05)
     assert near.expansions < best.expansions
@@ -327,7 +327,7 @@ def test_second_best_is_no_better_and_of_another_structure(seed: int):
         assert other.value <= report.plan.seconds * (1 + 1e-12)
     for mode in ("temporal", "spatial"):
         if report.plan.mode == mode:
-            assert place(workflow, pool, restrictions=Restrictions(mode=mode)).seconds == report.plan.seconds
+            assert place(workflow, pool, settings=SearchSettings(mode=mode)).seconds == report.plan.seconds
 
 
 def test_pool_without_memory_is_refused_with_what_is_missing_and_what_would_do():
