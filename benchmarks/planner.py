@@ -7,8 +7,8 @@
 Parts, each of which can be run alone:
 
 - `small`: random workflows of at most 6 stages on at most 8 devices of one or two classes, with loops inside loops,
-  memory limits, switch costs and transfers, two thirds planned for time and a third for cost. `brute_force_equal` counts
-  those whose plan is as good as the best of all plans (`tests/support/placement_brute_force.py`) to 1e-9 *and* takes as
+  memory limits, switch costs and transfers, two thirds planned for time and a third for cost. `brute_force_equal`: how
+  many plans are as good as the best of all plans (`tests/support/placement_brute_force.py`) to 1e-9 *and* take as
   long as the run of its chunks, and those that both refuse. `brute_force_modes`: what the plans were.
 - `large`: `placement_128x6_s` and `placement_1024x12_s`, seconds of one search on 128 devices and 6 stages, 1,024 and
   12 (`tests/support/placement_cases.py:large_case`: one class, branches, a loop, six chunk sizes and the whole step,

@@ -64,7 +64,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PoolDevices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices of one class: alike, so that only their number matters. Nodes enter through a stage's times: on more devices
+    """Devices of one class: alike, only their number matters. Nodes enter through a stage's times: on more devices
     than a node has they contain the network; a plan's parts get devices next to each other."""
 
     device: str  # name of the class
@@ -78,8 +78,6 @@ class DevicePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     classes: tuple[PoolDevices, ...]
     link_bytes_per_s: Rate | None = None  # between two parts of a plan; needed where edges have bytes
-        None  # between two parts of a plan; needed where edges have bytes
-    )
 
 
 class PlacedTurn(msgspec.Struct, frozen=True, kw_only=True):

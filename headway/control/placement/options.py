@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from headway.control.placement.graph import Body
@@ -78,9 +79,10 @@ class Choices:
         self.weights = _weights(workflow, pool)
         self.most: Vector = tuple(kind.devices for kind in pool.classes)
         self.settings = settings
+        self._points: dict[str, list[tuple[int, PoolDevices, list[TimePoint]]]] = {}
 
     def share(self, devices: Vector) -> float:
-        """Weighs devices of different classes against each other. A share is linear in the devices, so that what doesn't
+        """Weighs devices of different classes against each other. A share is linear in the devices: what doesn't
         fit by share doesn't fit at all; with one class it is their number."""
         if len(devices) == 1:
             return devices[0]
@@ -89,7 +91,7 @@ class Choices:
     def frontier(self, found: Iterable[Option]) -> Options:
         """Keep what no other option beats in time and devices; of equals the first."""
         kept: list[Option] = []
-        ascending = sorted(found, key=lambda option: option[:2])
+        ascending = sorted(found, key=itemgetter(0, 1))
         if len(self.most) == 1:
             for option in ascending:
                 if not kept or option.devices < kept[-1].devices:
@@ -106,18 +108,21 @@ class Choices:
     def of_stage(self, stage: WorkflowStage, items: int) -> Options:
         """Options of a stage for ``items`` items at once: within the memory, times between measured ones
         interpolated."""
+        if stage.name not in self._points:
+            self._points[stage.name] = [
+                (position, kind, sorted(points, key=lambda point: point.items))
+                for position, kind in enumerate(self.pool.classes)
+                for points in by_count(stage, kind).values()
+                if points[0].devices <= kind.devices
+            ]
         found: list[Option] = []
-        for position, kind in enumerate(self.pool.classes):
-            points: dict[int, list[TimePoint]] = {}
-            for point in stage.times:
-                if point.device == kind.device and point.devices <= kind.devices:
-                    points.setdefault(point.devices, []).append(point)
-            for devices, measured in points.items():
-                seconds = seconds_between(measured, items)
-                if seconds is None or (self.settings.memory_limits and not has_memory(stage, kind, measured[0], items)):
-                    continue
-                vector = tuple(devices if place == position else 0 for place in range(len(self.most)))
-                found.append(Option(seconds, vector, (kind.device, devices)))
+        for position, kind, points in self._points[stage.name]:
+            seconds = seconds_between(points, items)
+            if seconds is None or (self.settings.memory_limits and not has_memory(stage, kind, points[0], items)):
+                continue
+            devices = points[0].devices
+            vector = tuple(devices if place == position else 0 for place in range(len(self.most)))
+            found.append(Option(seconds, vector, (kind.device, devices)))
         return self.frontier(found)
 
     def turns(self, body: Body, part: int, items: int, units: Mapping[int, Options]) -> Options:
@@ -130,15 +135,13 @@ class Choices:
             sorted({0, *(o.devices[c] for unit in order for o in units[unit].options)}) for c in range(len(self.most))
         )
         found: list[Option] = []
+        fastest = [units[unit].at for unit in order]
+        fixed_s = receive_s + sum(switch_s)
         for vector in product(*counts):
-            chosen = [units[unit].at(vector) for unit in order]
-            if any(option is None for option in chosen):
-                continue
-            turns = [
-                (unit, option, s) for unit, option, s in zip(order, chosen, switch_s, strict=True) if option is not None
-            ]
-            seconds = receive_s + sum(option.seconds + s for _, option, s in turns)
-            found.append(Option(seconds, vector, (turns, receive_s)))
+            chosen = [at(vector) for at in fastest]
+            if None not in chosen:
+                seconds = fixed_s + sum(option.seconds for option in chosen if option is not None)
+                found.append(Option(seconds, vector, (order, chosen, switch_s, receive_s)))
         return self.frontier(found)
 
     def switch_s(self, body: Body, unit: int) -> float:
@@ -158,16 +161,24 @@ class Choices:
         ]
 
 
+def by_count(stage: WorkflowStage, kind: PoolDevices) -> dict[int, list[TimePoint]]:
+    """Times of a stage on one class, by number of devices."""
+    found: dict[int, list[TimePoint]] = {}
+    for point in stage.times:
+        if point.device == kind.device:
+            found.setdefault(point.devices, []).append(point)
+    return found
+
+
 def seconds_between(points: list[TimePoint], items: int) -> float | None:
-    """Time for ``items`` from points of one class and count, linear between two neighbours; None outside of them."""
-    ascending = sorted(points, key=lambda point: point.items)
-    place = bisect_left(ascending, items, key=lambda point: point.items)
-    if place == len(ascending) or (place == 0 and ascending[0].items != items):
+    """Time for ``items`` from points by ascending items, linear between two neighbours; None outside of them."""
+    place = bisect_left(points, items, key=lambda point: point.items)
+    if place == len(points) or (place == 0 and points[0].items != items):
         return None
-    above = ascending[place]
+    above = points[place]
     if above.items == items:
         return above.seconds
-    below = ascending[place - 1]
+    below = points[place - 1]
     share = (items - below.items) / (above.items - below.items)
     return below.seconds + share * (above.seconds - below.seconds)
 
@@ -206,12 +217,12 @@ def require_memory(workflow: Workflow, pool: DevicePool) -> None:
         # Missing bytes, needed bytes, where; of every measured count, those that the pool doesn't have included.
         needs: list[tuple[float, float, PoolDevices, TimePoint, int]] = []
         for kind in pool.classes:
-            for point in stage.times:
-                same = [p for p in stage.times if (p.device, p.devices) == (point.device, point.devices)]
+            for points in by_count(stage, kind).values():
+                ascending = sorted(points, key=lambda point: point.items)
                 for items in chunks:
-                    if point.device == kind.device and seconds_between(same, items) is not None:
-                        size = needed_bytes(stage, point, items)
-                        needs.append((max(0.0, size - kind.memory_bytes), size, kind, point, items))
+                    if seconds_between(ascending, items) is not None:
+                        size = needed_bytes(stage, points[0], items)
+                        needs.append((max(0.0, size - kind.memory_bytes), size, kind, points[0], items))
         here = [need for need in needs if need[3].devices <= need[2].devices]
         if not here:
             raise ConfigurationError(

@@ -67,6 +67,16 @@ class Limits(NamedTuple):
     fill: dict[int, float]  # ... and the least fill they add
 
 
+class _Edge(NamedTuple):
+    """A level that may follow: the labels it leads to, its options, and bounds of what comes behind it."""
+
+    reached: list[Label]
+    options: Options
+    complete: bool  # nothing comes behind it
+    share: float
+    fill: float
+
+
 class Pipelines:
     """Options and allocations for the units of one graph; loops inside it have theirs."""
 
@@ -193,35 +203,42 @@ class Pipelines:
         result is incomplete where the budget of expansions is spent on the way.
         """
         devices = self.choices.most if limits is None else limits.devices
-        share = self.choices.share
-        room = share(devices) * (1 + ROUNDING)
-        none = tuple(0 for _ in devices)
-        grown: dict[int, list[Label]] = {0: [Label(0.0, 0.0 if limits is None else limits.least, none, None, None)]}
+        single, weight, most_s, least_s = len(devices) == 1, 0, math.inf, 0.0
+        share_behind, fill_behind = dict[int, float](), dict[int, float]()
+        if limits is not None:
+            weight, most_s, least_s = limits.weight, limits.slowest, limits.least
+            share_behind, fill_behind = limits.share, limits.fill
+        room = self.choices.share(devices) * (1 + ROUNDING)
+        grown: dict[int, list[Label]] = {0: [Label(0.0, least_s, tuple(0 for _ in devices), None, None)]}
         for below, above in self.cuts(within)[:-1]:
-            kept = undominated(grown.pop(below, []))
-            for label in kept:
+            edges = [
+                _Edge(
+                    grown.setdefault(larger, []),
+                    self.level(units, items),
+                    larger == within and limits is not None,
+                    share_behind.get(larger, 0.0),
+                    fill_behind.get(larger, 0.0),
+                )
+                for larger, units in above
+            ]
+            for label in undominated(grown.pop(below)):
                 if limits is not None and self.expansions.spent:
                     return []
-                left = room - share(label.used)
-                for larger, units in above:
-                    level = self.level(units, items)
-                    start, end, rest = 0, len(level.options), 0.0
-                    if limits is not None:
-                        start = bisect_left(level.shares, limits.share[larger] - left)
-                        end = bisect_right(level.seconds, limits.slowest)
-                        rest = limits.fill[larger]
-                    for option in level.options[start:end]:
-                        fill = label.fill + option.seconds
-                        slowest = label.slowest if label.slowest > option.seconds else option.seconds
-                        if limits is not None and fill + rest + limits.weight * slowest >= threshold:
+                so_far, slowest_so_far, used_so_far, *_ = label
+                left = room - self.choices.share(used_so_far)
+                for reached, (options, seconds, shares), complete, share, rest in edges:
+                    start, before = bisect_left(shares, share - left), len(reached)
+                    for option in options[start : bisect_right(seconds, most_s)]:
+                        fill = so_far + option.seconds
+                        slowest = slowest_so_far if slowest_so_far > option.seconds else option.seconds
+                        if fill + rest + weight * slowest >= threshold:
                             break  # later options of this level are slower
-                        used = added(label.used, option.devices)
-                        if not fits(used, devices):
-                            continue
-                        self.expansions.done += 1
-                        grown.setdefault(larger, []).append(Label(fill, slowest, used, label, option))
-                        if limits is not None and larger == within:
-                            threshold = min(threshold, fill + limits.weight * slowest)
+                        used = (used_so_far[0] + option.devices[0],) if single else added(used_so_far, option.devices)
+                        if single or fits(used, devices):
+                            reached.append(Label(fill, slowest, used, label, option))
+                            if complete:
+                                threshold = min(threshold, fill + weight * slowest)
+                    self.expansions.done += len(reached) - before
         return undominated(grown.get(within, []))
 
 

@@ -51,11 +51,11 @@ def _levels(
             if count:
                 given[device] = (free[device], count)
                 free[device] += count
-        turns: list[tuple[int, Option, float]] = part.made[0]
+        order, chosen, switch_s, receive_s = part.made
         placed[position] = PlacedPart(
             devices=given,
-            turns=tuple(_turn(pipelines, *turn, chunk, given) for turn in turns),
-            receive_s=part.made[1],
+            turns=tuple(_turn(pipelines, *turn, chunk, given) for turn in zip(order, chosen, switch_s, strict=True)),
+            receive_s=receive_s,
             seconds=part.seconds,
         )
     return tuple(
