@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from placement_brute_force import BruteForce
 from placement_cases import large_case, small_case
 
-from headway.control.placement.options import SearchSettings
 from headway.control.placement.search import place
 from headway.control.placement.timeline import run_plan
 from headway.records.errors import ConfigurationError
@@ -45,7 +44,7 @@ from headway.records.plan import DevicePool, Objective, Workflow
 
 Report = dict[str, Any]
 EQUAL = 1e-9  # relative
-LARGE = {"128x6": (128, 6, 0.0), "1024x12": (1024, 12, 0.02)}  # devices, stages, tolerance
+LARGE = {"128x6": (128, 6), "1024x12": (1024, 12)}  # devices, stages
 
 
 def small(arguments: argparse.Namespace) -> Report:
@@ -81,7 +80,7 @@ def _planned(workflow: Workflow, pool: DevicePool, objective: Objective) -> tupl
 def large(arguments: argparse.Namespace, classes: int = 1, suffix: str = "") -> Report:
     """Time the search on large pools."""
     report: Report = {}
-    for name, (devices, stages, tolerance) in LARGE.items():
+    for name, (devices, stages) in LARGE.items():
         seconds: list[float] = []
         cpu: list[float] = []
         gaps: list[float] = []
@@ -90,7 +89,7 @@ def large(arguments: argparse.Namespace, classes: int = 1, suffix: str = "") -> 
             runs: list[tuple[float, float]] = []
             for _ in range(arguments.repeats):
                 wall, used = time.perf_counter(), time.process_time()
-                plan = place(workflow, pool, "time", SearchSettings(tolerance))
+                plan = place(workflow, pool)
                 runs.append((time.perf_counter() - wall, time.process_time() - used))
             seconds.append(min(wall for wall, _ in runs))
             cpu.append(min(used for _, used in runs))

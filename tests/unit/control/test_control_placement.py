@@ -15,8 +15,8 @@ from placement_brute_force import BruteForce, pipeline_s
 from placement_cases import large_case, small_case
 
 from headway.control.placement.graph import fold
-from headway.control.placement.options import SearchSettings
-from headway.control.placement.pipelines import Label, elapsed_s, undominated
+from headway.control.placement.options import Choices, SearchSettings
+from headway.control.placement.pipelines import Expansions, Label, Pipelines, elapsed_s, undominated
 from headway.control.placement.reasons import explain
 from headway.control.placement.search import place
 from headway.control.placement.timeline import run_plan
@@ -156,10 +156,10 @@ def test_names_and_order_of_stages_do_not_matter(seed: int):
     assert value(shuffled, replace(pool, classes=pool.classes[::-1])) == pytest.approx(value(workflow, pool), rel=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
-@given(SEEDS, st.integers(0, 300), st.sampled_from(("time", "cost")))
+@settings(max_examples=150, deadline=None)
+@given(SEEDS, st.one_of(st.just(0), st.integers(0, 300)), st.sampled_from(("time", "cost")))
 def test_bound_holds_when_the_budget_ends_the_search(seed: int, expansions: int, objective: Objective):
-    workflow, pool = small_case(seed)
+    workflow, pool = small_case(seed, most_stages=5)
     best = value(workflow, pool, objective)
     if best == math.inf:
         return
@@ -183,6 +183,27 @@ def test_search_that_stops_early_reports_its_gap_and_one_that_does_not_reports_n
     assert near.gap <= 0.05
     assert near.seconds <= best.seconds / (1 - 0.05)
     assert near.expansions < best.expansions
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_leave_no_better_plan_out(seed: int):
+    """On pools too large for brute force: the shortest path over phases of which each is computed without any bound."""
+    workflow, pool = large_case(24, 5, seed=seed)
+    chunks = sorted(workflow.granularities)
+    pipelines = Pipelines(fold(workflow), Choices(workflow, pool, SearchSettings()), chunks, Expansions(10**9))
+    best = {0: 0.0}
+    whole = pipelines.body.whole
+    for below, above in pipelines.body.steps(whole)[:-1]:
+        for larger, units in above:
+            switch_s = max(unit.switch_s for n, unit in enumerate(pipelines.body.units) if units >> n & 1)
+            seconds = min(
+                elapsed_s(label.fill, label.slowest, workflow.items // chunk)
+                for chunk in chunks
+                for label in pipelines.allocations(units, chunk, None, math.inf)
+            )
+            reached = best[below] + seconds + (0.0 if units == whole else switch_s)
+            best[larger] = min(reached, best.get(larger, math.inf))
+    assert place(workflow, pool).seconds == pytest.approx(best[whole], rel=1e-12)
 
 
 def test_search_is_deterministic():
@@ -279,6 +300,11 @@ def test_memory_lowers_the_chunk_of_a_simulator():
     plan = place(workflow, pool_of(1, memory_bytes=35.0))
     assert plan.phases[0].items_per_chunk == 1
     assert place(workflow, pool_of(1, memory_bytes=90.0)).seconds == 8.0
+    three = replace(workflow, items=3, granularities=(3,), stages=(replace(workflow.stages[0], times=(
+        TimePoint(device="h", devices=2, items=3, seconds=1.0),)),))  # fmt: skip
+    assert place(three, pool_of(2, memory_bytes=50.0)).seconds == 1  # two of the three on one device
+    with pytest.raises(ConfigurationError, match="9 missing"):
+        place(three, pool_of(2, memory_bytes=41.0))
 
 
 def test_transfers_are_paid_between_parts_and_not_inside_one():
