@@ -1,4 +1,4 @@
-"""`headway simulate`."""
+"""`headway simulate`, `headway plan`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from headway.planner.from_run import RunScenario
     from headway.planner.outcome import SimulationOutcome
     from headway.planner.scenario import Scenario
+    from headway.records.plan import PlacementReport
 
 
 def add_commands(app: typer.Typer) -> None:
     described = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
     recorded = "headway simulate runs/mine --hardware.generator.replicas=2"
     experiments.add_command(app, simulate, described, recorded)
+    app.command()(plan)
 
 
 def simulate(
@@ -140,3 +142,62 @@ def _write(found: RunScenario, path: str) -> None:
         raise ConfigurationError(f"--write {path}: there is such a file already") from None
     except OSError as error:
         raise ConfigurationError(f"--write {path}: {error.strerror}") from None
+
+
+def plan(
+    graph: str = typer.Option(
+        ..., "--graph", metavar="FILE", help="A workflow graph and a pool of devices, as JSON.", show_default=False
+    ),
+    objective: str = typer.Option("time", "--objective", help="What the plan is best in: time or cost."),
+    tolerance: float = typer.Option(0.0, "--tolerance", help="End the search at a plan within this share of the best."),
+    expansions: int = typer.Option(2_000_000, "--expansions", help="Budget of the search; the gap left is printed."),
+    as_json: bool = typer.Option(False, "--json", help="Print the plan and its reasons as one JSON object."),
+) -> None:
+    """Find which stage of a workflow belongs on which devices, in which mode and granularity.
+
+    The plan is proven to be the fastest, or the cheapest, up to the gap printed. docs/planning.md describes the file.
+    """
+    from headway.control.placement.options import SearchSettings
+    from headway.control.placement.reasons import explain
+    from headway.planner.graph_file import read_problem
+    from headway.records.errors import ConfigurationError
+    from headway.report.printing import print_rows
+
+    if objective not in ("time", "cost"):
+        raise ConfigurationError(f"--objective {objective}: valid: time, cost")
+    if not 0 <= tolerance < 1:
+        raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
+    problem = read_problem(graph)
+    try:
+        found = explain(problem.workflow, problem.pool, objective, SearchSettings(tolerance, expansions))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{graph}: {error}") from None
+    if as_json:
+        print_json(found)
+    else:
+        print_rows(_plan_rows(found))
+
+
+def _plan_rows(found: PlacementReport) -> dict[str, str]:
+    """Rows of a plan: its figures, a row per part, then its reasons."""
+    from headway.control.placement.written import pipelines_of
+
+    plan = found.plan
+    unit = "s" if plan.objective == "time" else "$"
+    cost = "" if plan.cost_usd is None else f", ${plan.cost_usd:.4g}"
+    proof = "proven best" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best"
+    rows = {"plan": f"{plan.mode}, {plan.seconds:.4g} s a step{cost}; {proof}"}
+    for number, phase in enumerate(pipelines_of(plan.phases)):
+        rounds = f", {phase.rounds} rounds" if phase.rounds > 1 else ""
+        rows[f"{number + 1}. {phase.name}"] = f"{phase.seconds:.4g} s, chunks of {phase.items_per_chunk}{rounds}"
+        for level, parts in enumerate(phase.levels):
+            for part in parts:
+                devices = ", ".join(f"{name} {first}-{first + n - 1}" for name, (first, n) in part.devices.items())
+                turns = ", ".join(turn.name for turn in part.turns)
+                rows[f"   {number + 1}.{level + 1} {turns}"] = f"{devices}: {part.seconds:.4g} s a chunk"
+    if found.second_best is not None:
+        rows["second best"] = f"{found.second_best.value:.4g} {unit}: {found.second_best.name}"
+    rows["binds"] = "; ".join(found.binds)
+    for other in (*found.relaxations, *found.one_more):
+        rows[other.name] = "no plan" if other.value is None else f"{other.value:.4g} {unit}"
+    return rows

@@ -1,0 +1,95 @@
+"""Says why a plan is as it is: the second best one, what binds, and what other devices would bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from headway.control.placement.options import SearchSettings
+from headway.control.placement.search import place
+from headway.control.placement.timeline import busy_shares, run_plan
+from headway.records.errors import ConfigurationError
+from headway.records.plan import Alternative, DevicePool, Objective, PlacementPlan, PlacementReport, Workflow
+
+_CHANGED = 1e-9  # relative: less is rounding
+
+
+def explain(
+    workflow: Workflow, pool: DevicePool, objective: Objective = "time", settings: SearchSettings = SearchSettings()
+) -> PlacementReport:
+    """The plan that `place` finds, and its reasons, each of which is another search with the same budget."""
+
+    def placed(settings: SearchSettings, given: DevicePool = pool) -> PlacementPlan | None:
+        try:
+            return place(workflow, given, objective, settings)
+        except ConfigurationError:
+            return None  # the input is valid, for it had a plan before: nothing is left of it
+
+    plan = place(workflow, pool, objective, settings)
+    relaxations = (
+        Alternative(name="without memory limits", value=_value(placed(settings._replace(memory_limits=False)))),
+        Alternative(name="without switch costs", value=_value(placed(settings._replace(switch_costs=False)))),
+    )
+    return PlacementReport(
+        plan=plan,
+        second_best=_second_best(plan, settings, placed),
+        binds=_binds(plan, relaxations),
+        relaxations=relaxations,
+        one_more=tuple(
+            Alternative(name=f"one more {kind.device}", value=_value(placed(settings, _grown(pool, kind.device))))
+            for kind in pool.classes
+        ),
+    )
+
+
+def _grown(pool: DevicePool, device: str) -> DevicePool:
+    grown = (
+        msgspec.structs.replace(kind, devices=kind.devices + 1) if kind.device == device else kind
+        for kind in pool.classes
+    )
+    return msgspec.structs.replace(pool, classes=tuple(grown))
+
+
+def _value(plan: PlacementPlan | None) -> float | None:
+    if plan is None:
+        return None
+    return plan.seconds if plan.objective == "time" else plan.cost_usd
+
+
+def _second_best(
+    plan: PlacementPlan, settings: SearchSettings, placed: Callable[[SearchSettings], PlacementPlan | None]
+) -> Alternative | None:
+    """The best plan of another structure: other phases or granularities, or all temporal, or all spatial. A plan with
+    other phases lacks at least one of this plan's, so that leaving each of them out in turn meets it."""
+    others: list[tuple[str, PlacementPlan | None]] = []
+    for phase in plan.phases:
+        units = frozenset(turn.name for level in phase.levels for part in level for turn in part.turns)
+        others.append(("other phases", placed(settings._replace(without=frozenset({(units, phase.items_per_chunk)})))))
+    if plan.mode != "temporal":
+        others.append(("temporal", placed(settings._replace(mode="temporal"))))
+    if plan.mode != "spatial":
+        others.append(("spatial", placed(settings._replace(mode="spatial"))))
+    found: list[Alternative] = []
+    for name, other in others:
+        if other is None or (name == "spatial" and other.mode != name):
+            continue  # one stage alone is temporal and spatial at once
+        phases = "; ".join(f"{phase.name} in chunks of {phase.items_per_chunk}" for phase in other.phases)
+        found.append(Alternative(name=f"{other.mode}: {phases}", value=_value(other)))
+    return min(found, key=lambda other: math.inf if other.value is None else other.value, default=None)
+
+
+def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[str, ...]:
+    """Limits whose absence would make the plan better, then the stages by the share of the step in which they work."""
+    value = _value(plan) or 0.0
+    reasons: list[tuple[float, str]] = []
+    for other in relaxations:
+        if other.value is not None and other.value < value * (1 - _CHANGED):
+            gain = 1 - other.value / value
+            reasons.append((-gain, f"{other.name.removeprefix('without ')}: {gain:.1%} less without"))
+    busy = sorted(((-share, name) for name, share in busy_shares(run_plan(plan))))
+    return (
+        *(text for _, text in sorted(reasons)),
+        *(f"{name}: works {-share:.0%} of the step" for share, name in busy),
+    )

@@ -1,0 +1,309 @@
+"""Placement: which stage runs on which devices, in which mode and granularity, so that a step is fastest or cheapest.
+
+**Plans.** A plan is a sequence of *phases* that follow each other on the same devices. A phase is a pipeline of
+levels over disjoint device sets, through which the items go in chunks of m. A level has one part, or several side by
+side where no edge connects them. A part is a device set whose stages take turns, once a chunk. A loop counts as one
+stage of the graph around it and has such a pipeline inside, around which its chunks go for as many rounds as the loop
+variable says. One phase with one part is *temporal*, one phase whose parts have one stage each is *spatial*, the
+others are *hybrid*. Each stage runs on one class of devices, and on no more of them than it gains from. Parts that
+share devices pay load and offload at every turn, phases at each change; parts pay the transfer of what they receive.
+
+**Source.** RLinf (2025), Algorithm 1: fold cycles; over cuts and device splits the cheaper of sharing (T_s + T_t +
+switch) and of separating (T_critical + (M/m - 1) * T_bottleneck); memoised. Different here: cuts are all down-closed
+sets of the graph, not prefixes of one order; loops pipeline inside; classes of devices, memory and transfers count;
+the formula is the exact completion time of the plan's chunks (`control/placement/timeline.py` runs them), for which a
+pipeline is the longest path through the grid of chunks and levels; and the result comes with a proven bound. Two
+limits: pipelines nest only through loops, and the levels of a pipeline are crossed in order, so that a level waits
+for all parts of the one before.
+
+**Algorithm.** *Why it is exact.* (1) Devices of a class are alike: an allocation is a vector of counts. Only those
+counts matter at which a curve falls (Pareto frontiers: `options.py`). (2) Phases add up, so the best plan is a
+shortest path over down-closed sets, whose edges are phases. (3) A pipeline's time depends on its levels through fill
+and slowest alone and grows with both, so dominated partial allocations can go (`pipelines.py`). *Why it is fast.* An
+edge starts with a bound that costs nothing: no pipeline's slowest level is faster than its stages' least
+device-seconds spread over all devices, or than its slowest stage on all of them; none's fill is shorter than its
+longest path. Only edges on the shortest path by bounds are refined: first by the least slowest level that fits into
+the pool (bisection; each trial is a shortest path over shares of the pool), then by the exact search, in which a
+partial allocation is dropped when even its bound is no better than the best plan known less the bounds of the other
+phases. When the shortest path by bounds isn't shorter than the best plan, that plan is proven optimal; when the
+budget of expansions is spent earlier, the path by bounds is the proven bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import product
+
+from headway.control.placement.graph import fold, members, require_valid
+from headway.control.placement.options import Choices, Option, SearchSettings, Vector, require_memory
+from headway.control.placement.pipelines import ROUNDING, Expansions, Label, Pipelines, elapsed_s
+from headway.control.placement.written import mode_of, used_devices, written_phase
+from headway.records.errors import ConfigurationError
+from headway.records.plan import DevicePool, Objective, PlacedPipeline, PlacementPlan, Workflow
+
+
+class _Candidate:
+    """A phase in chunks of one granularity: how far its bound is refined."""
+
+    def __init__(self, items: int, lower: float) -> None:
+        self.items = items
+        self.lower = lower
+        self.refined = 0  # 0: bound that costs nothing; 1: least slowest level; 2: exact, or no better than needed
+        self.least = 0.0  # of the slowest level
+
+
+class Phase:
+    """A set of units as a phase on given devices: bounds of its granularities, and the best pipeline known."""
+
+    def __init__(self, units: int, switch_s: float) -> None:
+        self.units = units
+        self.switch_s = switch_s  # to begin it where another one has used the devices: all its stages move at once
+        self.candidates: list[_Candidate] = []
+        self.upper = math.inf
+        self.items = 0  # of a chunk, of the best pipeline
+        self.label: Label | None = None  # None: one part with all devices
+
+    @property
+    def lower(self) -> float:
+        return min(self.upper, min((c.lower for c in self.candidates), default=math.inf))
+
+    def loosest(self) -> _Candidate | None:
+        """The candidate of the least bound, where refining it can change the phase's."""
+        least = min((c for c in self.candidates if c.refined < 2), key=lambda c: c.lower, default=None)
+        return least if least is not None and least.lower < self.upper else None
+
+    def offer(self, seconds: float, items: int, label: Label | None) -> None:
+        if seconds < self.upper:
+            self.upper, self.items, self.label = seconds, items, label
+
+
+class TimeSearch:
+    """The fastest sequence of phases on given devices. Bounds are seconds of the whole workflow's step."""
+
+    def __init__(self, pipelines: Pipelines, items: int, devices: Vector) -> None:
+        self.pipelines = pipelines
+        self.body = pipelines.body
+        self.items = items
+        self.devices = devices
+        self.share = pipelines.choices.share(devices)
+        self.phases: dict[int, Phase] = {}
+        self.lower = 0.0
+        self.upper = math.inf
+        self.best: list[Phase] = []
+        work = {
+            chunk: {
+                unit: (found.seconds, min(s * -w for s, w in zip(options.seconds, options.shares, strict=True)))
+                for unit, options in pipelines.units(chunk).items()
+                if (found := options.at(devices)) is not None
+            }
+            for chunk in pipelines.chunks
+        }
+        for _, above in self.body.steps(self.body.whole):
+            for _, units in above:
+                one_phase = pipelines.choices.settings.mode == "spatial"
+                if units not in self.phases and (units == self.body.whole or not one_phase):
+                    self.phases[units] = self._opened(units, work)
+
+    def _opened(self, units: int, work: Mapping[int, Mapping[int, tuple[float, float]]]) -> Phase:
+        settings = self.pipelines.choices.settings
+        names = frozenset(self.body.units[unit].name for unit in members(units))
+        switches = [self.pipelines.choices.switch_s(self.body, unit) for unit in members(units)]
+        phase = Phase(units, 0.0 if units == self.body.whole else max(switches))
+        order = self.body.ordered(units)
+        turns_s = sum(switches) if len(order) > 1 else 0.0
+        size = self.body.received_bytes(units)
+        link = self.pipelines.choices.pool.link_bytes_per_s
+        for chunk, of in work.items():
+            if any(unit not in of for unit in order) or (names, chunk) in settings.without:
+                continue
+            count = self.items // chunk
+            receive_s = size * chunk / link if size and link else 0.0
+            if len(order) == 1 or settings.mode != "spatial":
+                phase.offer(count * (receive_s + turns_s + sum(of[unit][0] for unit in order)), chunk, None)
+            path: dict[int, float] = {}
+            for unit in order:
+                path[unit] = of[unit][0] + max((path[o] for o in members(self.body.before[unit] & units)), default=0.0)
+            slowest = max(*(of[unit][0] for unit in order), sum(of[unit][1] for unit in order) / self.share)
+            lower = elapsed_s(max(slowest, *path.values()), slowest, count) * (1 - ROUNDING)
+            phase.candidates.append(_Candidate(chunk, lower))
+        return phase
+
+    def run(self, limit: float) -> None:
+        """Refine until the best plan is within the tolerance of the bound, no plan is faster than ``limit`` seconds, or
+        the budget is spent."""
+        tolerance = max(0.0, self.pipelines.choices.settings.tolerance - 1e-9)  # so that the gap isn't above it
+        while True:
+            self.upper, self.best = self._shortest(lower=False)
+            self.lower, on_bound = self._shortest(lower=True)
+            target = min(self.upper, limit) * (1 - tolerance)
+            open_phases = [phase for phase in on_bound if phase.loosest() is not None]
+            if self.lower >= target * (1 - ROUNDING) or not open_phases or self.pipelines.expansions.spent:
+                self.lower = min(self.lower, self.upper)
+                return
+            phase = max(open_phases, key=lambda p: (min(p.upper, target) - p.lower, p.units))
+            candidate = phase.loosest()
+            if candidate is not None:
+                self._refine(phase, candidate, target - (self.lower - phase.lower))
+
+    def _refine(self, phase: Phase, candidate: _Candidate, threshold: float) -> None:
+        """Raise the candidate's bound; ``threshold`` is the time from which on the phase is of no use."""
+        pipelines, units, items = self.pipelines, phase.units, candidate.items
+        weight = self.items // items - 1
+        if candidate.refined == 0:
+            candidate.refined = 1
+            candidate.least = pipelines.least_slowest(units, items, self.share * (1 + ROUNDING))
+            candidate.lower = max(candidate.lower, (weight + 1) * candidate.least * (1 - ROUNDING))
+            return
+        threshold = min(threshold, phase.upper)
+        caps = [candidate.least]
+        if weight:
+            caps.append(max(candidate.least, (threshold - candidate.least) / weight))
+        else:
+            caps = [threshold]
+        for cap in caps:
+            limits = pipelines.limits(units, items, self.devices, weight, cap, candidate.least)
+            reached = limits.fill[0] + weight * candidate.least
+            candidate.lower = max(candidate.lower, reached * (1 - ROUNDING)) if cap == caps[-1] else candidate.lower
+            if reached >= threshold:
+                continue
+            for label in pipelines.allocations(units, items, limits, threshold):
+                seconds = elapsed_s(label.fill, label.slowest, weight + 1)
+                threshold = min(threshold, seconds)
+                phase.offer(seconds, items, label)
+            if pipelines.expansions.spent:
+                return
+        candidate.refined = 2
+        candidate.lower = max(candidate.lower, threshold)
+
+    def _shortest(self, lower: bool) -> tuple[float, list[Phase]]:
+        """Seconds and phases of the shortest path by bounds, or by the best pipelines known."""
+        whole = self.body.whole
+        best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+        cost: dict[int, float] = {}
+        for units, phase in self.phases.items():
+            cost[units] = (phase.lower if lower else phase.upper) + phase.switch_s
+        for below, above in self.body.steps(whole)[:-1]:
+            seconds = best[below][0]
+            for larger, units in above:
+                reached = seconds + cost.get(units, math.inf)
+                if larger not in best or reached < best[larger][0]:
+                    best[larger] = (reached, below)
+        phases: list[Phase] = []
+        at = whole
+        while at:
+            if at ^ best[at][1] not in self.phases:
+                return math.inf, []
+            phases.append(self.phases[at ^ best[at][1]])
+            at = best[at][1]
+        return best[whole][0], phases[::-1]
+
+
+def place(
+    workflow: Workflow, pool: DevicePool, objective: Objective = "time", settings: SearchSettings = SearchSettings()
+) -> PlacementPlan:
+    """The fastest or cheapest plan. A plan costs the devices that it uses, for the time of the step.
+
+    Raises ConfigurationError for what isn't valid and for a pool without the memory for any plan.
+    """
+    require_valid(workflow, pool)
+    for kind in pool.classes:
+        if objective == "cost" and kind.usd_per_hour is None:
+            raise ConfigurationError(f"pool: {kind.device}: usd_per_hour: missing; a plan by cost needs each price")
+    body = fold(workflow)
+    if settings.memory_limits:
+        require_memory(workflow, pool)
+    chunks = sorted({*workflow.granularities, workflow.items})
+    pipelines = Pipelines(body, Choices(workflow, pool, settings), chunks, Expansions(settings.expansions))
+    if objective == "cost":
+        return _cheapest(workflow, pipelines)
+    search = TimeSearch(pipelines, workflow.items, pipelines.choices.most)
+    search.run(math.inf)
+    return _plan(workflow, search, objective, search.lower)
+
+
+def _cheapest(workflow: Workflow, pipelines: Pipelines) -> PlacementPlan:
+    """The cheapest plan: the fastest one of every choice of devices, by ascending bounds of its cost."""
+    pool = pipelines.choices.pool
+    rented: list[tuple[float, Vector]] = []
+    work_usd = _least_cost(pipelines, workflow.items)
+    for devices in product(*(range(most + 1) for most in pipelines.choices.most)):
+        alone = [_alone_s(pipelines, unit, workflow.items, devices) for unit in range(len(pipelines.body.units))]
+        if max(alone) < math.inf:
+            lower = max(work_usd, max(alone) * usd_per_s(pool, devices)) * (1 - ROUNDING)
+            rented.append((lower, devices))
+    best, best_usd, proven = TimeSearch(pipelines, workflow.items, pipelines.choices.most), math.inf, math.inf
+    for lower, devices in sorted(rented):
+        if lower >= best_usd * (1 - pipelines.choices.settings.tolerance) or pipelines.expansions.spent:
+            proven = min(proven, lower)
+            break
+        rate = usd_per_s(pool, devices)
+        search = TimeSearch(pipelines, workflow.items, devices)
+        search.run(best_usd / rate if rate else math.inf)
+        proven = min(proven, max(lower, search.lower * rate))
+        if search.upper * rate < best_usd:
+            best, best_usd = search, search.upper * rate
+    if best_usd == math.inf:  # the budget was spent before the first choice
+        best.run(math.inf)
+    return _plan(workflow, best, "cost", proven)
+
+
+def _alone_s(pipelines: Pipelines, unit: int, items: int, devices: Vector) -> float:
+    """A bound of any step's seconds on ``devices``: one unit's, with nothing beside it."""
+    found = ((chunk, pipelines.units(chunk)[unit].at(devices)) for chunk in pipelines.chunks)
+    return min((option.seconds * (items // chunk) for chunk, option in found if option is not None), default=math.inf)
+
+
+def _least_cost(pipelines: Pipelines, items: int) -> float:
+    """A bound of any plan's cost: each unit on its cheapest devices for just as long as it needs."""
+    pool = pipelines.choices.pool
+    total = 0.0
+    for unit in range(len(pipelines.body.units)):
+        each = ((chunk, option) for chunk in pipelines.chunks for option in pipelines.units(chunk)[unit].options)
+        costs = (o.seconds * (items // chunk) * usd_per_s(pool, o.devices) for chunk, o in each)
+        total += min(costs, default=math.inf)
+    return total
+
+
+def usd_per_s(pool: DevicePool, devices: Vector) -> float:
+    """Price of ``devices`` for a second; a class without a price counts as free, which `place` refuses beforehand."""
+    return sum((kind.usd_per_hour or 0.0) * count for kind, count in zip(pool.classes, devices, strict=True)) / 3600
+
+
+def _plan(workflow: Workflow, search: TimeSearch, objective: Objective, lower: float) -> PlacementPlan:
+    pipelines, pool = search.pipelines, search.pipelines.choices.pool
+    if not search.best or search.upper == math.inf:
+        lacking = [
+            unit.name
+            for number, unit in enumerate(search.body.units)
+            if not any(pipelines.units(chunk)[number].options for chunk in pipelines.chunks)
+        ]
+        raise ConfigurationError(
+            f"{', '.join(lacking) or 'the workflow'}: no plan; every stage of a loop needs a time, and memory, "
+            "on the pool's devices at one and the same granularity"
+        )
+    phases: list[PlacedPipeline] = []
+    for phase in search.best:
+        label = phase.label
+        alone = pipelines.part(phase.units, phase.items).at(search.devices) if label is None else None
+        levels = label.levels() if label is not None else [Option(0.0, search.devices, ((phase.units, alone),))]
+        phases.append(
+            written_phase(pipelines, levels, workflow.items, phase.items, phase.switch_s, phase.upper, search.devices)
+        )
+    seconds = sum(phase.seconds for phase in phases)
+    used = used_devices(phases)
+    priced = all(kind.usd_per_hour is not None for kind in pool.classes)
+    cost_usd = seconds * usd_per_s(pool, tuple(used.get(kind.device, 0) for kind in pool.classes)) if priced else None
+    value = seconds if objective == "time" or cost_usd is None else cost_usd
+    if lower >= value * (1 - 100 * ROUNDING):
+        lower = value
+    return PlacementPlan(
+        objective=objective,
+        mode=mode_of(phases),
+        seconds=seconds,
+        cost_usd=cost_usd,
+        phases=tuple(phases),
+        lower_bound=lower,
+        gap=1 - lower / value if value else 0.0,
+        expansions=pipelines.expansions.done,
+    )

@@ -1,0 +1,112 @@
+"""Writes what the search found as a plan: every part with its devices, every loop with its own pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from headway.control.placement.options import Option, Vector
+from headway.control.placement.pipelines import Pipelines, elapsed_s
+from headway.records.plan import Mode, PlacedPart, PlacedPipeline, PlacedTurn
+
+Ranges = Mapping[str, tuple[int, int]]  # class -> first index in the pool, number
+
+
+def written_phase(
+    pipelines: Pipelines,
+    levels: Sequence[Option],
+    items: int,
+    chunk: int,
+    switch_s: float,
+    seconds: float,
+    devices: Vector,
+) -> PlacedPipeline:
+    """A phase that begins ``switch_s`` after the one before and then takes ``seconds``."""
+    classes = [kind.device for kind in pipelines.choices.pool.classes]
+    ranges = {device: (0, count) for device, count in zip(classes, devices, strict=True)}
+    placed = _levels(pipelines, levels, chunk, ranges)
+    name = ", ".join(turn.name for level in placed for part in level for turn in part.turns)
+    return PlacedPipeline(
+        name=name,
+        items=items,
+        items_per_chunk=chunk,
+        rounds=1,
+        switch_s=switch_s,
+        seconds=switch_s + seconds,
+        levels=placed,
+    )
+
+
+def _levels(
+    pipelines: Pipelines, levels: Sequence[Option], chunk: int, ranges: Ranges
+) -> tuple[tuple[PlacedPart, ...], ...]:
+    """Give every part devices next to each other: the largest part first, so that powers of two stay within nodes."""
+    classes = [kind.device for kind in pipelines.choices.pool.classes]
+    parts: list[tuple[int, Option]] = [(number, part) for number, level in enumerate(levels) for _, part in level.made]
+    free = {device: first for device, (first, _) in ranges.items()}
+    placed: dict[int, PlacedPart] = {}
+    for position in sorted(range(len(parts)), key=lambda place: (-sum(parts[place][1].devices), place)):
+        part = parts[position][1]
+        given: dict[str, tuple[int, int]] = {}
+        for device, count in zip(classes, part.devices, strict=True):
+            if count:
+                given[device] = (free[device], count)
+                free[device] += count
+        order, chosen, switch_s, receive_s = part.made
+        placed[position] = PlacedPart(
+            devices=given,
+            turns=tuple(_turn(pipelines, *turn, chunk, given) for turn in zip(order, chosen, switch_s, strict=True)),
+            receive_s=receive_s,
+            seconds=part.seconds,
+        )
+    return tuple(
+        tuple(placed[position] for position, (number, _) in enumerate(parts) if number == level)
+        for level in range(len(levels))
+    )
+
+
+def _turn(pipelines: Pipelines, unit: int, option: Option, switch_s: float, items: int, ranges: Ranges) -> PlacedTurn:
+    name = pipelines.body.units[unit].name
+    if unit not in pipelines.inner:
+        device, devices = option.made
+        return PlacedTurn(name=name, seconds=option.seconds, switch_s=switch_s, device=device, devices=devices)
+    inner = pipelines.inner[unit]
+    chunk, label = option.made
+    inside = PlacedPipeline(
+        name=name,
+        items=items,
+        items_per_chunk=chunk,
+        rounds=inner.body.rounds,
+        switch_s=0.0,
+        seconds=elapsed_s(label.fill, label.slowest, items // chunk, inner.body.rounds),
+        levels=_levels(inner, label.levels(), chunk, ranges),
+    )
+    return PlacedTurn(name=name, seconds=option.seconds, switch_s=switch_s, inside=inside)
+
+
+def pipelines_of(phases: Iterable[PlacedPipeline]) -> Iterable[PlacedPipeline]:
+    """The phases and, behind each, the pipelines of the loops inside it."""
+    for phase in phases:
+        yield phase
+        inside = (turn.inside for level in phase.levels for part in level for turn in part.turns)
+        yield from pipelines_of(pipeline for pipeline in inside if pipeline is not None)
+
+
+def mode_of(phases: Sequence[PlacedPipeline]) -> Mode:
+    """Temporal: every device set is all there is. Spatial: no two stages share devices. Else hybrid."""
+    parts = [[part for level in pipeline.levels for part in level] for pipeline in pipelines_of(phases)]
+    if all(len(of) == 1 for of in parts):
+        return "temporal"
+    return "spatial" if len(phases) == 1 and all(len(part.turns) == 1 for of in parts for part in of) else "hybrid"
+
+
+def used_devices(phases: Iterable[PlacedPipeline]) -> dict[str, int]:
+    """Devices of each class that a plan needs: of its phases the most."""
+    used: dict[str, int] = {}
+    for phase in phases:
+        counts: dict[str, int] = {}
+        for level in phase.levels:
+            for part in level:
+                for device, (_, count) in part.devices.items():
+                    counts[device] = counts.get(device, 0) + count
+        used |= {device: max(count, used.get(device, 0)) for device, count in counts.items()}
+    return used

@@ -1,0 +1,47 @@
+"""A workflow graph and its pool as a JSON file: {"workflow": {...}, "pool": {...}}."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import msgspec
+
+from headway.records import plan
+from headway.records.errors import ConfigurationError
+
+
+class PlacementProblem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A workflow, and the devices that it may be placed on."""
+
+    workflow: plan.Workflow
+    pool: plan.DevicePool
+
+
+_RECORDS = (plan.Workflow, plan.WorkflowStage, plan.WorkflowEdge, plan.WorkflowLoop, plan.TimePoint)
+_POOLS = (PlacementProblem, plan.DevicePool, plan.PoolDevices)
+_KEYS = sorted({field.encode_name for record in _RECORDS + _POOLS for field in msgspec.structs.fields(record)})
+
+
+def read_problem(path: str | Path) -> PlacementProblem:
+    """Read the JSON file at ``path``. Raises ConfigurationError that names the file, the key, and what would be
+    valid."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
+    return decode_problem(text, str(path))
+
+
+def decode_problem(text: bytes | str, origin: str) -> PlacementProblem:
+    """Decode JSON; ``origin`` names it in errors. Names and values are checked when it is placed."""
+    try:
+        return msgspec.json.decode(text, type=PlacementProblem)
+    except msgspec.ValidationError as error:
+        unknown = re.search(r"unknown field `([^`]*)`", str(error))
+        near = difflib.get_close_matches(unknown[1], _KEYS, n=1, cutoff=0.5) if unknown else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigurationError(f"{origin}: {error}{hint}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{origin} is not valid JSON: {error}") from None

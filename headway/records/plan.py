@@ -1,0 +1,150 @@
+"""A workflow and a pool of devices as placement sees them, and the plan that it finds.
+
+Times are seconds of one step's work, bytes are bytes, money is US dollars. An *item* is the unit that stages hand on: a
+sample, an environment, a fragment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Objective = Literal["time", "cost"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+Mode = Literal["temporal", "spatial", "hybrid"]
+
+
+class TimePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that a stage takes for ``items`` items at once on ``devices`` devices of one class."""
+
+    device: str  # the class
+    devices: Count
+    items: Count  # between two measured numbers of items the time is interpolated, beyond them not offered
+    seconds: Amount
+    fixed_bytes: Amount | None = None  # of each device at this count, where it isn't the stage's own (sharded weights)
+
+
+class WorkflowStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stage: its measured times, what it needs of each device's memory, and what it costs to take turns."""
+
+    name: str
+    times: Annotated[tuple[TimePoint, ...], msgspec.Meta(min_length=1)]
+    switch_s: Amount = 0.0  # load before and offload after a turn, where devices are shared
+    fixed_bytes: Amount = 0.0  # memory of each device: fixed + bytes_per_item * ceil(items / devices)
+    bytes_per_item: Amount = 0.0
+
+
+class WorkflowEdge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
+    """Items that go from one stage to another; with ``loop``, back to where that loop's next round begins."""
+
+    source: str
+    to: str
+    bytes_per_item: Amount = 0.0
+    loop: str | None = None
+
+
+class WorkflowLoop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A loop variable: every item goes through the loop's stages ``rounds`` times."""
+
+    name: str
+    rounds: Count
+
+
+class Workflow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Stages, and what they hand on, of one step of ``items`` items."""
+
+    items: Count
+    granularities: tuple[Count, ...]  # chunk sizes to choose from; each divides ``items``
+    stages: tuple[WorkflowStage, ...]
+    edges: tuple[WorkflowEdge, ...] = ()
+    loops: tuple[WorkflowLoop, ...] = ()
+
+
+class PoolDevices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Devices of one class: alike, only their number matters. Nodes enter through a stage's times: on more devices
+    than a node has they contain the network; a plan's parts get devices next to each other."""
+
+    device: str  # name of the class
+    devices: Count
+    memory_bytes: Amount  # of each
+    usd_per_hour: Amount | None = None  # of each; needed where a plan is chosen by cost
+
+
+class DevicePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Devices that a plan may use."""
+
+    classes: tuple[PoolDevices, ...]
+    link_bytes_per_s: Rate | None = None  # between two parts of a plan; needed where edges have bytes
+
+
+class PlacedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage's, or a loop's, turn on the devices of its part, once for each chunk."""
+
+    name: str
+    seconds: float  # of one chunk, without the switch
+    switch_s: float  # 0 where it has the devices alone
+    device: str | None = None  # a stage's class; None: a loop, whose parts say theirs
+    devices: int = 0  # a stage may use fewer devices than its part has
+    inside: PlacedPipeline | None = None  # a loop's own pipeline
+
+
+class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of devices and the stages that take turns on it."""
+
+    devices: dict[str, tuple[int, int]]  # class -> index of its first device in the pool, number of devices
+    turns: tuple[PlacedTurn, ...]
+    receive_s: float  # transfer of one chunk from other parts
+    seconds: float  # of one chunk: receive, switches and turns
+
+
+class PlacedPipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Levels of parts through which ``items`` go in chunks, ``rounds`` times.
+
+    The parts of a level work side by side on the same chunk. A level takes a chunk when the level before has done it
+    and it has itself done the chunk before. Example: 4 chunks through levels of 2 s and 3 s take 2 + 3 + 3 * 3 = 14 s.
+    """
+
+    name: str
+    items: int
+    items_per_chunk: int
+    rounds: int
+    switch_s: float  # before the first chunk, where other phases use the same devices
+    seconds: float  # switch included
+    levels: tuple[tuple[PlacedPart, ...], ...]
+
+
+class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Phases, one after the other on the same devices; each a pipeline over disjoint parts of them.
+
+    Invariants: seconds is the sum over phases and what `control/placement/timeline.py` runs; lower_bound <= value, the
+    chosen objective, and gap = 1 - lower_bound / value: 0 is proven optimal.
+    """
+
+    objective: Objective
+    mode: Mode
+    seconds: float
+    cost_usd: float | None  # of the devices used, for those seconds; None: a class has no price
+    phases: tuple[PlacedPipeline, ...]
+    lower_bound: float  # of the objective: seconds or US dollars
+    gap: float
+    expansions: int  # work done: partial allocations that were extended
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """Another plan, or another pool, and the value of the objective with it; None: there is no such plan."""
+
+    name: str
+    value: float | None
+
+
+class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan with its reasons."""
+
+    plan: PlacementPlan
+    second_best: Alternative | None  # the best plan of another mode; None: there is none
+    binds: tuple[str, ...]  # what limits the plan, the most important first
+    relaxations: tuple[Alternative, ...]  # without memory limits, without switch costs
+    one_more: tuple[Alternative, ...]  # with one more device of each class
