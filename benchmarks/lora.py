@@ -41,6 +41,7 @@ from parts.lora_engine import measure_engine
 from trainer import MODELS, QUICK, Context, batch, write_model
 
 from headway.algorithms.samples import lay_out
+from headway.models.sizes import sizes_of
 from headway.trainer.service import TrainerService
 
 ADAPTER = {"rank": 16, "alpha": 32}
@@ -138,8 +139,8 @@ def main() -> None:
         return
     size, groups, rounds = (QUICK["tiny"], 1, 1) if arguments.quick else (MODELS["48M"], 2, 7)
     with tempfile.TemporaryDirectory() as folder:
-        config = write_model(size, Path(folder))
-        print(f"{config.matrix_parameters() / 1e6:.1f} M parameters, {groups * GROUP} samples a step")
+        write_model(size, Path(folder))
+        print(f"{sizes_of(folder).parameters / 1e6:.1f} M parameters, {groups * GROUP} samples a step")
         found = measure_training(Path(folder), groups, size.vocabulary, rounds)
         peaks = {name: peak_bytes(Path(folder), name == "adapter", groups, size.vocabulary) for name in found["step_s"]}
     print("  peak resident: " + ", ".join(f"{name} {peak / 1e6:.0f} MB" for name, peak in peaks.items()))
