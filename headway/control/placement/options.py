@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -60,6 +60,25 @@ def added(left: Vector, right: Vector) -> Vector:
     return tuple(map(int.__add__, left, right))
 
 
+class Front:
+    """A staircase of pairs of numbers, none of which is at most as large as another in both."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[float, float]] = []  # the first number ascending, the second descending
+
+    def add(self, first: float, second: float) -> bool:
+        """Add a pair; False where one that is at most as large in both numbers is there already."""
+        pairs = self._pairs
+        place = bisect_right(pairs, (first, second))
+        if place and pairs[place - 1][1] <= second:
+            return False
+        end = place
+        while end < len(pairs) and pairs[end][1] >= second:
+            end += 1
+        pairs[place:end] = [(first, second)]
+        return True
+
+
 class SearchSettings(NamedTuple):
     """How long and how exactly to search; plans and limits to leave out, so that a plan can be compared with others."""
 
@@ -91,15 +110,13 @@ class Choices:
     def frontier(self, found: Iterable[Option]) -> Options:
         """Keep what no other option beats in time and devices; of equals the first."""
         kept: list[Option] = []
-        ascending = sorted(found, key=itemgetter(0, 1))
-        if len(self.most) == 1:
-            for option in ascending:
-                if not kept or option.devices < kept[-1].devices:
-                    kept.append(option)
-        else:
-            for option in ascending:
+        front = Front()
+        for option in sorted(found, key=itemgetter(0, 1)):
+            if len(self.most) > 2:
                 if not any(fits(other.devices, option.devices) for other in kept):
                     kept.append(option)
+            elif front.add(option.devices[0], option.devices[-1]):
+                kept.append(option)
         shares: list[float] = []
         for option in kept:
             shares.append(max(-self.share(option.devices), shares[-1] if shares else -math.inf))
@@ -131,12 +148,13 @@ class Choices:
         switch_s = [self.switch_s(body, unit) if len(order) > 1 else 0.0 for unit in order]
         size = body.received_bytes(part)
         receive_s = size * items / self.pool.link_bytes_per_s if size and self.pool.link_bytes_per_s else 0.0
-        counts = (
-            sorted({0, *(o.devices[c] for unit in order for o in units[unit].options)}) for c in range(len(self.most))
-        )
-        found: list[Option] = []
-        fastest = [units[unit].at for unit in order]
         fixed_s = receive_s + sum(switch_s)
+        fastest = [units[unit].at for unit in order]
+        if len(self.most) > 1:
+            fastest = [_table(units[unit].options, self.most) for unit in order]
+        each = {option.devices for unit in order for option in units[unit].options}
+        counts = [sorted({0, *(devices[place] for devices in each)}) for place in range(len(self.most))]
+        found: list[Option] = []
         for vector in product(*counts):
             chosen = [at(vector) for at in fastest]
             if None not in chosen:
@@ -159,6 +177,21 @@ class Choices:
         return [
             Option(seconds, devices, (*a.made, *b.made)) for seconds, devices, a, b in found if fits(devices, self.most)
         ]
+
+
+def _table(options: list[Option], most: Vector) -> Callable[[Vector], Option | None]:
+    """The fastest of ``options`` that fits, for any devices: each class's counts in between are those below."""
+    counts = [sorted({0, *(option.devices[place] for option in options)}) for place in range(len(most))]
+    table: dict[Vector, Option | None] = {}
+    exact = {option.devices: option for option in options}
+    for places in product(*(range(len(count)) for count in counts)):
+        best = exact.get(tuple(map(list[int].__getitem__, counts, places)))
+        for position, place in enumerate(places):  # what fits with one step less of a class fits here
+            other = table[*places[:position], place - 1, *places[position + 1 :]] if place else None
+            if best is None or (other is not None and other.seconds <= best.seconds):
+                best = other
+        table[places] = best
+    return lambda devices: table[tuple(bisect_right(count, d) - 1 for count, d in zip(counts, devices, strict=True))]
 
 
 def by_count(stage: WorkflowStage, kind: PoolDevices) -> dict[int, list[TimePoint]]:

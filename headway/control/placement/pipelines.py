@@ -11,12 +11,13 @@ slowest and devices, so a label that is no better than another in any of the thr
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from headway.control.placement.graph import Body, Cuts, members
-from headway.control.placement.options import Choices, Option, Options, Vector, added, fits
+from headway.control.placement.options import Choices, Front, Option, Options, Vector, added, fits
 
 ROUNDING = 1e-12  # relative: sums of the same terms in another order differ by less
 
@@ -233,7 +234,7 @@ class Pipelines:
                         slowest = slowest_so_far if slowest_so_far > option.seconds else option.seconds
                         if fill + rest + weight * slowest >= threshold:
                             break  # later options of this level are slower
-                        used = (used_so_far[0] + option.devices[0],) if single else added(used_so_far, option.devices)
+                        used = added(used_so_far, option.devices)
                         if single or fits(used, devices):
                             reached.append(Label(fill, slowest, used, label, option))
                             if complete:
@@ -245,22 +246,11 @@ class Pipelines:
 def undominated(labels: list[Label]) -> list[Label]:
     """Labels that no other one equals or beats in fill, slowest and devices at once; of equals the first stays."""
     kept: list[Label] = []
-    ascending = sorted(labels, key=lambda label: label[:3])
-    if labels and len(labels[0].used) == 1:
-        front: list[tuple[int, float]] = []  # (devices, slowest) of those kept, more devices with less slowest
-        for label in ascending:
-            mine = (label.used[0], label.slowest)
-            place = bisect_right(front, mine)
-            if place and front[place - 1][1] <= label.slowest:
-                continue
-            end = place
-            while end < len(front) and front[end][1] >= label.slowest:
-                end += 1
-            del front[place:end]
-            insort(front, mine)
-            kept.append(label)
-        return kept
-    for label in ascending:
-        if not any(other.slowest <= label.slowest and fits(other.used, label.used) for other in kept):
+    front = Front()
+    for label in sorted(labels, key=itemgetter(0, 1, 2)):
+        if len(label.used) > 1:
+            if not any(other.slowest <= label.slowest and fits(other.used, label.used) for other in kept):
+                kept.append(label)
+        elif front.add(sum(label.used), label.slowest):
             kept.append(label)
     return kept

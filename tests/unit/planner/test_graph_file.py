@@ -49,6 +49,13 @@ def test_plan_is_printed_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.C
     assert "one more h200" in printed
 
 
+def test_the_example_is_planned_as_the_page_shows(capsys: pytest.CaptureFixture[str]):
+    root = Path(__file__).parents[3]
+    assert headway(["plan", "--graph", str(root / "examples" / "placement" / "hybrid.json")]) == 0
+    page = " ".join((root / "docs" / "planning.md").read_text(encoding="utf-8").split())
+    assert " ".join(capsys.readouterr().out.split()) in page
+
+
 def stage(problem: dict[str, Any], number: int = 0) -> dict[str, Any]:
     return problem["workflow"]["stages"][number]
 
