@@ -15,7 +15,7 @@ Parts, each of which can be run alone:
   device counts with four sizes between two powers of two), and `..._gap`, what is left unproven. Several workflows are
   planned, `--repeats` times each; the figure is the slowest workflow's least time, since other processes only ever add
   to it; `..._cpu_s` is the processor time of the same run, `..._seconds` has each workflow's times.
-- `two_classes`: the same with two classes of devices (3/4 and 1/4 of them), which nothing is promised for.
+- `two_classes`: 128 devices and 6 stages with two classes of devices (3/4 and 1/4 of them).
 
 Prints a line as each workflow is done, what remains, and as the last line one JSON object.
 """
@@ -28,7 +28,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,13 @@ def _planned(workflow: Workflow, pool: DevicePool, objective: Objective) -> tupl
     return value, plan.mode, sound
 
 
-def large(arguments: argparse.Namespace, classes: int = 1, suffix: str = "") -> Report:
+def large(
+    arguments: argparse.Namespace, sizes: Sequence[str] = tuple(LARGE), classes: int = 1, suffix: str = ""
+) -> Report:
     """Time the search on large pools."""
     report: Report = {}
-    for name, (devices, stages) in LARGE.items():
+    for name in sizes:
+        devices, stages = LARGE[name]
         seconds: list[float] = []
         cpu: list[float] = []
         gaps: list[float] = []
@@ -107,7 +110,7 @@ def large(arguments: argparse.Namespace, classes: int = 1, suffix: str = "") -> 
 
 def two_classes(arguments: argparse.Namespace) -> Report:
     """Time the search on pools of two classes."""
-    return large(arguments, classes=2, suffix="_two_classes")
+    return large(arguments, ["128x6"], classes=2, suffix="_two_classes")
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {"small": small, "large": large, "two_classes": two_classes}

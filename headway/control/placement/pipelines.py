@@ -45,6 +45,10 @@ def elapsed_s(fill: float, slowest: float, chunks: int, rounds: int = 1) -> floa
     return once if rounds == 1 else max(once, rounds * fill + (chunks - 1) * slowest)
 
 
+class BudgetSpentError(Exception):
+    """The budget of expansions is spent: what was being computed is incomplete."""
+
+
 class Expansions:
     """Counts the work of a search, and says when its budget is spent."""
 
@@ -55,6 +59,11 @@ class Expansions:
     @property
     def spent(self) -> bool:
         return self.done >= self.budget
+
+    def require(self) -> None:
+        """Raise BudgetSpentError where the budget is spent."""
+        if self.spent:
+            raise BudgetSpentError
 
 
 class Limits(NamedTuple):
@@ -81,13 +90,16 @@ class _Edge(NamedTuple):
 class Pipelines:
     """Options and allocations for the units of one graph; loops inside it have theirs."""
 
-    def __init__(self, body: Body, choices: Choices, chunks: Sequence[int], expansions: Expansions) -> None:
+    def __init__(
+        self, body: Body, choices: Choices, chunks: Sequence[int], expansions: Expansions, bounded: bool = True
+    ) -> None:
         self.body = body
         self.choices = choices
         self.chunks = chunks  # granularities, ascending
         self.expansions = expansions
+        self.bounded = bounded  # by the budget: not inside loops, which every plan needs
         self.inner = {
-            number: Pipelines(unit.loop, choices, chunks, expansions)
+            number: Pipelines(unit.loop, choices, chunks, expansions, bounded=False)
             for number, unit in enumerate(body.units)
             if unit.loop is not None
         }
@@ -132,10 +144,13 @@ class Pipelines:
         mode = self.choices.settings.mode
         components = self.body.components(units) if mode != "temporal" else [units]
         for chosen in range(1, 1 << len(components) - 1):
+            if self.bounded:
+                self.expansions.require()
             # The first component always stands in the remaining set, so that each split is met once.
             left = sum(components[number + 1] for number in members(chosen))
             one = [Option(*option[:2], ((left, option),)) for option in self.part(left, items).options]
             found += self.choices.beside(self.choices.frontier(one), self.level(units ^ left, items))
+        self.expansions.done += len(found)
         self._levels[units, items] = self.choices.frontier(found)
         return self._levels[units, items]
 
@@ -200,8 +215,8 @@ class Pipelines:
     def allocations(self, within: int, items: int, limits: Limits | None, threshold: float) -> list[Label]:
         """Undominated allocations of ``within`` for chunks of ``items``.
 
-        With limits: those whose pipeline takes less than ``threshold`` seconds, and at least the fastest of them. The
-        result is incomplete where the budget of expansions is spent on the way.
+        With limits: those whose pipeline takes less than ``threshold`` seconds, and at least the fastest of them.
+        Raises BudgetSpentError; without limits, as for a loop, which every plan needs, the budget doesn't end it.
         """
         devices = self.choices.most if limits is None else limits.devices
         single, weight, most_s, least_s = len(devices) == 1, 0, math.inf, 0.0
@@ -223,8 +238,8 @@ class Pipelines:
                 for larger, units in above
             ]
             for label in undominated(grown.pop(below)):
-                if limits is not None and self.expansions.spent:
-                    return []
+                if limits is not None:
+                    self.expansions.require()
                 so_far, slowest_so_far, used_so_far, *_ = label
                 left = room - self.choices.share(used_so_far)
                 for reached, (options, seconds, shares), complete, share, rest in edges:

@@ -37,7 +37,7 @@ from itertools import product
 
 from headway.control.placement.graph import fold, members, require_valid
 from headway.control.placement.options import Choices, Option, SearchSettings, Vector, require_memory
-from headway.control.placement.pipelines import ROUNDING, Expansions, Label, Pipelines, elapsed_s
+from headway.control.placement.pipelines import ROUNDING, BudgetSpentError, Expansions, Label, Pipelines, elapsed_s
 from headway.control.placement.written import mode_of, used_devices, written_phase
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Objective, PlacedPipeline, PlacementPlan, Workflow
@@ -144,15 +144,19 @@ class TimeSearch:
             phase = max(open_phases, key=lambda p: (min(p.upper, target) - p.lower, p.units))
             candidate = phase.loosest()
             if candidate is not None:
-                self._refine(phase, candidate, target - (self.lower - phase.lower))
+                self.pipelines.expansions.done += len(self.phases)
+                try:
+                    self._refine(phase, candidate, target - (self.lower - phase.lower))
+                except BudgetSpentError:
+                    continue  # bounds stay as they were; the next look at the paths is the last
 
     def _refine(self, phase: Phase, candidate: _Candidate, threshold: float) -> None:
         """Raise the candidate's bound; ``threshold`` is the time from which on the phase is of no use."""
         pipelines, units, items = self.pipelines, phase.units, candidate.items
         weight = self.items // items - 1
         if candidate.refined == 0:
-            candidate.refined = 1
             candidate.least = pipelines.least_slowest(units, items, self.share * (1 + ROUNDING))
+            candidate.refined = 1
             candidate.lower = max(candidate.lower, (weight + 1) * candidate.least * (1 - ROUNDING))
             return
         threshold = min(threshold, phase.upper)
@@ -171,8 +175,6 @@ class TimeSearch:
                 seconds = elapsed_s(label.fill, label.slowest, weight + 1)
                 threshold = min(threshold, seconds)
                 phase.offer(seconds, items, label)
-            if pipelines.expansions.spent:
-                return
         candidate.refined = 2
         candidate.lower = max(candidate.lower, threshold)
 

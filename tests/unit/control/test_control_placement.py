@@ -206,6 +206,15 @@ def test_bounds_leave_no_better_plan_out(seed: int):
     assert place(workflow, pool).seconds == pytest.approx(best[whole], rel=1e-12)
 
 
+def test_budget_ends_the_search_of_a_graph_of_many_branches():
+    workflow, pool = large_case(32, 7, seed=1)
+    workflow = replace(workflow, edges=(), loops=())
+    early, best = place(workflow, pool, settings=SearchSettings(expansions=5_000)), place(workflow, pool)
+    assert 0 < early.gap < 1
+    assert early.expansions < 10_000 < best.expansions
+    assert early.lower_bound <= best.seconds <= early.seconds
+
+
 def test_search_is_deterministic():
     workflow, pool = large_case(64, 6, seed=2)
     assert place(workflow, pool) == place(workflow, pool)
