@@ -109,9 +109,12 @@ def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) ->
 
 
 def base_digest(model: str | Path) -> str:
-    """Digest that tells a model folder's weights from others: of sizes, headers and samples of its files."""
+    """Digest that tells a model folder's weights from others: of its config.json and of sizes, headers and samples of
+    its *.safetensors. What else lies there, a generation_config.json say, may change."""
     found = file_digests(Path(model))
-    return folder_digest({name: one for name, one in found.items() if name.endswith((".safetensors", "config.json"))})
+    return folder_digest(
+        {name: one for name, one in found.items() if re.fullmatch(r"config\.json|[^/]+\.safetensors", name)}
+    )
 
 
 def _theirs(lora: Lora) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ g key/value heads, e head dimension, f intermediate width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -83,13 +84,13 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, product_dtype(x_nd))
 
 
-class FrozenMatrix:
+class FrozenMatrix(ABC):
     """Stand-in for a matrix without gradients that is kept in another form: computed when a product needs it."""
 
     shape: torch.Size
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def matrix(self, dtype: torch.dtype) -> Tensor: ...
 
     def __len__(self) -> int:
         return self.shape[0]

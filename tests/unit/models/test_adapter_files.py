@@ -225,6 +225,14 @@ def test_what_is_not_supported_is_refused_by_name(
         load_adapter(adapter, base, load_model(base).config)
 
 
+def test_files_beside_the_weights_may_change(stored: tuple[Path, Path]) -> None:
+    base, adapter = stored
+    (base / "generation_config.json").write_text("{}")
+    (base / "other").mkdir()
+    save_file({"x": torch.zeros(1)}, base / "other" / "model.safetensors")
+    load_adapter(adapter, base, load_model(base).config)
+
+
 def test_an_adapter_of_another_base_is_refused(stored: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = stored
     other = random_decoder(small("qwen3"), seed=1)
