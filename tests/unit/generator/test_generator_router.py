@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router_setting import Setting, playing, published, request, requests
 
 from headway.records.counted import tokens_from
-from headway.records.errors import ConfigurationError, HeadwayError, Overloaded, WeightsCorrupt, WorkerDied
+from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorrupt, WorkerDied
 from headway.records.generation import SamplingParameters
 from headway.runtime.clock import Clock
 
@@ -383,66 +383,6 @@ def test_held_requests_go_on_oldest_first():
 
 
 # --- foreign callers ------------------------------------------------------------------------------------------
-
-
-def test_foreign_callers_wait_are_refused_and_free_their_places():
-    async def scene(clock: Clock):
-        one = Setting(clock, replicas=1, slots=1, router={"overcommit": 1.0, "queue_requests": 2, "queue_s": 5.0})
-        await one.pool.start()  # room for 120 tokens
-
-        async def foreign(name: str, length: int) -> Any:
-            try:
-                async with one.pool.limiter.place(100) as place:
-                    result = await one.pool.generate(request(name, length))
-                    place.used_tokens = 11 + len(result.response.ids)
-            except Overloaded as error:
-                return round(clock.now() - 1.0, 3), error.retry_after_s
-            return round(clock.now() - 1.0, 3), result.finish_reason
-
-        callers = [asyncio.create_task(foreign(f"f{i}", 30)) for i in range(4)]
-        await clock.sleep(0.5)
-        routing = one.pool.routing()
-        assert (routing.waiters, routing.refusals, routing.open_requests) == (2, 1, 1)
-        callers[1].cancel()
-        done = await asyncio.gather(*callers, return_exceptions=True)
-        assert done[0] == (3.0, "stop")
-        assert isinstance(done[1], asyncio.CancelledError)
-        assert done[2] == (6.0, "stop")
-        assert done[3][0] == 0.0  # at once
-        late = [asyncio.create_task(foreign(f"g{i}", 90)) for i in range(2)]
-        done = await asyncio.gather(*late)
-        assert done[0] == (15.0, "stop")
-        assert done[1][0] == pytest.approx(11.0, abs=0.01)  # after queue_s
-        assert one.pool.limiter.open_tokens == 0
-        assert one.pool.routing().refusals == 2
-        assert one.events == ["requests_refused 2 requests wait already; 1 so far"]
-        await one.end()
-
-    playing(scene)
-
-
-def test_stopping_sends_those_who_wait_away():
-    async def scene(clock: Clock):
-        one = Setting(clock, replicas=1, slots=1, router={"overcommit": 1.0})
-        await one.pool.start()
-
-        async def foreign() -> None:
-            async with one.pool.limiter.place(100):
-                await one.pool.generate(request("a", 90))
-
-        async def second() -> None:
-            async with one.pool.limiter.place(100):
-                pass
-
-        jobs = [asyncio.create_task(foreign()), asyncio.create_task(second())]
-        await clock.sleep(1.0)
-        await one.pool.stop()
-        first, waited = await asyncio.gather(*jobs, return_exceptions=True)
-        assert isinstance(first, HeadwayError)
-        assert isinstance(waited, Overloaded)
-        assert one.pool.limiter.waiting == 0
-
-    playing(scene)
 
 
 # --- whatever happens -----------------------------------------------------------------------------------------

@@ -476,37 +476,3 @@ def test_what_was_pruned_is_said_where_something_was() -> None:
     )
     assert list(verdict.sentences.items())[-1] == ("What was pruned?", verdict.pruning_text)
     assert "What was pruned?" not in judge(plain, summarise(plain), 2).sentences
-
-
-def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(tmp_path: Path) -> None:
-    lines = synthetic_lines(30)
-    lines[20:20] = [
-        EventRecord(
-            event="verifier_died", worker="verifier-0", cause="killed by SIGKILL (9)\nlast output", time_s=21.0,
-            found_by="exit", lost_samples=3,
-        ),
-        EventRecord(event="worker_stalled", worker="generator-0", found_by="health", lost_s=7.5),
-        EventRecord(event="worker_answers", worker="generator-0", found_by="health", lost_s=9.0),
-        EventRecord(event="verifier_restarted", worker="verifier-0", lost_s=1.5),
-        EventRecord(event="trainer_restored", worker="trainer", lost_s=2.0, lost_samples=128),
-    ]  # fmt: skip
-    view = view_run(write_run(tmp_path, lines))
-    assert view.verdict.failures_text == (
-        "Workers: died: verifier-0; stalled: generator-0; 2 brought back; 128 samples trained again; 3 rollouts moved, "
-        "scored or generated again; 12.5 s of workers' time lost."
-    )
-    page = page_module.render_page(view)
-    row = "".join(f"<td{'' if i > 1 else ' class=text'}>{cell}</td>" for i, cell in enumerate(
-        ("verifier_died", "verifier-0", "21.0 s", "0", "exit", "killed by SIGKILL (9)", "–", "3")
-    ))  # fmt: skip
-    assert row in page
-    assert [event["worker"] for event in as_json(view)["incidents"]][:2] == ["verifier-0", "generator-0"]
-
-
-def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, synthetic_lines(5))
-    old = b'{"kind":"event","event":"worker_died","detail":"killed","step":3,"data":{"worker":"trainer-0"}}\n'
-    old += b'{"kind":"event","event":"generator_died","detail":"generator-1: signal 9","step":3,"data":{}}\n'
-    with (folder / "ledger.jsonl").open("ab") as file:
-        file.write(old)
-    assert "died: generator-1, trainer-0" in view_run(folder).verdict.failures_text

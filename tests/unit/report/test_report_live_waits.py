@@ -1,4 +1,4 @@
-"""`headway doctor --live`: the wait graph that a run keeps, in words."""
+"""`headway doctor --live`: the wait graph that a run keeps, in words; and the report's list of deaths and stalls."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from synthetic_run import synthetic_lines, write_run
 
 from headway.records.errors import ConfigurationError
+from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
+from headway.report import page as page_module
 from headway.report.live_waits import live_waits_text, read_live_waits
+from headway.report.run_view import as_json, view_run
 
 
 def kept(folder: Path, **fields: object) -> str:
@@ -44,3 +48,37 @@ def test_run_that_was_killed_is_said_to_be_gone(tmp_path: Path) -> None:
 def test_run_that_does_not_go_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"waits\.json"):
         read_live_waits(str(tmp_path))
+
+
+def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(tmp_path: Path) -> None:
+    lines = synthetic_lines(30)
+    lines[20:20] = [
+        EventRecord(
+            event="verifier_died", worker="verifier-0", cause="killed by SIGKILL (9)\nlast output", time_s=21.0,
+            found_by="exit", lost_samples=3,
+        ),
+        EventRecord(event="worker_stalled", worker="generator-0", found_by="health", lost_s=7.5),
+        EventRecord(event="worker_answers", worker="generator-0", found_by="health", lost_s=9.0),
+        EventRecord(event="verifier_restarted", worker="verifier-0", lost_s=1.5),
+        EventRecord(event="trainer_restored", worker="trainer", lost_s=2.0, lost_samples=128),
+    ]  # fmt: skip
+    view = view_run(write_run(tmp_path, lines))
+    assert view.verdict.failures_text == (
+        "Workers: died: verifier-0; stalled: generator-0; 2 brought back; 128 samples trained again; 3 rollouts moved, "
+        "scored or generated again; 12.5 s of workers' time lost."
+    )
+    page = page_module.render_page(view)
+    row = "".join(f"<td{'' if i > 1 else ' class=text'}>{cell}</td>" for i, cell in enumerate(
+        ("verifier_died", "verifier-0", "21.0 s", "0", "exit", "killed by SIGKILL (9)", "–", "3")
+    ))  # fmt: skip
+    assert row in page
+    assert [event["worker"] for event in as_json(view)["incidents"]][:2] == ["verifier-0", "generator-0"]
+
+
+def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, synthetic_lines(5))
+    old = b'{"kind":"event","event":"worker_died","detail":"killed","step":3,"data":{"worker":"trainer-0"}}\n'
+    old += b'{"kind":"event","event":"generator_died","detail":"generator-1: signal 9","step":3,"data":{}}\n'
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(old)
+    assert "died: generator-1, trainer-0" in view_run(folder).verdict.failures_text
