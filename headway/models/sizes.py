@@ -61,6 +61,7 @@ class ModelSizes:
     max_positions: int
     tied: bool
     attention_softcap: float | None = None
+    routed: int = 0  # experts of a layer that a token goes to
     outside: int  # weights of embedding, head and last norm
     layers: tuple[LayerSizes, ...]
 
@@ -167,6 +168,7 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
         tied=tied,
         attention_softcap=raw.get("attn_logit_softcapping", rules.defaults.get("attn_logit_softcapping")),
+        routed=keys.any_of("num_experts_per_tok") if keys.any_of(*_EXPERTS) else 0,
         outside=vocabulary * width * (1 if tied else 2) + width,
         layers=tuple(_layer(keys, rules, index, kind) for index, kind in enumerate(_kinds(keys, rules))),
     )
@@ -385,6 +387,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         kv_heads=1 if any("kv_a_proj" in name for name in shapes) else kv_heads,
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
         tied=outside < 2 * vocabulary * width,
+        routed=each if experts else 0,
         outside=outside,
         layers=tuple(LayerSizes(**own, **made, intermediate=size) for own in counts.values()),
     )

@@ -15,23 +15,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from headway.control.cost import Count, ServerCosts, TokenPrices, Tokens, Usd
+from headway.control.rates.figures import DeviceFigures, Figure
 from headway.records.errors import ConfigurationError
 
 PACKAGED = ("devices.toml", "prices.toml", "runs.toml")
 OLD_DAYS = 365  # a price older than that is worth a warning
-
-Figure = Annotated[float, msgspec.Meta(gt=0)]
-
-
-class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Peak figures of one device. Bandwidths of links are of one direction, FLOP/s without sparsity, by dtype."""
-
-    memory_bytes: Figure | None = None
-    memory_bytes_per_s: Figure | None = None
-    flops_per_s: dict[str, Figure] = {}
-    link_bytes_per_s: Figure | None = None  # to its neighbours: NVLink, Infinity Fabric
-    host_bytes_per_s: Figure | None = None
-    watts: Figure | None = None
 
 
 class MachineFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
