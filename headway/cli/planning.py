@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from headway.planner.from_run import RunScenario
     from headway.planner.outcome import SimulationOutcome
     from headway.planner.scenario import Scenario
-    from headway.records.plan import PlacementReport
+    from headway.records.plan import Objective, PlacementReport
 
 
 def add_commands(app: typer.Typer) -> None:
     described = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
     recorded = "headway simulate runs/mine --hardware.generator.replicas=2"
     experiments.add_command(app, simulate, described, recorded)
-    app.command()(plan)
+    planned = "headway plan experiment.toml --pool pool.toml --output plan.json"
+    experiments.add_command(app, plan, planned, "headway plan --graph examples/placement/hybrid.json")
 
 
 def simulate(
@@ -145,28 +146,94 @@ def _write(found: RunScenario, path: str) -> None:
 
 
 def plan(
+    context: typer.Context,
+    config: str = typer.Argument("", metavar="[CONFIG]", help="The experiment file (TOML).", show_default=False),
+    pool: str = typer.Option("", "--pool", metavar="FILE", help="Devices to plan for, and the workload, as TOML."),
     graph: str = typer.Option(
-        ..., "--graph", metavar="FILE", help="A workflow graph and a pool of devices, as JSON.", show_default=False
+        "", "--graph", metavar="FILE", help="Place a workflow graph instead: it and a pool of devices, as JSON."
     ),
     objective: str = typer.Option("time", "--objective", help="What the plan is best in: time or cost."),
-    tolerance: float = typer.Option(0.0, "--tolerance", help="End the search at a plan within this share of the best."),
-    expansions: int = typer.Option(2_000_000, "--expansions", help="Budget of the search; the gap left is printed."),
+    output: str = typer.Option("", "--output", metavar="FILE", help="Write the plan, for headway train --plan FILE."),
+    write: str = typer.Option("", "--write", metavar="FILE", help="Write the whole experiment that runs the plan."),
+    picture: str = typer.Option("", "--picture", metavar="FILE", help="Draw a steady step, device by device, as SVG."),
+    compare: tuple[str, str] = typer.Option(
+        ("", ""), "--compare", metavar="A B", help="Compare two plans that --output wrote."
+    ),
+    catalogue: list[str] = typer.Option([], "--catalogue", metavar="FILE", help="Entries over the package's, as TOML."),
+    simulated: bool = typer.Option(
+        True, "--simulate/--no-simulate", help="Run the plan with the real orchestrator in virtual time."
+    ),
+    tolerance: float = typer.Option(
+        0.0, "--tolerance", help="With --graph: end the search at a plan within this share of the best."
+    ),
+    expansions: int = typer.Option(
+        2_000_000, "--expansions", help="With --graph: budget of the search; the gap left is printed."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan and its reasons as one JSON object."),
 ) -> None:
-    """Find which stage of a workflow belongs on which devices, in which mode and granularity.
+    """Find which devices should generate and which should train, how many of them, and what it comes to: samples/s,
+    waits, dollars. Nothing is started.
 
-    The plan is proven to be the fastest, or the cheapest, up to the gap printed. docs/planning.md describes the file.
+    With --graph: where the stages of any workflow belong. docs/planning.md describes the files.
+
+    Any key of the experiment file can be given as --section.key=value.
     """
+    from headway.records.errors import ConfigurationError
+
+    if objective not in ("time", "cost"):
+        raise ConfigurationError(f"--objective {objective}: valid: time, cost")
+    if not 0 <= tolerance < 1:
+        raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
+    overrides = experiments.given_overrides(context)
+    ways = {"CONFIG with --pool": bool(config or pool), "--graph": bool(graph), "--compare": bool(compare[0])}
+    if sum(ways.values()) != 1 or bool(config) != bool(pool):
+        context.fail(f"give one of {', '.join(ways)}")
+    if graph:
+        _place(graph, "time" if objective == "time" else "cost", tolerance, expansions, as_json)
+    elif compare[0]:
+        _compare(compare, as_json)
+    else:
+        from headway.config.load import load_experiment
+        from headway.planner.plan_files import PlanOutputs, plan_for, write_outputs
+        from headway.report.printing import print_rows
+        from headway.report.run_plan import draw_plan, plan_rows
+        from headway.runtime.run_directory import write_whole
+
+        experiment = load_experiment(config, overrides)
+        found = plan_for(experiment, pool, catalogue, "time" if objective == "time" else "cost", simulated=simulated)
+        write_outputs(experiment, found, PlanOutputs(plan=output, experiment=write))
+        if picture:
+            write_whole(Path(picture), draw_plan(found).encode())
+        if as_json:
+            print_json(found)
+        else:
+            print_rows(plan_rows(found))
+            if output and not found.refused:
+                typer.echo(f"\nheadway train {config} --plan {output}   runs it")
+
+
+def _compare(paths: tuple[str, str], as_json: bool) -> None:
+    from headway.planner.plan_files import read_plan
+    from headway.report.printing import print_rows
+    from headway.report.run_plan import plan_rows
+
+    first, second = map(read_plan, paths)
+    if as_json:
+        print_json({"plans": [first, second], "samples_per_s_ratio": second.samples_per_s / first.samples_per_s})
+        return
+    left, right = plan_rows(first), plan_rows(second)
+    both = {key: (left.get(key, "–"), right.get(key, "–")) for key in dict.fromkeys((*left, *right))}
+    print_rows({key: f"A: {a}\nB: {b}" for key, (a, b) in both.items() if a != b})
+    typer.echo(f"B makes {second.samples_per_s / first.samples_per_s:.3f} times the samples/s of A")
+
+
+def _place(graph: str, objective: Objective, tolerance: float, expansions: int, as_json: bool) -> None:
     from headway.control.placement.options import SearchSettings
     from headway.control.placement.reasons import explain
     from headway.planner.graph_file import read_problem
     from headway.records.errors import ConfigurationError
     from headway.report.printing import print_rows
 
-    if objective not in ("time", "cost"):
-        raise ConfigurationError(f"--objective {objective}: valid: time, cost")
-    if not 0 <= tolerance < 1:
-        raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
     problem = read_problem(graph)
     try:
         found = explain(problem.workflow, problem.pool, objective, SearchSettings(tolerance, expansions))

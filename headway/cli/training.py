@@ -26,6 +26,7 @@ def add_commands(app: typer.Typer) -> None:
 def train(
     context: typer.Context,
     config: str = experiments.CONFIG,
+    plan: str = typer.Option("", "--plan", metavar="FILE", help="Run as this plan of headway plan says."),
     resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
     take_over: bool = typer.Option(
         False, "--take-over", help="With --resume of a copied run: declare that its former process has ended."
@@ -38,7 +39,7 @@ def train(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    experiment = experiments.load(context, config)
+    experiment = _load_planned(context, config, plan) if plan else experiments.load(context, config)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
         from headway.report.dry_run import dry_run_rows
@@ -52,11 +53,26 @@ def train(
     from headway.report.tables import print_summary
 
     with nullcontext() if quiet or as_json else LiveView(experiment) as on_line:
+        if plan:
+            from headway.planner.plan_files import keep_plan
+
+            on_line = keep_plan(plan, experiment.run.directory, on_line)
         summary = run(experiment, resume=resume, take_over=take_over, on_line=on_line)
     if as_json:
         print_json(summary)
     else:
         print_summary(summary, experiment.run.directory)
+
+
+def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
+    """The experiment with what the plan sets, and the command's overrides over that."""
+    from headway.config.load import load_experiment
+    from headway.planner.plan_files import read_plan
+    from headway.planner.run_plan import planned_settings
+
+    given = experiments.given_overrides(context)
+    settings = planned_settings(load_experiment(config, given), read_plan(plan), plan)
+    return load_experiment(config, [*(f"{key}={value}" for key, value in settings.items()), *given])
 
 
 def check(

@@ -181,8 +181,8 @@ def scenario_from(
             )
     seed, directory = run.experiment.run.seed, _own_directory(run.path)
     raw = {
-        "run": {"seed": seed, "directory": directory, "steps": _steps_to_simulate(run.experiment)},
-        **_kept_sections(run.experiment, unidentified),
+        "run": {"seed": seed, "directory": directory, "steps": steps_to_simulate(run.experiment)},
+        **kept_sections(run.experiment, unidentified),
         "hardware": _hardware(run, steps, model, found),
         "workload": _workload(run, steps, model, unidentified),
     }
@@ -207,7 +207,7 @@ def _own_directory(path: Path) -> str:
     return str(directory if directory.resolve() != path.resolve() else directory.with_name(f"{directory.name}-again"))
 
 
-def _steps_to_simulate(experiment: Experiment) -> int:
+def steps_to_simulate(experiment: Experiment) -> int:
     filling = 2 * (experiment.queue.budget + 1)
     samples = experiment.queue.groups_per_step * experiment.rollout.group_size
     return filling + max(_LEAST_STEPS_SIMULATED, math.ceil(_ROLLOUTS / samples))
@@ -216,7 +216,7 @@ def _steps_to_simulate(experiment: Experiment) -> int:
 # --- from the experiment ---------------------------------------------------------------------------------
 
 
-def _kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[str, Any]:
+def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[str, Any]:
     """The experiment's sections that a scenario has as well; the user's own functions are left out and named."""
     given = experiment.model_dump(mode="json", exclude_defaults=True)
     raw: dict[str, Any] = {}

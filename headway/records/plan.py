@@ -15,6 +15,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Mode = Literal["temporal", "spatial", "hybrid"]
+PLAN_FILE = "plan.json"  # in the folder of a run that was planned
 
 
 class TimePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,3 +149,41 @@ class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
     binds: tuple[str, ...]  # what limits the plan, the most important first
     relaxations: tuple[Alternative, ...]  # without memory limits, without switch costs
     one_more: tuple[Alternative, ...]  # with one more device of each class
+
+
+class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
+    """A side of a run: where it works, and how fast it would be without the other."""
+
+    name: Literal["generate", "train"]
+    device: str  # class
+    names: tuple[str, ...]  # of its devices, as the configuration names them
+    copies: int  # replicas, or data-parallel ranks
+    spread: str  # of one copy over devices: "1 device", "tensor 4", ...
+    samples_per_s: float  # alone, at full concurrency; of the trainer if it never waits
+    bytes_per_device: float | None  # None: not known
+    slots: int = 0  # of a replica
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A run on a pool: what `headway plan CONFIG --pool` writes and `headway train --plan` runs."""
+
+    made_for: str  # digest of the configuration, without the keys that a plan sets
+    pool: str  # in words
+    objective: Objective
+    mode: Mode  # hybrid: the trainer computes on a part of the generator's devices
+    stages: tuple[PlannedStage, ...]
+    items_per_chunk: int  # samples that the trainer takes at once
+    samples_per_s: float
+    samples_per_s_range: tuple[float, float]  # by ``error``
+    error: float  # relative, of predicted rates, and ...
+    error_is: str  # ... where it is from
+    trainer_wait: float  # share of the time
+    generator_wait: float
+    staleness_mean: float  # versions
+    usd_per_hour: float | None
+    usd_per_mtok: float | None  # of trained tokens, prompts included
+    bound_samples_per_s: float  # that no placement on this pool exceeds, by the same rates
+    others: tuple[Alternative, ...]  # the best of other modes, samples/s or US dollars for a million samples
+    settings: dict[str, str]  # key of the configuration -> value
+    refused: tuple[str, ...] = ()  # what today's configuration can't say: such a plan isn't run
+    simulated_samples_per_s: float | None = None  # by the real orchestrator in virtual time

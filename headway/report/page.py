@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import msgspec
+
 from headway.records.ledger import EvaluationRecord, EventRecord
+from headway.records.plan import PLAN_FILE, RunPlan
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.incidents import HEADS, incident_rows
 from headway.report.live import shown_pass_at, shown_score
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
+from headway.report.run_plan import draw_plan
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
 from headway.report.series import Series
@@ -86,6 +90,7 @@ def render_page(view: RunView) -> str:
         f'<p class="state">{_state(view)}</p>',
         _verdict(view),
         _tiles(view),
+        _plan(view),
         _evaluations(view.evaluations),
         *_plots(view),
         _incidents(view),
@@ -110,6 +115,21 @@ def _state(view: RunView) -> str:
         f"{escape(str(view.path))} · {words[view.state]} · {summary.steps:,} steps, {summary.samples_trained:,} "
         f"samples in {steps_time(summary)}"
     )
+
+
+def _plan(view: RunView) -> str:
+    """The plan that the run was begun with, beside what it reaches."""
+    path = view.path / PLAN_FILE
+    if not path.is_file():
+        return ""
+    try:
+        plan = msgspec.json.decode(path.read_bytes(), type=RunPlan)
+    except (OSError, msgspec.DecodeError):
+        return ""
+    said = f"{plan.mode}, {plan.samples_per_s:,.3g} samples/s expected on {plan.pool}"
+    head = f"<figcaption><h3>Plan: a steady step, device by device</h3><p>{escape(said)}</p></figcaption>"
+    drawing = draw_plan(plan)
+    return f"<figure>{head}{drawing[drawing.index('<svg') :]}</figure>"
 
 
 def _verdict(view: RunView) -> str:

@@ -1,4 +1,4 @@
-"""What the rate models know of a model, a device, and how a model is spread over devices.
+"""Figures of models and devices that rate models compute with, and how a model is spread over devices.
 
 Bytes, seconds, FLOP. *Efficiencies* are the shares of data-sheet figures that real programs reach. They are fixed here,
 each with its source, and never set for one comparison; a profile replaces them by measured ones
@@ -94,7 +94,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return max(self.tensor * self.pipeline * self.context, self.expert)
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class RatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A device with what connects it; figures that aren't known are refused where they are needed."""
 
     name: str
@@ -141,6 +141,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return self.figure("link_bytes_per_s") * self.reached.link
 
 
-def all_reduce_s(size: float, devices: int, device: Device) -> float:
+def all_reduce_s(size: float, devices: int, device: RatedDevice) -> float:
     """Seconds to sum ``size`` bytes over ``devices``: a ring carries 2 (n - 1) / n of them."""
     return 2.0 * (devices - 1) / devices * size / device.link_bytes_per_s(devices) if devices > 1 else 0.0

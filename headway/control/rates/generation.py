@@ -16,9 +16,9 @@ import msgspec
 from headway.control.rates.figures import (
     NUMBER_BYTES,
     Count,
-    Device,
     ModelFigures,
     Parallelism,
+    RatedDevice,
     Share,
     all_reduce_s,
 )
@@ -42,11 +42,11 @@ class GenerationRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = 1.0  # the fullest device's share of tokens over the mean
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
     """A model on the devices of one replica."""
 
     model: ModelFigures
-    device: Device
+    device: RatedDevice
     recipe: GenerationRecipe = GenerationRecipe()
 
     @property

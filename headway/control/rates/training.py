@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headway.control.rates.figures import NUMBER_BYTES, Count, Device, ModelFigures, Parallelism, all_reduce_s
+from headway.control.rates.figures import NUMBER_BYTES, Count, ModelFigures, Parallelism, RatedDevice, all_reduce_s
 from headway.records.errors import ConfigurationError
 
 Transport = Literal["storage", "nccl", "tcp", "shared_memory"]
@@ -51,11 +51,11 @@ class TrainingMemory(msgspec.Struct, frozen=True, kw_only=True):
 _LOGIT_BYTES = 10.0  # of a logit: in the model's dtype, in float32 for the softmax, and its gradient
 
 
-class Training(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
     """A model that is trained on ``devices`` devices."""
 
     model: ModelFigures
-    device: Device
+    device: RatedDevice
     devices: int
     recipe: TrainingRecipe = TrainingRecipe()
 

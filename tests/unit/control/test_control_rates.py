@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.rates.figures import Device, DeviceFigures, Efficiencies, ModelFigures, Parallelism, all_reduce_s
-from headway.control.rates.generation import GenerationRecipe, Replica
-from headway.control.rates.training import Simulator, Training, TrainingRecipe, publish_s, verify_s
+from headway.control.rates.figures import (
+    DeviceFigures,
+    Efficiencies,
+    ModelFigures,
+    Parallelism,
+    RatedDevice,
+    all_reduce_s,
+)
+from headway.control.rates.generation import GenerationRecipe, ReplicaRates
+from headway.control.rates.training import Simulator, TrainerRates, TrainingRecipe, publish_s, verify_s
 from headway.records.errors import ConfigurationError
 
 REACHED = Efficiencies(matmul=0.5, memory=0.5, link=0.5, usable_memory=1.0, layer_s=0.0)
@@ -22,7 +29,7 @@ FIGURES = DeviceFigures(
     link_bytes_per_s=4e11,
     host_bytes_per_s=5e10,
 )
-DEVICE = Device(name="A", figures=FIGURES, per_node=8, network_bytes_per_s=5e10, reached=REACHED)
+DEVICE = RatedDevice(name="A", figures=FIGURES, per_node=8, network_bytes_per_s=5e10, reached=REACHED)
 DENSE = ModelFigures(
     parameters=8e9,
     active=8e9,
@@ -40,15 +47,17 @@ EXPERTS = msgspec.structs.replace(
 )
 
 
-def replica(model: ModelFigures = DENSE, device: Device = DEVICE, **recipe: object) -> Replica:
-    return Replica(model=model, device=device, recipe=msgspec.convert(recipe, GenerationRecipe))
+def replica(model: ModelFigures = DENSE, device: RatedDevice = DEVICE, **recipe: object) -> ReplicaRates:
+    return ReplicaRates(model=model, device=device, recipe=msgspec.convert(recipe, GenerationRecipe))
 
 
-def training(model: ModelFigures = DENSE, device: Device = DEVICE, devices: int = 8, **recipe: object) -> Training:
-    return Training(model=model, device=device, devices=devices, recipe=msgspec.convert(recipe, TrainingRecipe))
+def training(
+    model: ModelFigures = DENSE, device: RatedDevice = DEVICE, devices: int = 8, **recipe: object
+) -> TrainerRates:
+    return TrainerRates(model=model, device=device, devices=devices, recipe=msgspec.convert(recipe, TrainingRecipe))
 
 
-def with_figures(**changes: object) -> Device:
+def with_figures(**changes: object) -> RatedDevice:
     return msgspec.structs.replace(DEVICE, figures=msgspec.structs.replace(FIGURES, **changes))
 
 
@@ -206,7 +215,7 @@ def test_offloaded_activations_leave_two_layers() -> None:
 def test_an_adapter_trains_a_few_weights() -> None:
     adapter = training(trained_share=0.01)
     assert adapter.memory(1).states < 0.2 * training().memory(1).states
-    assert 1.2 < training(recompute=False).step_s(1e6, 1) / training(recompute=False, trained_share=1e-6).step_s(1e6, 1)
+    assert training(recompute=False).step_s(1e6, 1) / training(recompute=False, trained_share=1e-6).step_s(1e6, 1) > 1.2
 
 
 def test_what_does_not_fit_is_refused_with_what_would_do() -> None:

@@ -1,0 +1,132 @@
+"""The work of `headway plan CONFIG --pool FILE`: plans, simulates the plan, and writes it as files."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headway.config.load import changed_experiment, validate
+from headway.config.schema import Experiment
+from headway.models.sizes import sizes_of
+from headway.orchestrator.preflight.memory import trained_weights
+from headway.planner.catalogue.read import Catalogue
+from headway.planner.from_run import kept_sections, steps_to_simulate
+from headway.planner.model_figures import model_figures
+from headway.planner.pool_file import read_pool
+from headway.planner.run_plan import PlannedRun, plan_run
+from headway.planner.scenario import Scenario
+from headway.planner.scenario_text import toml_text
+from headway.planner.simulate import OnLine, simulate
+from headway.planner.stage_curves import RooflineCurves
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import LedgerLine
+from headway.records.plan import PLAN_FILE, Objective, RunPlan
+from headway.runtime.run_directory import write_whole
+
+
+class PlanOutputs(NamedTuple):
+    """Files to write; "": not wanted."""
+
+    plan: str = ""
+    experiment: str = ""
+
+
+def plan_for(
+    experiment: Experiment, pool: str, catalogues: Sequence[str], objective: Objective, *, simulated: bool
+) -> RunPlan:
+    """Plan a run on the pool in the file ``pool``; ``simulated``: with the rate that the real orchestrator reaches by
+    it in virtual time. Raises ConfigurationError."""
+    sizes = sizes_of(experiment.model.path)
+    read = read_pool(pool, Catalogue.read(catalogues))
+    trained = 1.0
+    if experiment.model.adapter is not None:
+        trained = trained_weights(experiment, sizes) / sizes.parameters
+    planned = plan_run(experiment, read, RooflineCurves(experiment, model_figures(sizes), trained, read), objective)
+    if not simulated:
+        return planned.plan
+    with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
+        rate = simulate(_scenario(experiment, planned, folder), name="plan").samples_per_s
+    return msgspec.structs.replace(planned.plan, simulated_samples_per_s=rate)
+
+
+def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scenario:
+    """The plan's run as `headway simulate` takes it."""
+    generation, training, measured = planned.best.generation, planned.best.training, planned.measured
+    workload = planned.workload
+    raw: dict[str, Any] = {
+        "run": {"directory": f"{folder}/run", "steps": steps_to_simulate(experiment), "seed": experiment.run.seed},
+        **kept_sections(experiment, {}),
+        "hardware": {
+            "verifiers": experiment.verifier.workers,
+            "generator": {
+                "replicas": generation.replicas,
+                "devices_per_replica": generation.per_replica,
+                "decode_fixed_s": measured.decode_fixed_s,
+                "decode_request_s": measured.decode_request_s,
+                "update_s": measured.pause_s,
+                "shares_devices": planned.best.placement.mode == "temporal",
+            },
+            "trainer": {
+                "devices": training.copies,
+                "step_fixed_s": measured.train_fixed_s,
+                "token_s": measured.train_token_s,
+                "publish_s": measured.publish_s,
+            },
+        },
+        "workload": {
+            "prompt_tokens": json.loads(workload.prompt_tokens.model_dump_json()),
+            "response_tokens": json.loads(workload.response_tokens.model_dump_json()),
+            "group_correlation": workload.group_correlation,
+            "verify_s": workload.verify_s,
+            "impossible_share": 1.0 - workload.acceptance if experiment.queue.filter_zero_variance else 0.0,
+        },
+    }
+    raw.setdefault("generator", {})["slots"] = generation.slots
+    return validate(raw, "the plan's scenario", Scenario)
+
+
+def read_plan(path: str | Path) -> RunPlan:
+    """Read a plan that was written. Raises ConfigurationError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=RunPlan)
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{path} is no plan that headway plan wrote: {error}") from None
+
+
+def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -> None:
+    """Write the files that are wanted. Raises ConfigurationError for an experiment that can't say the plan, before
+    anything is written, and where there is such a file already."""
+    if outputs.experiment and plan.refused:
+        raise ConfigurationError(f"--write {outputs.experiment}: {'; '.join(plan.refused)}")
+    for option, path in (("--output", outputs.plan), ("--write", outputs.experiment)):
+        if path and Path(path).exists():
+            raise ConfigurationError(f"{option} {path}: there is such a file already")
+    if outputs.plan:
+        write_whole(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    if outputs.experiment:
+        changed = changed_experiment(experiment, plan.settings)
+        given = changed.model_dump(mode="json", exclude_defaults=True)
+        comment = f"PlannedRun for {plan.pool}: {plan.mode}, {plan.samples_per_s:.3g} samples/s expected"
+        write_whole(Path(outputs.experiment), toml_text(given, [comment]).encode())
+
+
+def keep_plan(path: str, run_directory: str, on_line: OnLine | None) -> OnLine:
+    """Wrap ``on_line`` so that the run's folder gets the plan, for its report, once the run has begun."""
+    data, kept = Path(path).read_bytes(), False
+
+    def observe(line: LedgerLine) -> None:
+        nonlocal kept
+        if not kept:
+            kept = True
+            write_whole(Path(run_directory) / PLAN_FILE, data)
+        if on_line is not None:
+            on_line(line)
+
+    return observe

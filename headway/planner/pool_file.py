@@ -1,0 +1,130 @@
+"""The pool file of `headway plan CONFIG --pool FILE`: devices that may be used, and what the run's samples are like."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field, ValidationError, model_validator
+
+from headway.config.section import Positive, Section
+from headway.control.rates.figures import DeviceFigures, RatedDevice
+from headway.control.rates.generation import GenerationRecipe
+from headway.control.rates.training import TrainingRecipe
+from headway.planner.catalogue.read import Catalogue, MachineFigures
+from headway.planner.costs import price_of
+from headway.planner.quantities import Quantity
+from headway.records.errors import ConfigurationError
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+class PoolEntry(Section):
+    """Devices of one class: ``machines`` of a catalogue's machine, or ``count`` of a device."""
+
+    machine: str = ""
+    machines: Positive = 1
+    device: str = ""
+    count: Positive = 1
+    nodes: tuple[str, ...] = ()  # names in [cluster] of the machines; (): this one
+    price: str = ""  # owned.NAME, rented.NAME, or US dollars for a device and hour; "": not known
+    network_bytes_per_s: Rate | None = None  # of a device, out of its machine; default: the machine's
+
+    @model_validator(mode="after")
+    def _either(self) -> PoolEntry:
+        if bool(self.machine) == bool(self.device):
+            raise ValueError("give machine (with machines) or device (with count), one of the two")
+        return self
+
+
+class PlannedWorkload(Section):
+    """Lengths, verification times and acceptance of the run's samples, where nothing was measured."""
+
+    prompt_tokens: Quantity
+    response_tokens: Quantity
+    group_correlation: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the lengths inside a group
+    verify_s: Annotated[float, Field(ge=0)] = 0.0  # of a response, one worker
+    acceptance: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of groups that can be trained
+
+
+class PoolTables(Section):
+    """The whole file. ``generate`` and ``train``: options of the recipes in control/rates; parallelism is found where
+    it isn't given."""
+
+    devices: Annotated[tuple[PoolEntry, ...], Field(min_length=1)]
+    workload: PlannedWorkload | None = None
+    generate: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] = Field(default_factory=dict)
+    transport: Literal["storage", "nccl", "tcp", "shared_memory"] = "nccl"
+    transport_bytes_per_s: Rate | None = None  # default: a device's network, or its links on a single machine
+
+
+class PlanDevices(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of one class of the pool."""
+
+    device: RatedDevice
+    count: int
+    nodes: tuple[str, ...]
+    usd_per_hour: float | None  # of each
+
+
+class PlanPool(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool, read and looked up in the catalogue."""
+
+    classes: tuple[PlanDevices, ...]
+    tables: PoolTables
+
+
+def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
+    """Read the TOML file at ``path``. Raises ConfigurationError that names the key and what would be valid."""
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+    try:
+        tables = PoolTables.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        near = difflib.get_close_matches(key.split(".")[-1], _KEYS, n=1) if first["type"] == "extra_forbidden" else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}{hint}") from None
+    for section, kind in (("generate", GenerationRecipe), ("train", TrainingRecipe)):
+        recipe(tables, section, kind)
+    return PlanPool(classes=tuple(_devices(entry, catalogue) for entry in tables.devices), tables=tables)
+
+
+_KEYS = sorted({name for kind in (PoolEntry, PlannedWorkload, PoolTables) for name in kind.model_fields})
+
+
+def recipe(tables: PoolTables, section: str, kind: type[Any], **defaults: Any) -> Any:
+    """A recipe with the file's options over ``defaults``. Raises ConfigurationError."""
+    try:
+        return msgspec.convert(defaults | getattr(tables, section), kind)
+    except msgspec.ValidationError as error:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        raise ConfigurationError(f"pool: [{section}]: {error}; keys: {known}") from None
+
+
+def _devices(entry: PoolEntry, catalogue: Catalogue) -> PlanDevices:
+    name, count, per_node, network = entry.device, entry.count, entry.count, entry.network_bytes_per_s
+    if entry.machine:
+        machine = catalogue.entry("machines", entry.machine, MachineFigures)
+        name, per_node, count = machine.device, machine.devices, entry.machines * machine.devices
+        if network is None and machine.network_bytes_per_s is not None:
+            network = machine.network_bytes_per_s / machine.devices
+    if entry.nodes and len(entry.nodes) != entry.machines:
+        raise ConfigurationError(f"pool: {entry.machine or name}: {entry.machines} machines, {len(entry.nodes)} nodes")
+    device = RatedDevice(
+        name=name,
+        figures=catalogue.entry("devices", name, DeviceFigures),
+        per_node=per_node,
+        network_bytes_per_s=network,
+    )
+    price = price_of(catalogue, entry.price) if entry.price else None
+    return PlanDevices(device=device, count=count, nodes=entry.nodes, usd_per_hour=price)

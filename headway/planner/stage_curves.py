@@ -1,0 +1,267 @@
+"""How fast each side of a run is on some number of devices: by roofline, over all ways to spread the model.
+
+What comes out is what a calibration measures (`records/check_report.Calibration`), so that `control/tuning/forecast.py`
+predicts the run from either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from statistics import NormalDist
+
+import msgspec
+
+from headway.config.schema import Experiment
+from headway.control.lengths import LengthDistribution, length_distribution
+from headway.control.rates.figures import ModelFigures, Parallelism, RatedDevice
+from headway.control.rates.generation import GenerationRecipe, ReplicaRates
+from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
+from headway.planner.pool_file import PlanDevices, PlanPool, recipe
+from headway.planner.quantities import Quantity
+from headway.records.check_report import Calibration
+from headway.records.errors import ConfigurationError
+
+_QUANTILES = 200
+# Published runs (docs/planning.md) lie within this of the roofline with its fixed efficiencies.
+ROOFLINE_ERROR = 0.5
+_LOGIT_VALUES = 1 << 25  # that Headway's trainer has at once
+
+
+class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """The generator on some devices: its replicas, and a decode step of one of them."""
+
+    replicas: int
+    per_replica: int
+    spread: str
+    slots: int
+    tensor: int = 1
+    fixed_s: float  # a decode step takes fixed + requests x request; prefills are in the latter
+    request_s: float
+    bytes_per_device: float | None = None
+
+
+class TrainingCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer on some devices: a step takes fixed + tokens x token."""
+
+    copies: int
+    spread: str
+    fixed_s: float
+    token_s: float
+    bytes_per_device: float | None = None
+
+
+class RooflineCurves:
+    """Curves of a model on a pool, by `control/rates`. Where nothing fits, ``reasons`` says why."""
+
+    error = ROOFLINE_ERROR
+    error_is = "the roofline's, with fixed efficiencies; headway plan --profile measures them here"
+
+    def __init__(self, experiment: Experiment, model: ModelFigures, trained_share: float, pool: PlanPool) -> None:
+        workload = pool.tables.workload
+        if workload is None:
+            raise ConfigurationError(
+                "pool: [workload] is missing: lengths decide where devices belong. Give prompt_tokens and "
+                "response_tokens, or measure with headway plan --profile"
+            )
+        self.experiment, self.model, self.pool, self.workload = experiment, model, pool, workload
+        limit = experiment.rollout.max_response_tokens
+        self.lengths = lengths_of(workload.response_tokens, limit)
+        self.prompt_tokens = sum(_values(workload.prompt_tokens)) / _QUANTILES
+        self.reasons: dict[str, str] = {}
+        settings = experiment.trainer
+        logits = max(1, _LOGIT_VALUES // model.vocabulary)
+        self._train = recipe(
+            pool.tables,
+            "train",
+            TrainingRecipe,
+            dtype=settings.dtype,
+            sharded=False,
+            recompute=settings.gradient_checkpointing,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            logit_tokens=logits,
+            trained_share=trained_share,
+        )
+        slots = {"slots": experiment.generator.slots}
+        self._generate = recipe(pool.tables, "generate", GenerationRecipe, dtype=experiment.generator.dtype, **slots)
+        self.generation, self.training = cache(self._generation), cache(self._training)
+
+    @property
+    def shards(self) -> bool:
+        """Whether the trainer's weights are sharded."""
+        return self._train.sharded
+
+    @property
+    def unusual(self) -> list[str]:
+        """Options of the generator's recipe that a configuration has no key for."""
+        usual = GenerationRecipe(dtype=self.experiment.generator.dtype)
+        skipped = ("slots", "parallelism")
+        names = (field.name for field in msgspec.structs.fields(GenerationRecipe))
+        return [n for n in names if n not in skipped and getattr(self._generate, n) != getattr(usual, n)]
+
+    @property
+    def samples(self) -> int:
+        return self.experiment.queue.groups_per_step * self.experiment.rollout.group_size
+
+    def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
+        """The fastest way to generate on ``devices`` of class ``at``; ``resident`` bytes of each are the trainer's."""
+        kind, found = self.pool.classes[at], list[tuple[float, GenerationCurve]]()
+        for spread in self._spreads(kind, devices):
+            one = ReplicaRates(
+                model=self.model,
+                device=_without(kind.device, resident),
+                recipe=msgspec.structs.replace(self._generate, parallelism=spread),
+            )
+            if devices % one.devices:
+                continue
+            replicas = devices // one.devices
+            try:
+                curve = self._curve(one, replicas)
+            except ConfigurationError as error:
+                self.reasons.setdefault("generate", str(error))
+                continue
+            step_s = curve.fixed_s + curve.request_s * curve.slots
+            found.append((replicas * curve.slots / step_s, curve))
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _curve(self, one: ReplicaRates, replicas: int) -> GenerationCurve:
+        mean = self.lengths.mean_tokens
+        context, queue = self.prompt_tokens + mean / 2, self.experiment.queue
+        admitted = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
+        slots = max(1, min(one.concurrency(context), math.ceil(admitted / replicas)))
+        many, few = one.step_s(slots, context), one.step_s(max(1.0, slots / 2), context)
+        request_s = (many - few) / (slots / 2) if slots > 1 else 0.0
+        prefill_s = self.prompt_tokens / one.prefill_tokens_per_s(max(1.0, self.prompt_tokens))
+        cached = one.model.kv_bytes(context, 2.0) * slots / one.recipe.parallelism.devices
+        return GenerationCurve(
+            replicas=replicas,
+            per_replica=one.devices,
+            spread=_words(one.recipe.parallelism),
+            tensor=one.recipe.parallelism.tensor,
+            slots=slots,
+            fixed_s=many - request_s * slots,
+            request_s=request_s + (0.0 if one.recipe.prefill_devices else prefill_s / mean),
+            bytes_per_device=one.weight_bytes() + cached,
+        )
+
+    def _training(self, at: int, devices: int) -> TrainingCurve | None:
+        """The fastest way to train on ``devices`` of class ``at``."""
+        kind, found = self.pool.classes[at], list[tuple[float, TrainingCurve]]()
+        mean = self.prompt_tokens + self.lengths.mean_tokens
+        longest, tokens = float(self.experiment.max_sequence_tokens), self.samples * mean
+        for spread in self._training_spreads(kind, devices):
+            one = TrainerRates(
+                model=self.model,
+                device=kind.device,
+                devices=devices,
+                recipe=msgspec.structs.replace(self._train, parallelism=spread),
+            )
+            try:
+                copies = one.copies
+                one.require_memory(longest)
+                whole, half = one.step_s(tokens, mean), one.step_s(tokens / 2, mean)
+                if self.experiment.algorithm.kl_coefficient > 0:
+                    whole += one.step_s(tokens, mean, scoring=True)
+                    half += one.step_s(tokens / 2, mean, scoring=True)
+            except ConfigurationError as error:
+                self.reasons.setdefault("train", str(error))
+                continue
+            token_s = max(0.0, (whole - half) / (tokens / 2))
+            curve = TrainingCurve(
+                copies=copies,
+                spread=_words(spread) + (f", sharded over {devices}" if self._train.sharded else ""),
+                fixed_s=max(0.0, whole - token_s * tokens),
+                token_s=token_s,
+                bytes_per_device=one.memory(longest).total,
+            )
+            found.append((whole, curve))
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
+        """Ways to spread a replica: the file's, or for vLLM tensor parallelism by powers of two, with the experts."""
+        given = self._generate.parallelism
+        if given != Parallelism() or (self.experiment.generator.engine == "torch" and not self.pool.tables.generate):
+            yield given
+            return
+        for tensor in _powers(min(devices, 2 * kind.device.per_node)):
+            yield Parallelism(tensor=tensor, expert=tensor if self.model.expert_parameters else 1)
+
+    def _training_spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
+        """The file's, or where weights may be sharded tensor and context parallelism inside a node, and experts."""
+        given = self._train.parallelism
+        if given != Parallelism() or not self._train.sharded:
+            yield given
+            return
+        inside = [count for count in _powers(min(8, kind.device.per_node)) if devices % count == 0]
+        experts = [1, *(_powers(devices)[1:] if self.model.expert_parameters else ())]
+        for tensor, context, expert in product(inside, inside, experts):
+            if devices % (tensor * context) == 0 and devices % expert == 0:
+                yield Parallelism(tensor=tensor, context=context, expert=expert)
+
+    def calibration(
+        self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
+    ) -> Calibration:
+        """Predict what a calibration of this placement would measure."""
+        workload, mean = self.workload, self.lengths.mean_tokens
+        requests = float(min(generation.slots * generation.replicas, self.experiment.concurrent_rollouts))
+        step_s = generation.fixed_s + generation.request_s * requests / generation.replicas
+        tokens = self.samples * (self.prompt_tokens + mean)
+        step_train_s = training.fixed_s + tokens * training.token_s
+        size = self.model.parameters * self._train.trained_share * 2.0
+        network = kind.device.network_bytes_per_s or kind.device.figures.link_bytes_per_s or 1e10
+        speed = self.pool.tables.transport_bytes_per_s or network * kind.device.reached.link
+        transport = self.pool.tables.transport
+        published_s = publish_s(size, transport, {transport: speed}, generation.replicas)
+        return Calibration(
+            measured_s=0.0,
+            start_s=0.0,
+            at_once=not shared,
+            lengths=self.lengths.summary(workload.group_correlation),
+            prompt_tokens=self.prompt_tokens,
+            prefill_tokens_per_s=0.0,
+            decode_running=requests,
+            decode_tokens_per_s=requests / step_s,
+            decode_beside_tokens_per_s=None,
+            decode_fixed_s=generation.fixed_s,
+            decode_request_s=generation.request_s,
+            train_tokens_per_s=tokens / step_train_s,
+            train_samples=self.samples,
+            train_fixed_s=training.fixed_s,
+            train_token_s=training.token_s,
+            publish_s=published_s,
+            apply_s=published_s,
+            pause_s=0.0,
+            verify_response_s=workload.verify_s,
+            groups=1000,
+            accepted_groups=round(1000 * workload.acceptance),
+            failed_rollouts=0,
+        )
+
+
+def lengths_of(quantity: Quantity, limit: int) -> LengthDistribution:
+    """Response lengths of a described workload, none beyond ``limit`` tokens."""
+    return length_distribution(((max(1, round(value)), True) for value in _values(quantity)), limit)
+
+
+def _values(quantity: Quantity) -> list[float]:
+    normal = NormalDist()
+    return [quantity.at_normal(normal.inv_cdf((index + 0.5) / _QUANTILES)) for index in range(_QUANTILES)]
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _words(spread: Parallelism) -> str:
+    parts = [f"{name} {count}" for name, count in msgspec.structs.asdict(spread).items() if count > 1]
+    return ", ".join(parts) or "1 device"
+
+
+def _without(device: RatedDevice, resident: float) -> RatedDevice:
+    """``device`` with so many bytes taken, of those that can be used."""
+    if not resident:
+        return device
+    left = max(1.0, device.figure("memory_bytes") - resident / device.reached.usable_memory)
+    return msgspec.structs.replace(device, figures=msgspec.structs.replace(device.figures, memory_bytes=left))

@@ -1,0 +1,198 @@
+"""`headway plan CONFIG --pool`: what it chooses, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.cli.main import main as headway
+from headway.config.load import changed_experiment, load_experiment
+from headway.planner.plan_files import read_plan
+from headway.planner.run_plan import digest, planned_settings
+from headway.records.errors import ConfigurationError
+from headway.report.run_plan import draw_plan
+
+QWEN = {
+    "model_type": "qwen2", "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096,
+    "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768,
+}  # fmt: skip
+EXPERIMENT = """
+[run]
+directory = "runs/planned"
+[model]
+path = "{model}"
+[tasks.train]
+path = "tasks.jsonl"
+[verifier]
+name = "numeric"
+[rollout]
+group_size = 8
+max_prompt_tokens = 512
+max_response_tokens = 8192
+[generator]
+devices = ["cuda:0"]
+slots = 256
+dtype = "bfloat16"
+[queue]
+groups_per_step = 16
+budget = 2
+[trainer]
+devices = ["cuda:1"]
+dtype = "bfloat16"
+micro_batch_tokens = 16384
+gradient_checkpointing = true
+"""
+POOL = """
+[[devices]]
+machine = "H200x8"
+price = "owned.H200"
+[workload]
+prompt_tokens = 200
+response_tokens = { kind = "lognormal", median = 1000, p99 = 6000 }
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "experiment.toml").write_text(EXPERIMENT.format(model=model))
+    (tmp_path / "pool.toml").write_text(POOL)
+    return str(tmp_path / "experiment.toml"), str(tmp_path / "pool.toml")
+
+
+def plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert headway(["plan", files[0], "--pool", files[1], "--no-simulate", "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(files: tuple[str, str], capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert headway(["plan", files[0], "--pool", files[1], "--no-simulate", *options]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_gives_each_side_devices_and_no_placement_is_faster_than_its_bound(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+):
+    found = plan(files, capsys)
+    generate, train = found["stages"]
+    assert found["mode"] in ("spatial", "temporal", "hybrid")
+    assert set(generate["names"]) | set(train["names"]) <= {f"cuda:{index}" for index in range(8)}
+    if found["mode"] == "spatial":
+        assert not set(generate["names"]) & set(train["names"])
+    assert found["samples_per_s"] <= found["bound_samples_per_s"] * 1.02  # the simulation's sampling
+    assert found["samples_per_s_range"][0] < found["samples_per_s"] < found["samples_per_s_range"][1]
+    assert {other["name"].partition(":")[0] for other in found["others"]} | {found["mode"]} == {
+        "spatial", "temporal", "hybrid"
+    }  # fmt: skip
+    assert all(other["value"] <= found["samples_per_s"] for other in found["others"])
+    assert json.loads(found["settings"]["trainer.devices"]) == train["names"]
+
+
+def test_a_cheaper_plan_is_not_a_faster_one(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+    fast, cheap = plan(files, capsys), plan(files, capsys, "--objective", "cost")
+    assert cheap["usd_per_mtok"] <= fast["usd_per_mtok"] * 1.0001
+    assert cheap["samples_per_s"] <= fast["samples_per_s"] * 1.0001
+    assert cheap["usd_per_hour"] < fast["usd_per_hour"]
+
+
+def test_the_real_orchestrator_confirms_the_rate_in_virtual_time(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+):
+    assert headway(["plan", files[0], "--pool", files[1], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated_samples_per_s"] == pytest.approx(found["samples_per_s"], rel=0.15)
+
+
+def test_what_a_plan_writes_can_be_read_loaded_and_drawn(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    written, whole, picture = (str(tmp_path / name) for name in ("plan.json", "planned.toml", "plan.svg"))
+    options = ("--output", written, "--write", whole, "--picture", picture)
+    found = plan(files, capsys, *options)
+    read = read_plan(written)
+    assert json.loads(msgspec.json.encode(read)) == found
+    experiment = load_experiment(whole)
+    assert list(experiment.trainer.devices) == found["stages"][1]["names"]
+    assert experiment.generator.slots == found["stages"][0]["slots"]
+    assert Path(picture).read_text().count("<svg") == 1
+    assert draw_plan(read) == draw_plan(read)
+    assert "--output" in refused(files, capsys, *options)  # nothing is written over
+    assert planned_settings(load_experiment(files[0]), read, written) == found["settings"]
+    assert headway(["plan", "--compare", written, written]) == 0
+    assert "1.000 times" in capsys.readouterr().out
+
+
+def test_a_plan_for_another_configuration_is_refused(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    written = str(tmp_path / "plan.json")
+    plan(files, capsys, "--output", written)
+    read, experiment = read_plan(written), load_experiment(files[0])
+    for key, value in {"generator.slots": "7", "run.seed": "5", "trainer.devices": '["cuda:4"]'}.items():
+        assert digest(changed_experiment(experiment, {key: value})) == read.made_for
+    with pytest.raises(ConfigurationError, match="was made for another configuration"):
+        planned_settings(changed_experiment(experiment, {"queue.budget": "5"}), read, written)
+    assert headway(["train", files[0], "--plan", written, "--queue.budget=5"]) == 2
+    assert "was made for another configuration" in capsys.readouterr().err
+    assert headway(["train", files[0], "--plan", files[1]]) == 2
+    assert "is no plan that headway plan wrote" in capsys.readouterr().err
+
+
+def test_what_a_configuration_cannot_say_is_planned_but_not_run(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    Path(files[1]).write_text(POOL + "[train]\nsharded = true\n[generate]\ndraft_tokens = 3\ndraft_acceptance = 0.7\n")
+    written = str(tmp_path / "plan.json")
+    found = plan(files, capsys, "--output", written)
+    assert any("hold the model whole" in reason for reason in found["refused"])
+    assert any("draft_tokens" in reason for reason in found["refused"])
+    with pytest.raises(ConfigurationError, match="can't be run"):
+        planned_settings(load_experiment(files[0]), read_plan(written), written)
+    assert "hold the model whole" in refused(files, capsys, "--write", str(tmp_path / "whole.toml"))
+    assert not (tmp_path / "whole.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (
+            POOL.replace("machine =", "machin ="),
+            "devices.0.machin: Extra inputs are not permitted; did you mean machine",
+        ),
+        (POOL.replace('machine = "H200x8"', ""), "give machine (with machines) or device (with count)"),
+        (POOL.replace("H200x8", "H200x9"), "machines.H200x9: unknown; known: H200x8"),
+        (POOL.partition("[workload]")[0], "[workload] is missing"),
+        (POOL + "[train]\nshard = true\n", "pool: [train]"),
+        (POOL.replace("owned.H200", "-2"), "-2"),
+        ("[[devices]", "is not valid TOML"),
+    ],
+)
+def test_bad_pools_are_refused_by_key(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], pool: str, message: str
+):
+    Path(files[1]).write_text(pool)
+    assert message in refused(files, capsys)
+
+
+def test_a_plan_by_cost_needs_prices_and_a_model_that_fits_nowhere_says_what_would_do(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+):
+    Path(files[1]).write_text(POOL.replace('price = "owned.H200"', ""))
+    assert "price is missing" in refused(files, capsys, "--objective", "cost")
+    model = Path(files[0]).parent / "model" / "config.json"
+    model.write_text(json.dumps(QWEN | {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}))
+    assert "weights, gradients and optimiser" in refused(files, capsys)
+
+
+def test_ways_to_ask_that_make_no_sense(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+    for arguments in (["plan"], ["plan", files[0]], ["plan", files[0], "--pool", files[1], "--graph", "x.json"]):
+        assert headway(arguments) == 2
+        assert "give one of CONFIG with --pool, --graph, --compare" in capsys.readouterr().err
+    assert headway(["plan", files[0], "--pool", "nowhere.toml"]) == 2
+    assert "nowhere.toml can't be read" in capsys.readouterr().err
