@@ -16,6 +16,9 @@ Parts, each of which can be run alone:
   planned, `--repeats` times each; the figure is the slowest workflow's least time, since other processes only ever add
   to it; `..._cpu_s` is the processor time of the same run, `..._seconds` has each workflow's times.
 - `two_classes`: 128 devices and 6 stages with two classes of devices (3/4 and 1/4 of them).
+- `published`: what published runs found, asked of the rate models (`parts/published_findings.py`), with the deviation
+  of each. `findings`, `findings_hold`: rows, and those whose direction comes out; `findings_deviate`: rows of which a
+  number is more than 0.15 beyond the published range.
 
 Prints a line as each workflow is done, what remains, and as the last line one JSON object.
 """
@@ -34,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+from parts.published_findings import findings
 from placement_brute_force import BruteForce
 from placement_cases import large_case, small_case
 
@@ -44,6 +48,7 @@ from headway.records.plan import DevicePool, Objective, Workflow
 
 Report = dict[str, Any]
 EQUAL = 1e-9  # relative
+DEVIATES = 0.15
 LARGE = {"128x6": (128, 6), "1024x12": (1024, 12)}  # devices, stages
 
 
@@ -113,7 +118,23 @@ def two_classes(arguments: argparse.Namespace) -> Report:
     return large(arguments, ["128x6"], classes=2, suffix="_two_classes")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {"small": small, "large": large, "two_classes": two_classes}
+def published(arguments: argparse.Namespace) -> Report:
+    """Ask the rate models for published findings."""
+    rows = list(findings())
+    for row in rows:
+        beyond = "" if row.deviation is None else f", {row.deviation:.2f} beyond the range"
+        mark = "holds" if row.holds else "DOES NOT HOLD"
+        print(f"published: {row.name}: {mark}{beyond}\n    published: {row.published}\n    found:     {row.found}")
+    deviate = [row.name for row in rows if (row.deviation or 0.0) > DEVIATES]
+    return {"findings": len(rows), "findings_hold": sum(row.holds for row in rows), "findings_deviate": deviate}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {
+    "small": small,
+    "large": large,
+    "two_classes": two_classes,
+    "published": published,
+}
 
 
 def main() -> None:
