@@ -27,7 +27,7 @@ from headway.control.tuning.forecast import (
 )
 from headway.control.tuning.ledger_model import shape_of
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
-from headway.planner.stage_curves import GenerationCurve, RooflineCurves, TrainingCurve
+from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve
 from headway.records.check_report import Calibration, Forecast
 from headway.records.errors import ConfigurationError
 from headway.records.plan import (
@@ -84,7 +84,7 @@ class PlannedRun(NamedTuple):
     workload: PlannedWorkload
 
 
-def plan_run(experiment: Experiment, pool: PlanPool, curves: RooflineCurves, objective: Objective) -> PlannedRun:
+def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, objective: Objective) -> PlannedRun:
     """The plan that is best in ``objective``: trained samples/s, or dollars for a sample.
 
     Raises ConfigurationError where no placement has the memory (which stage, how much, what would do) and for a plan
@@ -154,7 +154,7 @@ def _counts(most: int) -> list[int]:
     return sorted(counts)
 
 
-def _searched(pool: PlanPool, curves: RooflineCurves, objective: Objective) -> tuple[float, tuple[int, int]]:
+def _searched(pool: PlanPool, curves: StageCurves, objective: Objective) -> tuple[float, tuple[int, int]]:
     """(samples/s that no placement exceeds, (generators, trainers) proposed), by the exact search over stages in
     turn and side by side."""
     times: dict[str, list[TimePoint]] = {"generate": [], "train": []}
@@ -210,7 +210,7 @@ def _placements(pool: PlanPool, proposed: tuple[int, int]) -> Iterator[Placement
                     yield Placement(g, training.count, t, trainers, trainers)
 
 
-def _candidate(experiment: Experiment, pool: PlanPool, curves: RooflineCurves, at: Placement) -> Candidate | None:
+def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: Placement) -> Candidate | None:
     training = curves.training(at.train_on, at.trainers)
     if training is None:
         return None
@@ -242,12 +242,12 @@ def _shape(experiment: Experiment, generation: GenerationCurve, training: Traini
     )
 
 
-def _calibration(pool: PlanPool, curves: RooflineCurves, one: Candidate) -> Calibration:
+def _calibration(pool: PlanPool, curves: StageCurves, one: Candidate) -> Calibration:
     at = one.placement
     return curves.calibration(pool.classes[at.train_on], one.generation, one.training, shared=bool(at.shared))
 
 
-def _forecast(experiment: Experiment, pool: PlanPool, curves: RooflineCurves, one: Candidate) -> Forecast:
+def _forecast(experiment: Experiment, pool: PlanPool, curves: StageCurves, one: Candidate) -> Forecast:
     shape = _shape(experiment, one.generation, one.training, one.placement)
     return forecast(shape, _calibration(pool, curves, one), curves.lengths)
 
@@ -258,7 +258,7 @@ def _forecast(experiment: Experiment, pool: PlanPool, curves: RooflineCurves, on
 def _written(
     experiment: Experiment,
     pool: PlanPool,
-    curves: RooflineCurves,
+    curves: StageCurves,
     objective: Objective,
     best: Candidate,
     predicted: Forecast,
@@ -335,7 +335,7 @@ def _names(kind: PlanDevices, first: int, count: int) -> tuple[str, ...]:
 
 
 def _refused(
-    experiment: Experiment, best: Candidate, kinds: tuple[PlanDevices, PlanDevices], curves: RooflineCurves
+    experiment: Experiment, best: Candidate, kinds: tuple[PlanDevices, PlanDevices], curves: StageCurves
 ) -> Iterator[str]:
     """Yield what the plan needs and a configuration can't say."""
     if best.training.spread != "1 device" or curves.shards:

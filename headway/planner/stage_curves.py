@@ -7,6 +7,7 @@ predicts the run from either.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -19,7 +20,7 @@ from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.figures import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
-from headway.planner.pool_file import PlanDevices, PlanPool, recipe
+from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool, recipe
 from headway.planner.quantities import Quantity
 from headway.records.check_report import Calibration
 from headway.records.errors import ConfigurationError
@@ -53,26 +54,91 @@ class TrainingCurve(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_device: float | None = None
 
 
-class RooflineCurves:
-    """Curves of a model on a pool, by `control/rates`. Where nothing fits, ``reasons`` says why."""
+class UpdateCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of publishing and applying a version, and what the two sides cost each other."""
+
+    publish_s: float
+    apply_s: float
+    pause_s: float = 0.0
+    beside: float = 1.0  # factor on a decode step while the trainer computes
+
+
+class StageCurves(ABC):
+    """Curves of a model on a pool, from which placements are compared. Where nothing fits, ``reasons`` says why."""
+
+    error: float  # relative, of predicted rates, and ...
+    error_is: str  # ... where it is from
+    shards = False  # whether the trainer's weights are sharded over devices
+    unusual: tuple[str, ...] = ()  # options of the generator that a configuration has no key for
+
+    def __init__(self, experiment: Experiment, model: ModelFigures, pool: PlanPool, workload: PlannedWorkload) -> None:
+        self.experiment, self.model, self.pool, self.workload = experiment, model, pool, workload
+        self.lengths = lengths_of(workload.response_tokens, experiment.rollout.max_response_tokens)
+        self.prompt_tokens = sum(_values(workload.prompt_tokens)) / _QUANTILES
+        self.samples = experiment.queue.groups_per_step * experiment.rollout.group_size
+        self.reasons: dict[str, str] = {}
+        self.generation, self.training = cache(self._generation), cache(self._training)
+
+    @abstractmethod
+    def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
+        """The generator on ``devices`` of class ``at``, ``resident`` bytes of each being the trainer's."""
+
+    @abstractmethod
+    def _training(self, at: int, devices: int) -> TrainingCurve | None:
+        """The trainer on ``devices`` of class ``at``."""
+
+    @abstractmethod
+    def update_costs(self, kind: PlanDevices, generation: GenerationCurve) -> UpdateCosts:
+        """Costs of bringing a version to the generator."""
+
+    def calibration(
+        self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
+    ) -> Calibration:
+        """Predict what a calibration of this placement would measure."""
+        workload, mean, costs = self.workload, self.lengths.mean_tokens, self.update_costs(kind, generation)
+        requests = float(min(generation.slots * generation.replicas, self.experiment.concurrent_rollouts))
+        tokens_per_s = requests / (generation.fixed_s + generation.request_s * requests / generation.replicas)
+        tokens = self.samples * (self.prompt_tokens + mean)
+        return Calibration(
+            measured_s=0.0,
+            start_s=0.0,
+            at_once=not shared,
+            lengths=self.lengths.summary(workload.group_correlation),
+            prompt_tokens=self.prompt_tokens,
+            prefill_tokens_per_s=0.0,
+            decode_running=requests,
+            decode_tokens_per_s=tokens_per_s,
+            decode_beside_tokens_per_s=tokens_per_s / costs.beside,
+            decode_fixed_s=generation.fixed_s,
+            decode_request_s=generation.request_s,
+            train_tokens_per_s=tokens / (training.fixed_s + tokens * training.token_s),
+            train_samples=self.samples,
+            train_fixed_s=training.fixed_s,
+            train_token_s=training.token_s,
+            publish_s=costs.publish_s,
+            apply_s=costs.apply_s,
+            pause_s=costs.pause_s,
+            verify_response_s=workload.verify_s,
+            groups=1000,
+            accepted_groups=round(1000 * workload.acceptance),
+            failed_rollouts=0,
+        )
+
+
+class RooflineCurves(StageCurves):
+    """Curves by `control/rates`, from data sheets."""
 
     error = ROOFLINE_ERROR
     error_is = "the roofline's, with fixed efficiencies; headway plan --profile measures them here"
 
     def __init__(self, experiment: Experiment, model: ModelFigures, trained_share: float, pool: PlanPool) -> None:
-        workload = pool.tables.workload
-        if workload is None:
+        if pool.tables.workload is None:
             raise ConfigurationError(
                 "pool: [workload] is missing: lengths decide where devices belong. Give prompt_tokens and "
                 "response_tokens, or measure with headway plan --profile"
             )
-        self.experiment, self.model, self.pool, self.workload = experiment, model, pool, workload
-        limit = experiment.rollout.max_response_tokens
-        self.lengths = lengths_of(workload.response_tokens, limit)
-        self.prompt_tokens = sum(_values(workload.prompt_tokens)) / _QUANTILES
-        self.reasons: dict[str, str] = {}
+        super().__init__(experiment, model, pool, pool.tables.workload)
         settings = experiment.trainer
-        logits = max(1, _LOGIT_VALUES // model.vocabulary)
         self._train = recipe(
             pool.tables,
             "train",
@@ -81,32 +147,17 @@ class RooflineCurves:
             sharded=False,
             recompute=settings.gradient_checkpointing,
             micro_batch_tokens=settings.micro_batch_tokens,
-            logit_tokens=logits,
+            logit_tokens=max(1, _LOGIT_VALUES // model.vocabulary),
             trained_share=trained_share,
         )
-        slots = {"slots": experiment.generator.slots}
-        self._generate = recipe(pool.tables, "generate", GenerationRecipe, dtype=experiment.generator.dtype, **slots)
-        self.generation, self.training = cache(self._generation), cache(self._training)
-
-    @property
-    def shards(self) -> bool:
-        """Whether the trainer's weights are sharded."""
-        return self._train.sharded
-
-    @property
-    def unusual(self) -> list[str]:
-        """Options of the generator's recipe that a configuration has no key for."""
-        usual = GenerationRecipe(dtype=self.experiment.generator.dtype)
-        skipped = ("slots", "parallelism")
-        names = (field.name for field in msgspec.structs.fields(GenerationRecipe))
-        return [n for n in names if n not in skipped and getattr(self._generate, n) != getattr(usual, n)]
-
-    @property
-    def samples(self) -> int:
-        return self.experiment.queue.groups_per_step * self.experiment.rollout.group_size
+        usual = GenerationRecipe(dtype=experiment.generator.dtype, slots=experiment.generator.slots)
+        self._generate = recipe(pool.tables, "generate", GenerationRecipe, **msgspec.structs.asdict(usual))
+        self.shards = self._train.sharded
+        changed = {k for k, v in msgspec.structs.asdict(self._generate).items() if v != getattr(usual, k)}
+        self.unusual = tuple(sorted(changed - {"slots", "parallelism"}))
 
     def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
-        """The fastest way to generate on ``devices`` of class ``at``; ``resident`` bytes of each are the trainer's."""
+        """See :meth:`StageCurves._generation`: the fastest way of all."""
         kind, found = self.pool.classes[at], list[tuple[float, GenerationCurve]]()
         for spread in self._spreads(kind, devices):
             one = ReplicaRates(
@@ -147,7 +198,7 @@ class RooflineCurves:
         )
 
     def _training(self, at: int, devices: int) -> TrainingCurve | None:
-        """The fastest way to train on ``devices`` of class ``at``."""
+        """See :meth:`StageCurves._training`: the fastest way of all."""
         kind, found = self.pool.classes[at], list[tuple[float, TrainingCurve]]()
         mean = self.prompt_tokens + self.lengths.mean_tokens
         longest, tokens = float(self.experiment.max_sequence_tokens), self.samples * mean
@@ -200,44 +251,13 @@ class RooflineCurves:
             if devices % (tensor * context) == 0 and devices % expert == 0:
                 yield Parallelism(tensor=tensor, context=context, expert=expert)
 
-    def calibration(
-        self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
-    ) -> Calibration:
-        """Predict what a calibration of this placement would measure."""
-        workload, mean = self.workload, self.lengths.mean_tokens
-        requests = float(min(generation.slots * generation.replicas, self.experiment.concurrent_rollouts))
-        step_s = generation.fixed_s + generation.request_s * requests / generation.replicas
-        tokens = self.samples * (self.prompt_tokens + mean)
-        step_train_s = training.fixed_s + tokens * training.token_s
-        size = self.model.parameters * self._train.trained_share * 2.0
+    def update_costs(self, kind: PlanDevices, generation: GenerationCurve) -> UpdateCosts:
+        """See :meth:`StageCurves.update_costs`."""
+        tables, size = self.pool.tables, self.model.parameters * self._train.trained_share * 2.0
         network = kind.device.network_bytes_per_s or kind.device.figures.link_bytes_per_s or 1e10
-        speed = self.pool.tables.transport_bytes_per_s or network * kind.device.reached.link
-        transport = self.pool.tables.transport
-        published_s = publish_s(size, transport, {transport: speed}, generation.replicas)
-        return Calibration(
-            measured_s=0.0,
-            start_s=0.0,
-            at_once=not shared,
-            lengths=self.lengths.summary(workload.group_correlation),
-            prompt_tokens=self.prompt_tokens,
-            prefill_tokens_per_s=0.0,
-            decode_running=requests,
-            decode_tokens_per_s=requests / step_s,
-            decode_beside_tokens_per_s=None,
-            decode_fixed_s=generation.fixed_s,
-            decode_request_s=generation.request_s,
-            train_tokens_per_s=tokens / step_train_s,
-            train_samples=self.samples,
-            train_fixed_s=training.fixed_s,
-            train_token_s=training.token_s,
-            publish_s=published_s,
-            apply_s=published_s,
-            pause_s=0.0,
-            verify_response_s=workload.verify_s,
-            groups=1000,
-            accepted_groups=round(1000 * workload.acceptance),
-            failed_rollouts=0,
-        )
+        speed = tables.transport_bytes_per_s or network * kind.device.reached.link
+        seconds = publish_s(size, tables.transport, {tables.transport: speed}, generation.replicas)
+        return UpdateCosts(publish_s=seconds, apply_s=seconds)
 
 
 def lengths_of(quantity: Quantity, limit: int) -> LengthDistribution:
