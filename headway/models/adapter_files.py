@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
-from headway.models.adapter_targets import CONFIG_FILE, AdaptedTarget, AdapterTarget, adapted_targets, stored_targets
+from headway.models.adapter_targets import CONFIG_FILE, AdaptedTarget, adapted_targets, stored_targets
 from headway.models.configuration import DecoderConfig, read_json
 from headway.models.loading import parse_dtype, save_model
 from headway.models.lora import Lora, merge
@@ -120,8 +120,9 @@ def base_digest(model: str | Path) -> str:
 def _theirs(lora: Lora) -> dict[str, Tensor]:
     """The adapter's matrices under PEFT's names, in its order of rows."""
     found: dict[str, Tensor] = {}
+    prefixes = _prefixes(lora.targets)
     for pair in lora.pairs():
-        prefix, (a, b) = _prefix(pair.target), (pair.a.detach(), pair.b.detach())
+        prefix, (a, b) = prefixes[pair.target.name], (pair.a.detach(), pair.b.detach())
         if pair.target.experts:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
         elif (rotary := pair.target.rotary_dim) is not None:
@@ -134,9 +135,10 @@ def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, T
     """Inverse of `_theirs`. Raises ConfigurationError for a missing, unexpected or misshapen tensor."""
     found: dict[str, Tensor] = {}
     known: set[str] = set()
+    prefixes = _prefixes(targets)
     for adapted in targets:
         target, rank = adapted.target, adapted.rank
-        names = [f"{_prefix(target)}.lora_{which}.weight" for which in "AB"]
+        names = [f"{prefixes[target.name]}.lora_{which}.weight" for which in "AB"]
         known |= set(names)
         for name, shape in zip(
             names, ((target.parts * rank, target.columns), (target.rows, target.parts * rank)), strict=True
@@ -158,12 +160,17 @@ def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, T
     return found
 
 
-def _prefix(target: AdapterTarget) -> str:
-    """PEFT's name of a target. Of the two parameters of a mixture it wraps one in the other."""
-    if not target.experts:
-        return _PREFIX + target.name
-    module = target.name.rpartition(".")[0]
-    return f"{_PREFIX}{module}.base_layer" if target.product == "gate_up" else _PREFIX + module
+def _prefixes(targets: Sequence[AdaptedTarget]) -> dict[str, str]:
+    """PEFT's names of the targets, by ours. A parameter of a mixture has its module's; of two it wraps the first in the
+    second."""
+    found: dict[str, str] = {}
+    wrapped: dict[str, str] = {}  # a mixture's module -> the target that has its name so far
+    for target in (adapted.target for adapted in targets):
+        module = target.name.rpartition(".")[0] if target.experts else target.name
+        if module in wrapped:
+            found[wrapped[module]] += ".base_layer"
+        found[target.name], wrapped[module] = _PREFIX + module, target.name
+    return found
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:

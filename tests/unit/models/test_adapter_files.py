@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gemma": ("gemma2", ("all-linear",), ()),
     "mixture": ("qwen3_moe", ("all-linear", "mlp.gate"), EXPERTS),
     "other mixture": ("mixtral", ("o_proj",), EXPERTS),
+    "one parameter": ("qwen3_moe", ("o_proj",), EXPERTS[:1]),
+    "the other": ("qwen3_moe", ("o_proj",), EXPERTS[1:]),
 }
 EACH = pytest.mark.parametrize("case", CASES)
 
