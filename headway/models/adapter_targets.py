@@ -11,12 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from headway.config.adapter import AdapterConfig
 from headway.models.configuration import DecoderConfig, read_json
 from headway.records.errors import ConfigurationError
+from headway.runtime.nodes.files import file_digests, folder_digest
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"  # of an adapter's folder
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
 # Keys of a LoraConfig that change what is computed, with the value that means they don't.
 _PLAIN: dict[str, Any] = {
     "bias": "none",
@@ -213,6 +218,29 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
         alpha = _by_pattern(file, given, "lora_alpha", "alpha_pattern", target.name)
         found.append(AdaptedTarget(target=target, rank=rank, alpha=alpha, rslora=bool(given.get("use_rslora"))))
     return tuple(found)
+
+
+def stored_metadata(folder: Path, model: str | Path) -> dict[str, str]:
+    """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for a file that can't be read, and
+    where it says that they were trained on another base than the folder ``model``."""
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="np") as content:
+            metadata: dict[str, str] = content.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+    if metadata.get(BASE, "") not in ("", base_digest(model)):
+        raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
+    return metadata
+
+
+def base_digest(model: str | Path) -> str:
+    """Digest that tells a model folder's weights from others: of its config.json and of sizes, headers and samples of
+    its *.safetensors. What else lies there, a generation_config.json say, may change."""
+    found = file_digests(Path(model))
+    return folder_digest(
+        {name: one for name, one in found.items() if re.fullmatch(r"config\.json|[^/]+\.safetensors", name)}
+    )
 
 
 def _by_pattern(file: Path, given: Mapping[str, Any], key: str, patterns: str, name: str) -> float:

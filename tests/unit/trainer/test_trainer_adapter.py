@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import build_arrays, lay_out
+from headway.models import adapter_files, adapter_targets
 from headway.models.adapter_files import load_adapter, merge_folders
 from headway.models.kernels import norm_rotate, rms_norm
 from headway.models.loading import load_model
@@ -126,6 +129,21 @@ def test_a_checkpoint_of_another_base_is_refused_before_anything_is_changed(buil
     with pytest.raises(ConfigurationError, match="of another base"):
         trainer.load_checkpoint(str(tmp_path / "step_00000000"))
     assert same(before, adapter_of(trainer))
+
+
+def test_an_adapter_belongs_to_the_base_that_was_loaded(
+    build: Build, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(model, tmp_path / "base")
+    trainer = build(model={"path": str(tmp_path / "base")})
+    make_model(tmp_path / "other", seed=1)
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "other").rename(tmp_path / "base")
+    monkeypatch.setattr(adapter_files, "base_digest", None)  # saving doesn't read the base again
+    for name in ("one", "two"):
+        trainer.save_weights(str(tmp_path / name))
+        with safe_open(tmp_path / name / "adapter_model.safetensors", "pt") as content:
+            assert content.metadata()["base_digest"] == adapter_targets.base_digest(model)
 
 
 def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
