@@ -36,7 +36,7 @@ class CheckpointCorrupt(ConfigurationError):
 
 
 class StepRefused(HeadwayError, ValueError):
-    """A call of the trainer that doesn't go with its version, its earlier calls or the algorithm: nothing was changed."""
+    """A call of the trainer that doesn't go with its version, earlier calls or the algorithm: nothing was changed."""
 
 
 class HookFailed(HeadwayError):

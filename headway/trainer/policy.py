@@ -309,7 +309,7 @@ class PolicyGradient:
             progress.tokens += batch.sample_tokens
             progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
-            progress.flops += 3.0 * self.learner.flops(batch)
+            progress.flops += self.learner.training_flops(batch)
         return total
 
     def _terms(

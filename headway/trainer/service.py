@@ -122,8 +122,8 @@ class TrainerService(ModelService):
         return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
 
     def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
-        """Accumulate the gradients of a part of the next step; see `PolicyGradient.forward_backward`. Raises StepRefused
-        when its step isn't the present version."""
+        """Accumulate the gradients of a part of the next step; see `PolicyGradient.forward_backward`. Raises
+        StepRefused when its step isn't the present version."""
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         done = self.policy.forward_backward(part.arrays(), part.step, loss, divisor)

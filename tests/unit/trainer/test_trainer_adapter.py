@@ -191,6 +191,11 @@ def test_parts_give_the_gradient_of_the_batch(build: Build) -> None:
         torch.testing.assert_close(one, adapter_of(apart)[name], rtol=1e-3, atol=1e-5)
 
 
+def test_the_work_of_a_step_has_no_gradients_of_frozen_matrices(build: Build) -> None:
+    whole, beside = (trainer.train_step(lay_out(make_batch(0))).flops for trainer in (build(None), build()))
+    assert 2 / 3 < beside / whole < 0.75  # products with weights cost two thirds, attention the same
+
+
 def test_gradient_checkpointing_changes_nothing(build: Build) -> None:
     trainers = build(), build(trainer={"gradient_checkpointing": True})
     for trainer in trainers:
