@@ -220,13 +220,13 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
     return tuple(found)
 
 
-def stored_metadata(folder: Path, model: str | Path) -> dict[str, str]:
+def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
     """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for a file that can't be read, and
     where it says that they were trained on another base than the folder ``model``."""
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="np") as content:
-            metadata: dict[str, str] = content.metadata() or {}
+            metadata: dict[str, Any] = content.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
     if metadata.get(BASE, "") not in ("", base_digest(model)):
