@@ -5,29 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headway.config.adapter import AdapterConfig
-from headway.models.adapter_targets import CONFIG_FILE, AdaptedTarget, AdapterTarget, adapted_targets, stored_targets
+from headway.models.adapter_targets import (
+    BASE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdaptedTarget,
+    adapted_targets,
+    base_digest,
+    stored_metadata,
+    stored_targets,
+)
 from headway.models.configuration import DecoderConfig, read_json
 from headway.models.loading import parse_dtype, save_model
 from headway.models.lora import Lora, merge
 from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
-from headway.runtime.nodes.files import file_digests, folder_digest
 from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
-_QUANTIZATION = "base_quantization"  # that the adapter was trained with, likewise
+_QUANTIZATION = "base_quantization"  # that the adapter was trained with, in the metadata of the weights' file
 
 
 def open_adapter(
@@ -44,7 +49,9 @@ def open_adapter(
     targets = adapted_targets(config, settings)
     if settings.path:
         return load_adapter(settings.path, model, config, device=device, dtype=dtype)
-    return Lora(targets, device, dtype, seed)
+    lora = Lora(targets, device, dtype, seed)
+    lora.base = base_digest(model)
+    return lora
 
 
 def load_adapter(
@@ -60,17 +67,10 @@ def load_adapter(
     folder = Path(folder)
     targets = stored_targets(folder, config)
     file = folder / WEIGHTS_FILE
-    try:
-        with safe_open(file, framework="pt") as content:
-            metadata = content.metadata() or {}
-            stored = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
-    if metadata.get(_BASE, "") not in ("", base_digest(model)):
-        raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
+    metadata = stored_metadata(folder, model)
     lora = Lora(targets, device, dtype)
-    lora.quantization = metadata.get(_QUANTIZATION)
-    lora.copy_weights(_ours(file, targets, stored))
+    lora.base, lora.quantization = metadata.get(BASE) or base_digest(model), metadata.get(_QUANTIZATION)
+    lora.copy_weights(_ours(file, targets, load_file(file)))
     return lora
 
 
@@ -80,7 +80,7 @@ def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: one.cpu().contiguous() for name, one in _theirs(lora).items()}
-    metadata = {"format": "pt", _BASE: base_digest(model)}
+    metadata = {"format": "pt", BASE: lora.base or base_digest(model)}
     if lora.quantization is not None:
         metadata[_QUANTIZATION] = lora.quantization
     save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
@@ -108,20 +108,12 @@ def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) ->
         flush(target.parent)
 
 
-def base_digest(model: str | Path) -> str:
-    """Digest that tells a model folder's weights from others: of its config.json and of sizes, headers and samples of
-    its *.safetensors. What else lies there, a generation_config.json say, may change."""
-    found = file_digests(Path(model))
-    return folder_digest(
-        {name: one for name, one in found.items() if re.fullmatch(r"config\.json|[^/]+\.safetensors", name)}
-    )
-
-
 def _theirs(lora: Lora) -> dict[str, Tensor]:
     """The adapter's matrices under PEFT's names, in its order of rows."""
     found: dict[str, Tensor] = {}
+    prefixes = _prefixes(lora.targets)
     for pair in lora.pairs():
-        prefix, (a, b) = _prefix(pair.target), (pair.a.detach(), pair.b.detach())
+        prefix, (a, b) = prefixes[pair.target.name], (pair.a.detach(), pair.b.detach())
         if pair.target.experts:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
         elif (rotary := pair.target.rotary_dim) is not None:
@@ -134,9 +126,10 @@ def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, T
     """Inverse of `_theirs`. Raises ConfigurationError for a missing, unexpected or misshapen tensor."""
     found: dict[str, Tensor] = {}
     known: set[str] = set()
+    prefixes = _prefixes(targets)
     for adapted in targets:
         target, rank = adapted.target, adapted.rank
-        names = [f"{_prefix(target)}.lora_{which}.weight" for which in "AB"]
+        names = [f"{prefixes[target.name]}.lora_{which}.weight" for which in "AB"]
         known |= set(names)
         for name, shape in zip(
             names, ((target.parts * rank, target.columns), (target.rows, target.parts * rank)), strict=True
@@ -158,12 +151,17 @@ def _ours(file: Path, targets: tuple[AdaptedTarget, ...], stored: Mapping[str, T
     return found
 
 
-def _prefix(target: AdapterTarget) -> str:
-    """PEFT's name of a target. Of the two parameters of a mixture it wraps one in the other."""
-    if not target.experts:
-        return _PREFIX + target.name
-    module = target.name.rpartition(".")[0]
-    return f"{_PREFIX}{module}.base_layer" if target.product == "gate_up" else _PREFIX + module
+def _prefixes(targets: Sequence[AdaptedTarget]) -> dict[str, str]:
+    """PEFT's names of the targets, by ours. A parameter of a mixture has its module's; of two it wraps the first in the
+    second."""
+    found: dict[str, str] = {}
+    wrapped: dict[str, str] = {}  # a mixture's module -> the target that has its name so far
+    for target in (adapted.target for adapted in targets):
+        module = target.name.rpartition(".")[0] if target.experts else target.name
+        if module in wrapped:
+            found[wrapped[module]] += ".base_layer"
+        found[target.name], wrapped[module] = _PREFIX + module, target.name
+    return found
 
 
 def _peft_config(lora: Lora, model: str | Path) -> dict[str, Any]:

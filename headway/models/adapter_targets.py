@@ -11,12 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from headway.config.adapter import AdapterConfig
 from headway.models.configuration import DecoderConfig, read_json
 from headway.records.errors import ConfigurationError
+from headway.runtime.nodes.files import file_digests, folder_digest
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"  # of an adapter's folder
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE = "base_digest"  # of the base's files, in the metadata of the weights' file
 # Keys of a LoraConfig that change what is computed, with the value that means they don't.
 _PLAIN: dict[str, Any] = {
     "bias": "none",
@@ -38,6 +43,7 @@ _PLAIN: dict[str, Any] = {
 }
 # Values of init_lora_weights with which PEFT changes the base too, when it begins and again when it loads.
 _CHANGED_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
+_NO_LAYER = ("embed_tokens", "lm_head")  # modules that PEFT has adapters of, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,41 +130,48 @@ def _target(
 
 
 def chosen_targets(
-    config: DecoderConfig, targets: Sequence[str] | str, target_parameters: Sequence[str] = ()
+    config: DecoderConfig, targets: Sequence[str] | str, target_parameters: Sequence[str] = (), file: Path | None = None
 ) -> list[AdapterTarget]:
     """The targets that PEFT would choose: names that equal one of ``targets`` or end with ``.`` and it, those that
     match it wholly where it is one regular expression, or ``all-linear``, which leaves out mixtures (their routers and
     experts; PEFT 0.21 takes them in for some models); by ``target_parameters`` the experts' parameters, and matrices
     as ``NAME.weight``.
 
-    Raises ConfigurationError for an entry that no layer has, with the nearest names.
+    Raises ConfigurationError for an entry that no layer has, with the nearest names. ``file``: PEFT's that has the
+    names, where one may be of no layer if others are: PEFT reads lists for several architectures so.
     """
     known = list(targets_of(config))
     matrices = {one.name: one for one in known if not one.experts}
     parameters = {one.name if one.experts else f"{one.name}.weight": one for one in known}
-    found = _found(matrices, targets, "targets") | _found(parameters, target_parameters, "target_parameters")
+    keys = ("model.adapter.targets", "model.adapter.target_parameters")
+    if file is not None:
+        keys = (f"{file}: target_modules", f"{file}: target_parameters")
+    found = _found(matrices, targets, keys[0], file is not None)
+    found |= _found(parameters, target_parameters, keys[1], file is not None)
     return [one for one in known if one.name in found]
 
 
-def _found(known: Mapping[str, AdapterTarget], wanted: Sequence[str] | str, key: str) -> set[str]:
+def _found(known: Mapping[str, AdapterTarget], wanted: Sequence[str] | str, key: str, lenient: bool) -> set[str]:
     """Names of the targets that ``wanted`` means; ``known``: by the names that it may use."""
     if isinstance(wanted, str) and wanted != ALL_LINEAR:
         found = {one.name for name, one in known.items() if re.fullmatch(wanted, name)}
         if not found:
-            raise ConfigurationError(f"model.adapter.{key} = {wanted!r} matches no layer of the model")
+            raise ConfigurationError(f"{key} = {wanted!r} matches no layer of the model")
         return found
-    found = set[str]()
+    found, absent = set[str](), list[str]()
     for entry in (wanted,) if isinstance(wanted, str) else wanted:
         if entry == ALL_LINEAR:
             found |= {one.name for one in known.values() if one.product != "router"}
             continue
         matching = {one.name for name, one in known.items() if name == entry or name.endswith("." + entry)}
-        if not matching:
+        found |= matching
+        absent += () if matching else (entry,)
+    for entry in absent:
+        if not (lenient and found) or entry.endswith(_NO_LAYER):
             ends = sorted({name.partition("layers.")[2].partition(".")[2] for name in known})
             ends += sorted({end.rpartition(".")[2] for end in ends})
             nearest = get_close_matches(entry, ends, 3, 0.3) or ends[-7:]
-            raise ConfigurationError(f"model.adapter.{key}: no layer has {entry!r}; nearest: {', '.join(nearest)}")
-        found |= matching
+            raise ConfigurationError(f"{key}: no layer has {entry!r}; nearest: {', '.join(nearest)}")
     return found
 
 
@@ -198,18 +211,43 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
             f"{file}: init_lora_weights = {began!r}: the adapter belongs to a base that PEFT has changed; convert it "
             "with save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
-    for key in ("r", "lora_alpha"):
-        if not isinstance(given.get(key), int | float) or given[key] <= 0:
-            raise ConfigurationError(f"{file}: {key} = {given.get(key)!r}: valid: a number above 0")
     wanted, parameters = given.get("target_modules") or (), tuple(given.get("target_parameters") or ())
     found: list[AdaptedTarget] = []
-    for target in chosen_targets(config, wanted if isinstance(wanted, str) else tuple(wanted), parameters):
-        rank = int(_by_pattern(given.get("rank_pattern"), target.name, given["r"]))
-        alpha = _by_pattern(given.get("alpha_pattern"), target.name, given["lora_alpha"])
+    for target in chosen_targets(config, wanted if isinstance(wanted, str) else tuple(wanted), parameters, file):
+        rank = int(_by_pattern(file, given, "r", "rank_pattern", target.name))
+        alpha = _by_pattern(file, given, "lora_alpha", "alpha_pattern", target.name)
         found.append(AdaptedTarget(target=target, rank=rank, alpha=alpha, rslora=bool(given.get("use_rslora"))))
     return tuple(found)
 
 
-def _by_pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
-    """The value of the first pattern that the name ends with, as PEFT reads them."""
-    return next((value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
+def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
+    """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for a file that can't be read, and
+    where it says that they were trained on another base than the folder ``model``."""
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="np") as content:
+            metadata: dict[str, Any] = content.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+    if metadata.get(BASE, "") not in ("", base_digest(model)):
+        raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
+    return metadata
+
+
+def base_digest(model: str | Path) -> str:
+    """Digest that tells a model folder's weights from others: of its config.json and of sizes, headers and samples of
+    its *.safetensors. What else lies there, a generation_config.json say, may change."""
+    found = file_digests(Path(model))
+    return folder_digest(
+        {name: one for name, one in found.items() if re.fullmatch(r"config\.json|[^/]+\.safetensors", name)}
+    )
+
+
+def _by_pattern(file: Path, given: Mapping[str, Any], key: str, patterns: str, name: str) -> float:
+    """The value of ``key`` for a target: that of the first of ``patterns`` that its name ends with, as PEFT reads them.
+    Raises ConfigurationError."""
+    own = next((one for one in given.get(patterns) or () if re.match(rf"(.*\.)?({one})$", name)), None)
+    where, value = (key, given.get(key)) if own is None else (f"{patterns}[{own!r}]", given[patterns][own])
+    if not isinstance(value, int | float) or value <= 0:
+        raise ConfigurationError(f"{file}: {where} = {value!r}: valid: a number above 0")
+    return value

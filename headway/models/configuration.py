@@ -280,8 +280,12 @@ class DecoderConfig:
             for window, count in self._layers_by_window.items()
             for first, n in zip(before, lengths, strict=True)
         )
-        head = 2 * self.vocabulary_size * self.width * (tokens if head_tokens is None else head_tokens)
-        return float(2 * self._active_parameters * tokens + 4 * self.heads * self.head_dim * pairs + head)
+        products = self.product_flops(tokens, tokens if head_tokens is None else head_tokens)
+        return float(4 * self.heads * self.head_dim * pairs + products)
+
+    def product_flops(self, tokens: int, head_tokens: int) -> int:
+        """The part of `flops` in products with weights: what their gradients cost as well."""
+        return 2 * self._active_parameters * tokens + 2 * self.vocabulary_size * self.width * head_tokens
 
     @cached_property
     def _active_parameters(self) -> int:

@@ -93,6 +93,7 @@ class Lora:
     ) -> None:
         self.targets = tuple(targets)
         self.dropout = Dropout()
+        self.base = ""  # digest of the model's files that it is trained beside; "": unknown
         self.quantization: Quantization | None = None  # of the base that it was trained beside
         self.parameters: dict[str, nn.Parameter] = {}
         generator = torch.Generator().manual_seed(seed)

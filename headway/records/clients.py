@@ -105,13 +105,13 @@ class Trainer(Protocol):
     ) -> PartReport:
         """Accumulate loss, gradients and statistics of a part of the next step. ``loss``: name of the loss function
         (default: the run's). ``divisor``: of its summed weighted token losses; without it `optim_step` divides by what
-        all parts together have. Raises ValueError, with nothing changed, for what needs the whole batch, and for parts
+        all parts together have. Raises StepRefused, with nothing changed, for what needs the whole batch, and for parts
         that don't go together."""
         ...
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
         """Clip, step and make a version of the gradients accumulated since the last step. A part that isn't finite
-        skips the step, and is named in its reason. Raises ValueError without parts."""
+        skips the step, and is named in its reason. Raises StepRefused without parts."""
         ...
 
     async def publish(self, version: int) -> PublishedWeights:

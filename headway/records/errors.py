@@ -35,6 +35,10 @@ class CheckpointCorrupt(ConfigurationError):
     """A checkpoint fails its checksums; names the file."""
 
 
+class StepRefused(HeadwayError, ValueError):
+    """A call of the trainer that doesn't go with its version, earlier calls or the algorithm: nothing was changed."""
+
+
 class HookFailed(HeadwayError):
     """A user's function raised, or returned what its contract doesn't allow: ``key`` of the experiment file names it,
     the message says which function it is and what came back."""

@@ -15,7 +15,7 @@ import msgspec
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
-from headway.records.errors import HeadwayError, RemoteError
+from headway.records.errors import HeadwayError, RemoteError, StepRefused
 from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
@@ -104,10 +104,11 @@ class TrainerClient:
         self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
     ) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""
+        laid_out = lay_out(part)
         before, self.accumulated_parts = self.accumulated_parts, 0  # what an error leaves, unless nothing was changed
         try:
-            report: PartReport = (await self._all("forward_backward", lay_out(part), loss, divisor))[0]
-        except ValueError:
+            report: PartReport = (await self._all("forward_backward", laid_out, loss, divisor))[0]
+        except StepRefused:
             self.accumulated_parts = before
             raise
         self.accumulated_parts = before + 1
@@ -115,8 +116,8 @@ class TrainerClient:
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
         """See `records.clients.Trainer.optim_step`."""
+        self.accumulated_parts = 0  # an error, too, leaves none
         reports: list[StepReport] = await self._all("optim_step", settings)
-        self.accumulated_parts = 0
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
     async def publish(self, version: int) -> PublishedWeights:
@@ -130,7 +131,9 @@ class TrainerClient:
         return await self._first("save_weights", path, metrics)
 
     async def load_checkpoint(self, path: str) -> int:
-        return (await self._all("load_checkpoint", path))[0]
+        version = (await self._all("load_checkpoint", path))[0]
+        self.accumulated_parts = 0  # it forgets them
+        return version
 
     async def load_weights(self, path: str) -> None:
         await self._all("load_weights", path)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway.records.counted import sampled_tokens
+from headway.records.errors import StepRefused
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.clock import Clock
@@ -68,6 +69,7 @@ class FakeTrainer:
         self.started = True
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
+        self._forget_parts()
         await self.forward_backward(batch)
         return await self.optim_step()
 
@@ -75,7 +77,7 @@ class FakeTrainer:
         self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
     ) -> PartReport:
         if part.step != self.version:
-            raise ValueError(f"batch of step {part.step} given to a trainer at version {self.version}")
+            raise StepRefused(f"batch of step {part.step} given to a trainer at version {self.version}")
         began, latency = self._clock.now(), self._latency
         await self._work(latency(part) if callable(latency) else latency * len(part.samples))
         self._parts.append(part)
@@ -149,6 +151,7 @@ class FakeTrainer:
 
     async def load_checkpoint(self, path: str) -> int:
         self.version = verify(path).version
+        self._forget_parts()
         return self.version
 
     async def load_weights(self, path: str) -> None:

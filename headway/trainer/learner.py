@@ -125,6 +125,14 @@ class Learner:
         config = (model or self.model).config
         return config.flops(batch.input_lengths, len(batch.targets_m), batch.continues)
 
+    def training_flops(self, batch: MicroBatchArrays) -> float:
+        """Model FLOP of forward and backward. Beside an adapter the model's matrices have no gradients; the adapter's
+        own few products aren't counted."""
+        whole = 3.0 * self.flops(batch)
+        if self.lora is None:
+            return whole
+        return whole - self.model.config.product_flops(sum(batch.input_lengths), len(batch.targets_m))
+
     def optimiser_settings(self, learning_rate: float) -> OptimiserSettings:
         """The run's settings, at this learning rate."""
         settings = self.settings

@@ -30,6 +30,7 @@ from headway.algorithms.samples import (
 from headway.algorithms.shared_packing import pack_families
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
+from headway.records.errors import StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
@@ -121,12 +122,14 @@ class PolicyGradient:
     ) -> AccumulatedPart:
         """Accumulate the gradients of a part of ``step``, for `optim_step`. ``loss``: name of the loss function
         (default: the run's). ``divisor``: of its weighted token losses; by default `optim_step` divides by that of all
-        parts together. Raises ValueError, with nothing changed, for a part that doesn't go with those before it, and
-        where the algorithm needs the whole batch; after any other error the parts before it are forgotten as well, as
-        its gradients may be half there."""
+        parts together. Raises StepRefused for a part that doesn't go with those before it, and where the algorithm
+        needs the whole batch; after any other error the parts before it are forgotten as well, as its gradients may be
+        half there."""
         started = time.perf_counter()
         name = loss or self.algorithm.loss
         self._require_part(step, name, divisor)
+        if not self.parts:
+            self.learner.clear_gradients()  # what a step that failed has left
         function = self.loss if name == self.algorithm.loss else resolve(name)
         weights = self._weighting(arrays, np.arange(arrays.samples))
         try:
@@ -155,9 +158,9 @@ class PolicyGradient:
 
     def optim_step(self, settings: OptimiserSettings) -> Progress:
         """Apply the gradients of the parts since the last step. A part whose loss isn't finite skips the step and is
-        named. Raises ValueError without parts."""
+        named. Raises StepRefused without parts."""
         if not self.parts:
-            raise ValueError("optim_step without gradients: forward_backward comes first")
+            raise StepRefused("optim_step without gradients: forward_backward comes first")
         parts, self.parts = self.parts, []
         progress = Progress.joined([part.progress for part in parts])
         divisor = 1.0
@@ -197,20 +200,20 @@ class PolicyGradient:
 
     def _require_part(self, step: int, loss: str, divisor: float | None) -> None:
         if divisor is not None and not 0 < divisor < math.inf:
-            raise ValueError(f"divisor {divisor}: valid: a number above 0, or None")
+            raise StepRefused(f"divisor {divisor}: valid: a number above 0, or None")
         if self.algorithm.second_moment_limit is not None:
-            raise ValueError("algorithm.second_moment_limit bounds a mean over the whole batch: no parts")
+            raise StepRefused("algorithm.second_moment_limit bounds a mean over the whole batch: no parts")
         if self.trainer.optimizer_steps_per_batch > 1:
-            raise ValueError("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
+            raise StepRefused("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
         if not self.parts:
             return
         first = self.parts[0]
         if first.step != step:
-            raise ValueError(f"a part of step {step} after one of step {first.step}: optim_step comes between them")
+            raise StepRefused(f"a part of step {step} after one of step {first.step}: optim_step comes between them")
         if (first.divisor is None) != (divisor is None):
-            raise ValueError("either all parts of a step are given a divisor, or none is")
+            raise StepRefused("either all parts of a step are given a divisor, or none is")
         if divisor is None and first.loss != loss:
-            raise ValueError(
+            raise StepRefused(
                 f"a part with the loss {loss!r} after one with {first.loss!r}: with different losses each part needs "
                 "its divisor"
             )
@@ -306,7 +309,7 @@ class PolicyGradient:
             progress.tokens += batch.sample_tokens
             progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
-            progress.flops += 3.0 * self.learner.flops(batch)
+            progress.flops += self.learner.training_flops(batch)
         return total
 
     def _terms(

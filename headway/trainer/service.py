@@ -20,7 +20,7 @@ from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
 from headway.models.peak import measure_peak_flops
-from headway.records.errors import CheckpointCorrupt, ConfigurationError, StorageFailed
+from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.generation import POLICY_ADAPTER, PublishedWeights
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
@@ -113,19 +113,19 @@ class TrainerService(ModelService):
         self.policy = PolicyGradient(self.learner, validated)
 
     def train_step(self, batch: FlatBatch) -> StepReport:
-        """Train on one batch. Raises ValueError when its step isn't the present version."""
+        """Train on one batch. Raises StepRefused when its step isn't the present version."""
         if batch.step != self.version:
-            raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
+            raise StepRefused(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
         arrays, settings = batch.arrays(), self._settings()
         progress = self.policy.run(arrays, settings, batch.step)
         return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
 
     def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
-        """Accumulate the gradients of a part of the next step; see `PolicyGradient.forward_backward`. Raises ValueError
-        when its step isn't the present version."""
+        """Accumulate the gradients of a part of the next step; see `PolicyGradient.forward_backward`. Raises
+        StepRefused when its step isn't the present version."""
         if part.step != self.version:
-            raise ValueError(f"a part of step {part.step} given to a trainer at version {self.version}")
+            raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         done = self.policy.forward_backward(part.arrays(), part.step, loss, divisor)
         return PartReport(
             samples=done.samples,
@@ -201,8 +201,8 @@ class TrainerService(ModelService):
         if not (weights := Path(path) / self._weights_folder).is_dir():
             other = "a whole model" if self.learner.lora is not None else "an adapter"
             raise ConfigurationError(f"{path} is a checkpoint of a run that trained {other}: there is no {weights}")
-        self.policy.clear()
         self.learner.load_weights(weights)
+        self.policy.clear()
         self.learner.load_optimiser_tensors(optimiser)
         generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(generator.copy()))

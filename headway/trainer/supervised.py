@@ -154,7 +154,7 @@ class SupervisedService(ModelService):
             loss: Tensor = -logprobs_m.sum() / arrays.loss_tokens
             self.learner.backward(loss)
             total += float(loss.detach())
-            flops += 3.0 * self.learner.flops(batch)
+            flops += self.learner.training_flops(batch)
         self._drop(None)
         return total, flops
 

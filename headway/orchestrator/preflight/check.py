@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
-from headway.models.adapter_targets import adapted_targets
+from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.cluster import cluster_findings
@@ -127,6 +127,8 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
         return
     with findings.refused("model.adapter"):
         adapted_targets(inputs.model, adapter)
+        if adapter.path:
+            stored_metadata(Path(adapter.path), inputs.experiment.model.path)
     if adapter.dropout:
         findings.error(
             "model.adapter.dropout",

@@ -6,7 +6,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
   experts, in the order its products read them in (``native_kernels``); KV cache slots·context·c·b; the buffer
   new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
-  prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. vLLM
+  prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. An
+  adapter's revisions A·b each (with panels 8·A more): two, or under ``finish`` the budget's and two. vLLM
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
 - trainer rank: float32 weights, gradients and two moments 16·P; beside an adapter of A weights 4·P, quantised P or
   0.57·P, and 16·A; the reference model P·b; activations of a micro-batch (`ModelSizes.activation_bytes`,
@@ -131,14 +132,16 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     kv = model.cached_values * settings.slots * context * width  # beyond windows as well
     packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
+    trained, adapted = trained_weights(experiment, model), experiment.model.adapter is not None
+    revisions = 0 if not adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
     on_device = {
         "weights": 4 * weights,  # in bfloat16 half of it stays
+        "adapter": revisions * trained * (width + (8 if packed else 0)),  # panels of B hold a product's ranks together
         "packed weights": 4 * model.dense_parameters if packed else 0,
         "KV cache": kv,
         "activations": _step_bytes(experiment, model, width),
     }
-    update = trained_weights(experiment, model) * bytes_of(settings.dtype)
-    on_host = {"base": BASE_BYTES["generator"], "update buffer": update}
+    on_host = {"base": BASE_BYTES["generator"], "update buffer": trained * bytes_of(settings.dtype)}
     yield from _on_device(name, device, on_device, on_host)
 
 

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource
+from headway.models.adapter_targets import base_digest
 from headway.orchestrator.preflight import check as checking
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.check import check
@@ -135,6 +138,22 @@ ADAPTER = {"rank": 4, "alpha": 8.0}
 def test_an_adapter_that_does_not_fit_the_model(setup: Setup, adapter: dict[str, Any], words: str) -> None:
     found = setup.messages(model={"adapter": adapter}, trainer={"learning_rate": 1e-4, "devices": ["cuda:0"]})
     assert words in found["model.adapter"]
+
+
+def test_an_adapter_of_another_base(setup: Setup, tmp_path: Path) -> None:
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.parent.mkdir()
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (file.parent / "adapter_config.json").write_text(json.dumps(given))
+
+    def said() -> str:
+        return setup.messages(model={"adapter": {"path": str(file.parent)}}).get("model.adapter", "")
+
+    assert "not a readable safetensors file" in said()
+    for digest, words in (("another", f"of another base than {setup.model}"), (base_digest(setup.model), "")):
+        save_file({"x": np.zeros(1)}, file, {"base_digest": digest})
+        assert words in said()
+    assert said() == ""
 
 
 def test_an_adapters_dropout_is_for_supervised_training(setup: Setup) -> None:

@@ -69,7 +69,7 @@ def test_revisions_and_room(tmp_path: Path) -> None:
         )
     )
     for revision in (base, critic, policy[0]):
-        assert adapters.crowding(revision.name) is None
+        assert adapters.crowding(revision.name, ()) is None
         adapters.add(revision)
     assert adapters.chosen("", None) is adapters.chosen("policy", 7) is policy[0]
     assert (adapters.chosen("base", None), adapters.chosen("critic", 5)) == (base, critic)
@@ -78,9 +78,10 @@ def test_revisions_and_room(tmp_path: Path) -> None:
     assert adapters.chosen("policy", None) is policy[1]
     assert adapters.idle({policy[0], None}) == []
     assert adapters.idle({critic}) == [policy[0]]
-    assert adapters.crowding("policy") is policy[0]  # never one that new requests of another name get
+    assert adapters.crowding("policy", {policy[0]}) is policy[1]  # none is held that would have to begin anew
+    assert adapters.crowding("policy", set(policy)) is policy[0]  # never one that new requests of another name get
     adapters.registered.remove(policy[0])
-    assert adapters.crowding("policy") is None
+    assert adapters.crowding("policy", ()) is None
     assert adapters.chosen("policy", 0) is policy[1]
 
 

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gemma": ("gemma2", ("all-linear",), ()),
     "mixture": ("qwen3_moe", ("all-linear", "mlp.gate"), EXPERTS),
     "other mixture": ("mixtral", ("o_proj",), EXPERTS),
+    "one parameter": ("qwen3_moe", ("o_proj",), EXPERTS[:1]),
+    "the other": ("qwen3_moe", ("o_proj",), EXPERTS[1:]),
 }
 EACH = pytest.mark.parametrize("case", CASES)
 
@@ -170,6 +172,18 @@ def test_what_is_written_are_the_settings_themselves(tmp_path: Path, base: Calla
     assert [one.scale for one in again.targets] == [one.scale for one in lora.targets]  # bit for bit
 
 
+def test_a_list_of_modules_may_name_those_of_other_architectures(tmp_path: Path, base: Callable[[str], Path]) -> None:
+    import peft
+    import transformers
+
+    folder = base("qwen2")
+    settings = peft.LoraConfig(r=2, target_modules=["c_attn", "v_proj"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), settings)
+    theirs.save_pretrained(tmp_path / "theirs")
+    lora = load_adapter(tmp_path / "theirs", folder, load_model(folder).config)
+    assert {one.target.name.rpartition(".")[2] for one in lora.targets} == {"v_proj"}
+
+
 @pytest.mark.parametrize("how", ["pissa", "olora"])
 def test_an_adapter_beside_a_base_that_peft_changed_is_refused(
     tmp_path: Path, how: Any, base: Callable[[str], Path]
@@ -207,7 +221,9 @@ def stored(tmp_path: Path) -> tuple[Path, Path]:
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
         ({"use_qalora": True}, "use_qalora"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "no layer has 'embed_tokens'"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "config.json: target_modules: no layer has 'embed_tokens'"),
+        ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] = 0: valid: a number above 0"),
+        ({"alpha_pattern": {"up_proj": "4"}}, r"alpha_pattern\['up_proj'\] = '4': valid"),
         ({"lora_alpha": None}, "lora_alpha = None"),
         ({"r": 0}, "r = 0"),
         ({"r": 3}, "has shape"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import build_arrays, lay_out
+from headway.models import adapter_files, adapter_targets
 from headway.models.adapter_files import load_adapter, merge_folders
 from headway.models.kernels import norm_rotate, rms_norm
 from headway.models.loading import load_model
@@ -128,6 +131,21 @@ def test_a_checkpoint_of_another_base_is_refused_before_anything_is_changed(buil
     assert same(before, adapter_of(trainer))
 
 
+def test_an_adapter_belongs_to_the_base_that_was_loaded(
+    build: Build, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(model, tmp_path / "base")
+    trainer = build(model={"path": str(tmp_path / "base")})
+    make_model(tmp_path / "other", seed=1)
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "other").rename(tmp_path / "base")
+    monkeypatch.setattr(adapter_files, "base_digest", None)  # saving doesn't read the base again
+    for name in ("one", "two"):
+        trainer.save_weights(str(tmp_path / name))
+        with safe_open(tmp_path / name / "adapter_model.safetensors", "pt") as content:
+            assert content.metadata()["base_digest"] == adapter_targets.base_digest(model)
+
+
 def test_no_gradient_of_a_frozen_norm_is_computed(model: str) -> None:
     frozen = load_model(model).requires_grad_(False)
     layer: Any = frozen.layers[0]
@@ -171,6 +189,11 @@ def test_parts_give_the_gradient_of_the_batch(build: Build) -> None:
     apart.optim_step()
     for name, one in adapter_of(whole).items():
         torch.testing.assert_close(one, adapter_of(apart)[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_work_of_a_step_has_no_gradients_of_frozen_matrices(build: Build) -> None:
+    whole, beside = (trainer.train_step(lay_out(make_batch(0))).flops for trainer in (build(None), build()))
+    assert 2 / 3 < beside / whole < 0.75  # products with weights cost two thirds, attention the same
 
 
 def test_gradient_checkpointing_changes_nothing(build: Build) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,7 +21,10 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.aggregation import weighting
 from headway.algorithms.samples import build_arrays, lay_out
+from headway.config.load import validate_experiment
+from headway.records.errors import RemoteError, StepRefused
 from headway.records.training import OptimiserSettings, StepReport, TrainBatch
+from headway.trainer.client import TrainerClient
 from headway.trainer.service import TrainerService
 
 torch.set_num_threads(1)
@@ -221,6 +225,65 @@ def test_a_part_that_fails_amid_its_micro_batches_leaves_no_gradient(service: An
         report = one.optim_step()
         assert (report.samples, report.version) == (12, 1)
     assert same(weights_of(trainer), weights_of(fresh))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_that_fails_leaves_no_gradient_to_the_next(service: Any, whole: bool) -> None:
+    trainer, fresh = service(), service()
+    step, trainer.learner.optimiser.step = trainer.learner.optimiser.step, lambda: 1 / 0
+    if not whole:
+        trainer.forward_backward(lay_out(make_batch(5)))
+    with pytest.raises(ZeroDivisionError):
+        trainer.train_step(lay_out(make_batch(5))) if whole else trainer.optim_step()
+    trainer.learner.optimiser.step = step
+    for one in (trainer, fresh):
+        one.forward_backward(lay_out(make_batch(1)))
+        one.optim_step()
+    assert same(weights_of(trainer), weights_of(fresh))
+
+
+class InThisProcess:
+    """A rank whose errors come as from a worker."""
+
+    def __init__(self, trainer: TrainerService) -> None:
+        self.trainer = trainer
+
+    async def all(self, method: str, *arguments: Any) -> list[Any]:
+        try:
+            return [getattr(self.trainer, method)(*arguments)]
+        except Exception as error:
+            raise RemoteError("trainer-0", method, str(error), "") from error
+
+
+def test_the_client_counts_the_parts_that_the_trainer_holds(service: Any, tmp_path: Path) -> None:
+    trainer, batch = service(), make_batch(1)
+    client = TrainerClient(cast(Any, None), validate_experiment(trainer.experiment.model_dump(mode="json"), "t"), "t")
+    client._group = cast(Any, InThisProcess(trainer))
+
+    def held() -> int:
+        assert client.accumulated_parts == len(trainer.policy.parts)
+        return client.accumulated_parts
+
+    async def main() -> None:
+        await client.forward_backward(part_of(batch, [0, 1, 2]))
+        with pytest.raises(StepRefused, match="or none is"):  # by name, though it comes from another process
+            await client.forward_backward(part_of(batch, [3]), divisor=10.0)
+        assert held() == 1
+        accumulate, trainer.policy._accumulate_whole = trainer.policy._accumulate_whole, lambda *_: int("x")
+        with pytest.raises(RemoteError):
+            await client.forward_backward(part_of(batch, [3]))
+        assert held() == 0
+        trainer.policy._accumulate_whole = accumulate
+        path = str(tmp_path / "checkpoints" / "step_00000000")
+        trainer.save_checkpoint(path, {})
+        await client.forward_backward(part_of(batch, [0, 1, 2]))
+        assert held() == 1
+        await client.load_checkpoint(path)
+        assert held() == 0
+        with pytest.raises(StepRefused, match="forward_backward comes first"):
+            await client.optim_step()
+
+    asyncio.run(main())
 
 
 def test_different_losses_go_together_where_each_has_its_divisor(service: Any) -> None:

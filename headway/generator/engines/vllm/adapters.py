@@ -120,10 +120,13 @@ class VllmAdapters:
         """The registered revisions that are neither newest nor ``held`` by requests."""
         return [one for one in self.registered if one is not self.newest.get(one.name) and one not in held]
 
-    def crowding(self, name: str) -> VllmRevision | None:
-        """The revision to unload before another one of ``name`` can be registered; None: there is room."""
-        replaced = (one for one in self.registered if one.name == name or one is not self.newest[one.name])
-        return None if len(self.registered) < self._capacity else next(replaced)
+    def crowding(self, name: str, held: Collection[VllmRevision | None]) -> VllmRevision | None:
+        """The revision to unload before another one of ``name`` can be registered: one that no request has ``held``, if
+        there is one; None: there is room."""
+        if len(self.registered) < self._capacity:
+            return None
+        replaced = [one for one in self.registered if one.name == name or one is not self.newest[one.name]]
+        return next((one for one in replaced if one not in held), replaced[0])
 
     def logprobs(self, name: str, ids: Sequence[int], *, prove: bool = False) -> list[float]:
         """The log-probabilities of ``ids[1:]`` that vLLM must return: headway's own forward pass with the adapter."""

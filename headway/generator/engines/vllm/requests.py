@@ -307,9 +307,12 @@ class VllmRequests(Engine[VllmRequest]):
         """Unload the revisions that no request holds any more."""
         if self._adapters is None or len(self._adapters.registered) == len(self._adapters.newest):
             return
-        for revision in self._adapters.idle({entry.revision for entry in self._given.values()}):
+        for revision in self._adapters.idle(self._held_revisions()):
             self._adapters.registered.remove(revision)
             self._unload_revision(revision)
+
+    def _held_revisions(self) -> set[VllmRevision | None]:
+        return {entry.revision for entry in self._given.values()}
 
     def _renewed(self, entries: Sequence[VllmRequest]) -> list[VllmRequest]:
         """Return requests from vLLM to waiting, to be submitted with the newest revision; those that didn't finish."""
@@ -339,7 +342,7 @@ class VllmRequests(Engine[VllmRequest]):
             if mode == "abort":
                 self._end_given([entry for entry in moved if entry.interruptible])
             moved = self._renewed([entry for entry in moved if entry.ticket])
-            while (crowding := adapters.crowding(name)) is not None:
+            while (crowding := adapters.crowding(name, self._held_revisions())) is not None:
                 moved += self._renewed([entry for entry in self._given.values() if entry.revision is crowding])
                 adapters.registered.remove(crowding)
                 self._unload_revision(crowding)
