@@ -149,6 +149,9 @@ def plan(
     context: typer.Context,
     config: str = typer.Argument("", metavar="[CONFIG]", help="The experiment file (TOML).", show_default=False),
     pool: str = typer.Option("", "--pool", metavar="FILE", help="Devices to plan for, and the workload, as TOML."),
+    profile: bool = typer.Option(
+        False, "--profile", help="Measure CONFIG's two sides on this machine, for a pool file's key profile; ~1 min."
+    ),
     graph: str = typer.Option(
         "", "--graph", metavar="FILE", help="Place a workflow graph instead: it and a pool of devices, as JSON."
     ),
@@ -185,10 +188,12 @@ def plan(
     if not 0 <= tolerance < 1:
         raise ConfigurationError(f"--tolerance {tolerance}: valid: 0 to less than 1")
     overrides = experiments.given_overrides(context)
-    ways = {"CONFIG with --pool": bool(config or pool), "--graph": bool(graph), "--compare": bool(compare[0])}
-    if sum(ways.values()) != 1 or bool(config) != bool(pool):
+    ways = {"CONFIG with --pool or --profile": bool(config), "--graph": bool(graph), "--compare": bool(compare[0])}
+    if sum(ways.values()) != 1 or bool(config) != (bool(pool) != profile):
         context.fail(f"give one of {', '.join(ways)}")
-    if graph:
+    if profile:
+        _profile(config, overrides, output, as_json)
+    elif graph:
         _place(graph, "time" if objective == "time" else "cost", tolerance, expansions, as_json)
     elif compare[0]:
         _compare(compare, as_json)
@@ -210,6 +215,27 @@ def plan(
             print_rows(plan_rows(found))
             if output and not found.refused:
                 typer.echo(f"\nheadway train {config} --plan {output}   runs it")
+
+
+def _profile(config: str, overrides: list[str], output: str, as_json: bool) -> None:
+    import msgspec
+
+    from headway.config.load import load_experiment
+    from headway.planner.profile import measure_profile
+    from headway.report.preview import CalibrationProgress
+    from headway.report.printing import print_rows
+    from headway.report.run_plan import profile_rows
+    from headway.runtime.run_directory import write_whole
+
+    path = Path(output or "profile.json")
+    found = measure_profile(load_experiment(config, overrides), 10.0, CalibrationProgress(quiet=as_json))
+    write_whole(path, msgspec.json.encode(found))
+    if as_json:
+        print_json(found)
+    else:
+        points = [(point.generators, point.trainers, point.measured) for point in found.points]
+        print_rows(profile_rows(points, found.missed))
+        typer.echo(f'\n{path} written; in a pool file: profile = "{path}"')
 
 
 def _compare(paths: tuple[str, str], as_json: bool) -> None:

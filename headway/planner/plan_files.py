@@ -6,27 +6,31 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from headway.config.load import changed_experiment, validate
 from headway.config.schema import Experiment
+from headway.control.rates.figures import ModelFigures
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import trained_weights
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.from_run import kept_sections, steps_to_simulate
 from headway.planner.model_figures import model_figures
-from headway.planner.pool_file import read_pool
+from headway.planner.pool_file import PlanPool, read_pool
+from headway.planner.profile import Profile, ProfiledCurves
 from headway.planner.run_plan import PlannedRun, plan_run
 from headway.planner.scenario import Scenario
 from headway.planner.scenario_text import toml_text
 from headway.planner.simulate import OnLine, simulate
-from headway.planner.stage_curves import RooflineCurves
+from headway.planner.stage_curves import RooflineCurves, StageCurves
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import LedgerLine
 from headway.records.plan import PLAN_FILE, Objective, RunPlan
 from headway.runtime.run_directory import write_whole
+
+Decoded = TypeVar("Decoded")
 
 
 class PlanOutputs(NamedTuple):
@@ -46,12 +50,22 @@ def plan_for(
     trained = 1.0
     if experiment.model.adapter is not None:
         trained = trained_weights(experiment, sizes) / sizes.parameters
-    planned = plan_run(experiment, read, RooflineCurves(experiment, model_figures(sizes), trained, read), objective)
+    curves = _curves(experiment, model_figures(sizes), trained, read)
+    planned = plan_run(experiment, read, curves, objective)
     if not simulated:
         return planned.plan
     with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
         rate = simulate(_scenario(experiment, planned, folder), name="plan").samples_per_s
     return msgspec.structs.replace(planned.plan, simulated_samples_per_s=rate)
+
+
+def _curves(experiment: Experiment, model: ModelFigures, trained: float, pool: PlanPool) -> StageCurves:
+    path = pool.tables.profile
+    if not path:
+        return RooflineCurves(experiment, model, trained, pool)
+    return ProfiledCurves(
+        experiment, model, pool, _decoded(path, Profile, "no profile that headway plan --profile wrote")
+    )
 
 
 def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scenario:
@@ -87,17 +101,23 @@ def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scena
         },
     }
     raw.setdefault("generator", {})["slots"] = generation.slots
+    if experiment.generator.update_mode == "finish":  # of adapters, which a scenario doesn't have; they end no request
+        raw["generator"]["update_mode"] = "keep"
     return validate(raw, "the plan's scenario", Scenario)
 
 
 def read_plan(path: str | Path) -> RunPlan:
     """Read a plan that was written. Raises ConfigurationError."""
+    return _decoded(path, RunPlan, "no plan that headway plan wrote")
+
+
+def _decoded(path: str | Path, kind: type[Decoded], otherwise: str) -> Decoded:
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=RunPlan)
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{path} is no plan that headway plan wrote: {error}") from None
+        raise ConfigurationError(f"{path} is {otherwise}: {error}") from None
 
 
 def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -> None:

@@ -56,6 +56,7 @@ class PoolTables(Section):
 
     devices: Annotated[tuple[PoolEntry, ...], Field(min_length=1)]
     workload: PlannedWorkload | None = None
+    profile: str = ""  # file of headway plan --profile; "": rates from data sheets
     generate: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     transport: Literal["storage", "nccl", "tcp", "shared_memory"] = "nccl"

@@ -26,6 +26,7 @@ from headway.control.tuning.forecast import (
     queue_model,
 )
 from headway.control.tuning.ledger_model import shape_of
+from headway.control.tuning.queue_model import simulate_or_still
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve
 from headway.records.check_report import Calibration, Forecast
@@ -103,14 +104,15 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     for mode in ("temporal", "spatial", "hybrid"):  # the best of each mode, then the best of all
         chosen += [one for one in every if one.placement.mode == mode][:2]
     chosen += [one for one in every if one not in chosen][: max(0, _SIMULATED - len(chosen))]
-    outcomes = [(one, _forecast(experiment, pool, curves, one)) for one in chosen]
-    outcomes.sort(key=lambda pair: -_merit(pair[0], pair[1].outcome.samples_per_s, objective))
-    best, predicted = outcomes[0]
+    outcomes = [(one, _simulated(experiment, pool, curves, one)) for one in chosen]
+    outcomes.sort(key=lambda pair: -_merit(*pair, objective))
+    best = outcomes[0][0]
+    shape = _shape(experiment, best.generation, best.training, best.placement)
+    predicted = forecast(shape, _calibration(pool, curves, best), curves.lengths)
     others: dict[str, Alternative] = {}
-    for one, other in outcomes[1:]:
+    for one, rate in outcomes[1:]:
         mode = one.placement.mode
         if mode != best.placement.mode and mode not in others:
-            rate = other.outcome.samples_per_s
             value = rate if objective == "time" else 1e6 * (one.usd_per_hour or 0.0) / 3600 / rate
             name = f"{mode}: {one.placement.generators} generate, {one.placement.trainers} train"
             others[mode] = Alternative(name=name, value=value)
@@ -247,9 +249,11 @@ def _calibration(pool: PlanPool, curves: StageCurves, one: Candidate) -> Calibra
     return curves.calibration(pool.classes[at.train_on], one.generation, one.training, shared=bool(at.shared))
 
 
-def _forecast(experiment: Experiment, pool: PlanPool, curves: StageCurves, one: Candidate) -> Forecast:
+def _simulated(experiment: Experiment, pool: PlanPool, curves: StageCurves, one: Candidate) -> float:
+    """Trained samples/s of the queue under the run's own rules."""
     shape = _shape(experiment, one.generation, one.training, one.placement)
-    return forecast(shape, _calibration(pool, curves, one), curves.lengths)
+    model = queue_model(shape, _calibration(pool, curves, one), curves.lengths)
+    return max(1e-9, simulate_or_still(model).samples_per_s)
 
 
 # --- what is written -------------------------------------------------------------------------------------
@@ -319,6 +323,9 @@ def _written(
         usd_per_mtok=None if hour is None else 1e6 * hour / 3600 / (rate * tokens),
         bound_samples_per_s=bound,
         others=others,
+        changes=tuple(
+            f"{one.key} = {one.value}: {one.gain:+.0%} samples/s" for one in predicted.changes if not one.needs
+        ),
         settings=settings,
         refused=tuple(_refused(experiment, best, (generating, training), curves)),
     )

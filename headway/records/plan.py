@@ -184,6 +184,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_mtok: float | None  # of trained tokens, prompts included
     bound_samples_per_s: float  # that no placement on this pool exceeds, by the same rates
     others: tuple[Alternative, ...]  # the best of other modes, samples/s or US dollars for a million samples
+    changes: tuple[str, ...]  # of other keys that would help, with their predicted gains
     settings: dict[str, str]  # key of the configuration -> value
     refused: tuple[str, ...] = ()  # what today's configuration can't say: such a plan isn't run
     simulated_samples_per_s: float | None = None  # by the real orchestrator in virtual time

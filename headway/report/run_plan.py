@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from headway.records.check_report import Calibration
 from headway.records.plan import RunPlan
 from headway.report.formats import duration, percent, quantity
 from headway.report.plots import GENERATOR, STYLE, TRAINER
@@ -43,9 +45,23 @@ def plan_rows(plan: RunPlan) -> dict[str, str]:
         rows[f"else, {other.name.partition(':')[0]}"] = (
             f"{quantity(other.value or 0.0)} {unit}:{other.name.partition(':')[2]}"
         )
-    rows |= dict(plan.settings)
+    rows |= {f"change {number + 1}": change for number, change in enumerate(plan.changes)} | dict(plan.settings)
     for number, reason in enumerate(plan.refused):
         rows["can't be run" if number == 0 else f"can't be run ({number + 1})"] = reason
+    return rows
+
+
+def profile_rows(points: Sequence[tuple[int, int, Calibration]], missed: Mapping[str, float]) -> dict[str, str]:
+    """What was measured, a row for each placement (devices that generate, devices that train)."""
+    rows: dict[str, str] = {}
+    for generators, trainers, found in points:
+        rows[f"{generators} generate, {trainers} train"] = (
+            f"decoding {quantity(found.decode_tokens_per_s)} tokens/s with {found.decode_running:.0f} requests: a step "
+            f"{duration(found.decode_fixed_s)} + {quantity(found.decode_request_s * 1e6)} µs a request; training "
+            f"{quantity(found.train_tokens_per_s)} tokens/s: {duration(found.train_fixed_s)} + "
+            f"{quantity(found.train_token_s * 1e6)} µs a token"
+        )
+    rows["held out"] = "half of everything, missed by " + ", ".join(f"{k} {percent(v)}" for k, v in missed.items())
     return rows
 
 

@@ -193,6 +193,16 @@ def test_a_plan_by_cost_needs_prices_and_a_model_that_fits_nowhere_says_what_wou
 def test_ways_to_ask_that_make_no_sense(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
     for arguments in (["plan"], ["plan", files[0]], ["plan", files[0], "--pool", files[1], "--graph", "x.json"]):
         assert headway(arguments) == 2
-        assert "give one of CONFIG with --pool, --graph, --compare" in capsys.readouterr().err
+        assert "give one of CONFIG with --pool or --profile, --graph, --compare" in capsys.readouterr().err
     assert headway(["plan", files[0], "--pool", "nowhere.toml"]) == 2
     assert "nowhere.toml can't be read" in capsys.readouterr().err
+
+
+def test_the_example_is_planned_as_the_page_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    root = Path(__file__).parents[3]
+    monkeypatch.chdir(root)
+    page = " ".join((root / "docs" / "planning.md").read_text(encoding="utf-8").split())
+    arguments = ["plan", "examples/planning/experiment.toml", "--pool", "examples/planning/pool.toml"]
+    for options in (["--no-simulate"], ["--objective", "cost", "--no-simulate"]):
+        assert headway([*arguments, *options]) == 0
+        assert " ".join(capsys.readouterr().out.split()) in page

@@ -1,0 +1,211 @@
+"""`headway plan --profile CONFIG`: measures both sides of a run on this machine, and predicts others from it.
+
+Each placement is measured by a calibration (`preflight/calibration.py`): prompts, decoding at two levels of
+concurrency, training steps of ever larger batches, a new version. One placement with half of everything is held out:
+by how much it is missed is said, and is the error of plans that use the profile.
+
+Another model's times follow by arithmetic. Its products take the profiled trainer's FLOP/s; what a decode step needs
+beyond its products grows with the layers, and what a training step and an update need beyond theirs with the weights
+that go through memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+import msgspec
+
+from headway.config.load import changed_experiment
+from headway.config.schema import Experiment
+from headway.control.rates.figures import ModelFigures
+from headway.control.tuning.forecast import RANK_EFFICIENCY
+from headway.models.sizes import sizes_of
+from headway.orchestrator.preflight.calibration import calibrate
+from headway.orchestrator.task_sets import load_task_sets
+from headway.planner.model_figures import model_figures
+from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
+from headway.planner.quantities import Quantity, constant
+from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve, UpdateCosts
+from headway.records.check_report import Calibration
+from headway.records.errors import ConfigurationError
+from headway.runtime.devices import cuda_device_count, machine_cores
+
+_LEAST_ERROR = 0.1  # a prediction is no better than machines are steady from one minute to the next
+
+
+class ProfilePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement that was measured."""
+
+    generators: int  # devices, with a replica each
+    trainers: int  # devices, with a rank each
+    slots: int  # of a replica
+    samples: int  # of a step
+    measured: Calibration
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of a model on one machine."""
+
+    machine: str  # fingerprint
+    date: date
+    device: str  # class: cpu, or a GPU's name
+    model: ModelFigures
+    points: tuple[ProfilePoint, ...]
+    response_tokens: tuple[tuple[float, float], ...]  # (share, tokens) of the lengths seen
+    missed: dict[str, float]  # relative error of the held-out placement: generate, train
+
+
+def fingerprint() -> str:
+    """Tell this machine from others: its processor, number of cores, and GPUs."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    named = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    parts = (named[1] if named else platform.processor(), len(machine_cores()), cuda_device_count() or 0)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def measure_profile(experiment: Experiment, seconds: float, on_progress: Callable[[str], None]) -> Profile:
+    """Measure ``experiment`` on one device for each side, on all of them for both, and with half of everything. Raises
+    ConfigurationError for a machine with a single device, and what `calibrate` raises."""
+    family = "cuda" if cuda_device_count() else "cpu"
+    count = cuda_device_count() or len(machine_cores())
+    if count < 2:
+        raise ConfigurationError(f"--profile: this machine has {count} device; two sides need two")
+    most, half = count // 2, max(1, experiment.queue.groups_per_step // 2)
+    sides = [(range(1), range(1, 2)), (range(count), range(count))]
+    if most > 1:
+        sides.append((range(most), range(most, 2 * most)))
+    tasks = load_task_sets(experiment)["train"]
+    points: list[ProfilePoint] = []
+    shares: tuple[tuple[float, float], ...] = ()
+    less = {"generator.slots": str(max(2, experiment.generator.slots // 2)), "queue.groups_per_step": str(half)}
+    for number, (generators, trainers) in enumerate([*sides, sides[0]]):
+        names = [str([f"{family}:{index}" for index in side]).replace("'", '"') for side in (generators, trainers)]
+        settings = {"generator.devices": names[0], "trainer.devices": names[1]}
+        settings |= less if number == len(sides) else {}
+        on_progress(f"{len(generators)} generate, {len(trainers)} train ({number + 1} of {len(sides) + 1})")
+        placed = changed_experiment(experiment, settings)
+        measured, lengths = calibrate(placed, tasks, seconds=seconds)
+        points.append(
+            ProfilePoint(
+                generators=len(generators),
+                trainers=len(trainers),
+                slots=placed.generator.slots,
+                samples=placed.queue.groups_per_step * placed.rollout.group_size,
+                measured=measured,
+            )
+        )
+        shares = shares or tuple((i / 200, float(lengths.at(min(i / 200, 0.9999)))) for i in range(201))
+    held_out = points.pop()
+    return Profile(
+        machine=fingerprint(),
+        date=date.today(),
+        device=family,
+        model=model_figures(sizes_of(experiment.model.path)),
+        points=tuple(points),
+        response_tokens=_rising(shares),
+        missed=_missed(points[0].measured, held_out.measured),
+    )
+
+
+def _rising(shares: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Points whose values never fall."""
+    found: list[tuple[float, float]] = []
+    for share, value in shares:
+        found.append((share, max(value, found[-1][1] if found else 0.0)))
+    return tuple(found)
+
+
+def _missed(by: Calibration, held_out: Calibration) -> dict[str, float]:
+    """Relative errors of what ``by`` predicts of the held-out placement."""
+    decode = held_out.decode_running / (by.decode_fixed_s + by.decode_request_s * held_out.decode_running)
+    tokens = held_out.train_samples * (held_out.prompt_tokens + held_out.lengths.mean_tokens)
+    train = tokens / (by.train_fixed_s + by.train_token_s * tokens)
+    return {
+        "generate": abs(decode / held_out.decode_tokens_per_s - 1),
+        "train": abs(train / held_out.train_tokens_per_s - 1),
+    }
+
+
+class ProfiledCurves(StageCurves):
+    """Curves from a profile of this machine, of the model that was profiled or of another."""
+
+    def __init__(self, experiment: Experiment, model: ModelFigures, pool: PlanPool, profile: Profile) -> None:
+        if profile.machine != fingerprint():
+            raise ConfigurationError(
+                f"pool: profile: measured on another machine ({profile.machine}, this one is {fingerprint()}): measure "
+                "here with headway plan --profile"
+            )
+        for kind in pool.classes:
+            if kind.device.name != profile.device:
+                raise ConfigurationError(f"pool: {kind.device.name}: the profile is of {profile.device} devices")
+        first = profile.points[0].measured
+        workload = pool.tables.workload or PlannedWorkload(
+            prompt_tokens=constant(first.prompt_tokens),
+            response_tokens=Quantity(kind="quantiles", at=profile.response_tokens),
+            group_correlation=first.lengths.group_correlation,
+            verify_s=first.verify_response_s,
+            acceptance=max(0.05, first.accepted_groups / first.groups) if first.groups else 1.0,
+        )
+        super().__init__(experiment, model, pool, workload)
+        self.profile = profile
+        self.error = max(_LEAST_ERROR, *profile.missed.values())
+        self.error_is = f"a placement that the profile of {profile.date} held out was missed by no more, or is 10 %"
+        trained = profile.model
+        self._flops_per_s = 6.0 * trained.active / max(1e-12, first.train_token_s)
+
+    def _point(self, key: Callable[[ProfilePoint], int], wanted: int) -> ProfilePoint:
+        """The measured placement nearest to a number of devices."""
+        return min(self.profile.points, key=lambda point: (abs(key(point) - wanted), point.generators != wanted))
+
+    def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
+        """See :meth:`StageCurves._generation`."""
+        measured = self._point(lambda point: point.generators, devices).measured
+        was, now, per_flop = self.profile.model, self.model, 1.0 / self._flops_per_s
+        own_s = max(0.0, measured.decode_request_s - 2.0 * was.active * per_flop)  # beyond its products
+        layers = now.layers / was.layers
+        request_s = (
+            own_s * layers + min(measured.decode_request_s, 2.0 * was.active * per_flop) * now.active / was.active
+        )
+        queue = self.experiment.queue
+        admitted = queue.groups_per_step * (queue.budget + 1) * self.experiment.rollout.group_size
+        return GenerationCurve(
+            replicas=devices,
+            per_replica=1,
+            spread="1 device",
+            slots=max(1, min(self.experiment.generator.slots, -(-admitted // devices))),
+            fixed_s=measured.decode_fixed_s * layers,
+            request_s=request_s,
+        )
+
+    def _training(self, at: int, devices: int) -> TrainingCurve | None:
+        """See :meth:`StageCurves._training`."""
+        point = self._point(lambda point: point.trainers, devices)
+        measured, was, now = point.measured, self.profile.model, self.model
+        ranks = 1.0 if point.trainers == devices else point.trainers / devices / RANK_EFFICIENCY
+        moved_s = 32.0 * (now.parameters - was.parameters) / self._bytes_per_s(at)  # AdamW's states, there and back
+        return TrainingCurve(
+            copies=devices,
+            spread="1 device",
+            fixed_s=max(0.0, measured.train_fixed_s + moved_s),
+            token_s=measured.train_token_s * now.active / was.active * ranks,
+        )
+
+    def _bytes_per_s(self, at: int) -> float:
+        return self.pool.classes[at].device.figure("memory_bytes_per_s")
+
+    def update_costs(self, kind: PlanDevices, generation: GenerationCurve) -> UpdateCosts:
+        """See :meth:`StageCurves.update_costs`."""
+        measured, more = self.profile.points[0].measured, self.model.parameters - self.profile.model.parameters
+        moved_s = 8.0 * more / kind.device.figure("memory_bytes_per_s")
+        beside = measured.decode_beside_tokens_per_s
+        return UpdateCosts(
+            publish_s=max(0.0, measured.publish_s + moved_s),
+            apply_s=max(0.0, measured.apply_s + moved_s),
+            pause_s=measured.pause_s,
+            beside=max(1.0, measured.decode_tokens_per_s / beside) if beside else 1.0,
+        )
