@@ -19,6 +19,10 @@ Parts, each of which can be run alone:
 - `published`: what published runs found, asked of the rate models (`parts/published_findings.py`), with the deviation
   of each. `findings`, `findings_hold`: rows, and those whose direction comes out; `findings_deviate`: rows of which a
   number is more than 0.15 beyond the published range.
+- `live`: a profile of this machine predicts settings that it doesn't hold (`parts/plan_live.py`), each beside the
+  median of three live runs. `prediction_median_error`, `prediction_worst_error`, and `predictions`: relative errors.
+- `grid`: `plan_over_best_of_grid`, the live rate of the plan that the profile leads to over the best of all placements
+  and slots, each run live. Both want a machine without other work.
 
 Prints a line as each workflow is done, what remains, and as the last line one JSON object.
 """
@@ -37,6 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+from parts.plan_live import grid, live
 from parts.published_findings import findings
 from placement_brute_force import BruteForce
 from placement_cases import large_case, small_case
@@ -134,6 +139,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {
     "large": large,
     "two_classes": two_classes,
     "published": published,
+    "live": lambda arguments: live(arguments.directory),
+    "grid": lambda arguments: grid(arguments.directory),
 }
 
 
@@ -143,6 +150,7 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=500, help="of the part small")
     parser.add_argument("--workflows", type=int, default=4, help="of each size of the part large")
     parser.add_argument("--repeats", type=int, default=5, help="of each workflow of the part large")
+    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-planner"), help="of live runs")
     parser.add_argument("--keep", type=Path, help="a JSON file of finished parts: they are not run again")
     arguments = parser.parse_args()
     done: dict[str, Report] = {}

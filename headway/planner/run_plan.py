@@ -120,6 +120,12 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     return PlannedRun(plan, best, _calibration(pool, curves, best), curves.workload)
 
 
+def predicted_rate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: Placement) -> float | None:
+    """Trained samples/s of one placement; None where a side doesn't fit on its devices."""
+    one = _candidate(experiment, pool, curves, at)
+    return None if one is None else _simulated(experiment, pool, curves, one)
+
+
 def _merit(one: Candidate, samples_per_s: float, objective: Objective) -> float:
     return samples_per_s if objective == "time" else samples_per_s / max(1e-12, one.usd_per_hour or 0.0)
 
