@@ -152,6 +152,9 @@ def plan(
     profile: bool = typer.Option(
         False, "--profile", help="Measure CONFIG's two sides on this machine, for a pool file's key profile; ~1 min."
     ),
+    calibrate_s: float = typer.Option(
+        10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="With --profile: how long to measure a placement."
+    ),
     graph: str = typer.Option(
         "", "--graph", metavar="FILE", help="Place a workflow graph instead: it and a pool of devices, as JSON."
     ),
@@ -192,7 +195,7 @@ def plan(
     if sum(ways.values()) != 1 or bool(config) != (bool(pool) != profile):
         context.fail(f"give one of {', '.join(ways)}")
     if profile:
-        _profile(config, overrides, output, as_json)
+        _profile(config, overrides, calibrate_s, output, as_json)
     elif graph:
         _place(graph, "time" if objective == "time" else "cost", tolerance, expansions, as_json)
     elif compare[0]:
@@ -217,7 +220,7 @@ def plan(
                 typer.echo(f"\nheadway train {config} --plan {output}   runs it")
 
 
-def _profile(config: str, overrides: list[str], output: str, as_json: bool) -> None:
+def _profile(config: str, overrides: list[str], seconds: float, output: str, as_json: bool) -> None:
     import msgspec
 
     from headway.config.load import load_experiment
@@ -228,7 +231,7 @@ def _profile(config: str, overrides: list[str], output: str, as_json: bool) -> N
     from headway.runtime.run_directory import write_whole
 
     path = Path(output or "profile.json")
-    found = measure_profile(load_experiment(config, overrides), 10.0, CalibrationProgress(quiet=as_json))
+    found = measure_profile(load_experiment(config, overrides), seconds, CalibrationProgress(quiet=as_json))
     write_whole(path, msgspec.json.encode(found))
     if as_json:
         print_json(found)
