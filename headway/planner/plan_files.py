@@ -128,6 +128,8 @@ def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -
     for option, path in (("--output", outputs.plan), ("--write", outputs.experiment)):
         if path and Path(path).exists():
             raise ConfigurationError(f"{option} {path}: there is such a file already")
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ConfigurationError(f"{option} {path}: there is no folder {Path(path).parent}")
     if outputs.plan:
         write_whole(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if outputs.experiment:

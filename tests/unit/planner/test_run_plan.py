@@ -123,6 +123,7 @@ def test_what_a_plan_writes_can_be_read_loaded_and_drawn(
     assert Path(picture).read_text().count("<svg") == 1
     assert draw_plan(read) == draw_plan(read)
     assert "--output" in refused(files, capsys, *options)  # nothing is written over
+    assert "there is no folder" in refused(files, capsys, "--output", str(tmp_path / "no" / "plan.json"))
     assert planned_settings(load_experiment(files[0]), read, written) == found["settings"]
     assert headway(["plan", "--compare", written, written]) == 0
     assert "1.000 times" in capsys.readouterr().out
