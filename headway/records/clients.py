@@ -146,6 +146,20 @@ class Verifier(Protocol):
 
     async def start(self) -> None: ...
 
+    @property
+    def start_s(self) -> float:
+        """Seconds that the last worker took to start; 0.0 before the first."""
+        ...
+
+    def most_workers(self) -> int:
+        """Workers that there is room for now, those that run included."""
+        ...
+
+    def set_workers(self, count: int) -> None:
+        """Have ``count`` workers. Returns at once: a further one takes groups when it has started, and one that is too
+        many ends when it has scored the group it has."""
+        ...
+
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score the responses to one task. A raise, a hang (hard timeout kills the job) or a non-finite
         reward becomes a Verdict with ``failure``; siblings are not affected. Infrastructure failures are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,16 +40,32 @@ class FakeVerifier:
         self._clock = clock
         self._latency_s: Callable[[Task, str], float] = latency_s if callable(latency_s) else lambda *_: latency_s
         self._free = asyncio.Semaphore(workers)
+        self._workers, self._too_many = workers, 0
         self._stopped = False
+        self.start_s = 0.0
         self.verified = 0  # responses scored so far
 
     async def start(self) -> None:
         """Nothing to start."""
 
+    def most_workers(self) -> int:
+        """Any number."""
+        return sys.maxsize
+
+    def set_workers(self, count: int) -> None:
+        """Have ``count`` workers; those that are too many end with the group they have."""
+        for _ in range(count - self._workers):
+            self._free.release()
+        self._too_many += max(0, self._workers - count)
+        self._workers = count
+
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Verdicts, one per response, in order."""
         if self._stopped:
             raise HeadwayError("the verifier pool is stopped")
+        while self._too_many:  # these places are given up as they become free, before anyone waits for one
+            self._too_many -= 1
+            await self._free.acquire()
         async with self._free:
             verdicts: list[Verdict] = []
             total_s = 0.0

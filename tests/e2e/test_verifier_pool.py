@@ -22,7 +22,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
-from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
+from headway.runtime.workers import EventCallback, Launcher, LocalLauncher, Worker, WorkerSpec
 from headway.tasks.sources import load_tasks
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
@@ -294,3 +294,76 @@ def test_groups_of_a_worker_whose_node_is_lost_are_scored_by_another(tmp_path: P
             assert [[verdict.reward for verdict in group] for group in verdicts] == [[1.0, 0.0]] * 8
 
     run(main)
+
+
+def test_workers_are_added_and_leave_while_groups_are_scored_and_none_is_lost(tmp_path: Path):
+    """One dies while it starts, one with a group in its hands, and one leaves with a group."""
+    events: list[str] = []
+
+    class KillsFirstNewcomer(LocalLauncher):
+        newcomers = 0
+
+        async def start(self, spec: WorkerSpec) -> Worker:
+            worker = await super().start(spec)
+            KillsFirstNewcomer.newcomers += spec.name != "verifier-0"
+            if KillsFirstNewcomer.newcomers == 1:
+                os.kill(worker.pid, signal.SIGKILL)  # it has started, and its slot is about to serve
+                await worker.died
+                raise RuntimeError("killed while it started")
+            return worker
+
+    async def main() -> None:
+        launcher = KillsFirstNewcomer(RealClock())
+        note = lambda name, _, **data: events.append(name)  # noqa: E731
+        async with pool(tmp_path, launcher=launcher, timeout_s=30.0, on_event=note) as verifiers:
+            groups = [asyncio.create_task(verifiers.verify(TASK, ["good", "announce:a"])) for _ in range(8)]
+            await until(lambda: len(announced(tmp_path)) == 1)
+            verifiers.set_workers(3)
+            assert len(verifiers.worker_states) == 3
+            await until(lambda: len(announced(tmp_path)) == 3)  # each has taken a group
+            assert verifiers.start_s > 0
+            os.kill(announced(tmp_path)[-1], signal.SIGKILL)
+            verifiers.set_workers(1)
+            assert len(verifiers.worker_states) == 1
+            assert len(verifiers.pids) >= 2  # they leave with what they have
+            (tmp_path / "go").touch()
+            verdicts = await asyncio.gather(*groups)
+            assert [[verdict.reward for verdict in group] for group in verdicts] == [[1.0, 0.0]] * 8
+            assert not any(any(failed(group)) for group in verdicts)
+            await until(lambda: len(verifiers.pids) == 1)
+            verifiers.set_workers(2)  # and idle ones leave at once
+            await until(lambda: len(verifiers.pids) == 2)
+            verifiers.set_workers(1)
+            await until(lambda: len(verifiers.pids) == 1)
+            assert [v.reward for v in await verifiers.verify(TASK, ["good"])] == [1.0]
+
+    run(main)
+    assert events.count("verifier_restart_failed") == 1
+    assert "verifier_died" in events
+
+
+def test_a_pool_is_stopped_while_it_grows_and_shrinks(tmp_path: Path):
+    async def main() -> None:
+        async with pool(tmp_path, timeout_s=30.0) as verifiers:
+            groups = [asyncio.create_task(verifiers.verify(TASK, ["announce:a"])) for _ in range(4)]
+            verifiers.set_workers(3)
+            await until(lambda: len(announced(tmp_path)) >= 2)
+            verifiers.set_workers(1)
+            verifiers.set_workers(2)
+            await verifiers.stop()
+            assert all(await asyncio.gather(*groups, return_exceptions=True))
+
+    run(main)
+
+
+def test_there_is_room_for_a_worker_a_core_as_far_as_memory_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def verifiers(**verifier: Any) -> VerifierPool:
+        configured = schema.VerifierConfig(name="exact", workers=2, **verifier)
+        return VerifierPool(LocalLauncher(RealClock()), configured, RealClock())
+
+    module = "headway.rollout.verification.client"
+    monkeypatch.setattr(f"{module}.machine_cores", lambda: tuple(range(6)))
+    for free, room in ((64 << 30, 6), (600 << 20, 4), (100 << 20, 2)):
+        monkeypatch.setattr(f"{module}.machine_memory", lambda free=free: (64 << 30, free))
+        assert verifiers().most_workers() == room
+    assert verifiers(nodes=("a",)).most_workers() > 1000

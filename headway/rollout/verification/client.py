@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ from headway.rollout.verification.verdicts import failed_verdict
 from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
-from headway.runtime.devices import every_core_in_turn
+from headway.runtime.devices import every_core_in_turn, machine_cores
+from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
@@ -29,6 +32,7 @@ _WATCHDOG = 1.1  # times a response's limit: when the worker's watchdog ends a h
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
 _STOP_GRACE_S = 1.0
 _RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
+_WORKER_BYTES = 256 << 20  # free memory that one more worker needs: an idle one takes a fourth of it
 _AWAY_S = 5.0  # for a worker's restart; then another one gets its job, if any is live
 
 
@@ -53,7 +57,7 @@ class _Died(Exception):
 
 
 class VerifierPool:
-    """``workers`` processes that share one bounded queue of groups.
+    """``workers`` processes that share one bounded queue of groups; ``set_workers`` changes their number.
 
     A group is scored in one call. When its worker hangs or dies, the worker is replaced and the group's responses are
     scored one by one, so that only the guilty one fails: "timed out after 10 s; job killed" (not
@@ -85,36 +89,53 @@ class VerifierPool:
         self._clock = clock
         self._retries = retries
         self._jobs: Channel[_Job] = Channel(queue_groups or 16 * verifier.workers, "verify", clock)
-        arguments = {
+        self._arguments = {
             "verifier": verifier.model_dump(),
             "named": {name: settings.model_dump() for name, settings in self._named.items()},
         }
-        limits_s = [verifier.timeout_s, *(settings.timeout_s for settings in self._named.values())]
+        self._launcher, self._log_folder, self._on_event = launcher, log_folder, on_event
+        self._numbers = itertools.count()
+        self.start_s = 0.0
         self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
-        self._slots: list[WorkerSlot] = []
-        for index in range(verifier.workers):
-            name = f"verifier-{index}"
-            spec = WorkerSpec(
-                name=name,
-                factory=_FACTORY,
-                arguments=arguments,
-                device=every_core_in_turn(verifier.nodes, index),
-                log_path=str(log_folder / f"{name}.log") if log_folder else None,
-                longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
-            )
-            held = functools.partial(self._scoring.get, name, 0)
-            self._slots.append(WorkerSlot(spec, launcher, clock, on_event, limit=retries + 1, held=held))
-        self._feeders: list[asyncio.Task[None]] = []
+        self._slots = [self._slot() for _ in range(verifier.workers)]
+        self._leaving: list[WorkerSlot] = []  # too many: they end with the group that they have
+        self._idle: set[WorkerSlot] = set()  # those without a group
+        self._feeders: dict[WorkerSlot, asyncio.Task[None]] = {}
         self._open: set[asyncio.Future[list[Verdict]]] = set()
 
     async def start(self) -> None:
         """Start all workers. Raises ConfigurationError when the verifier can't be imported or refuses a parameter."""
+        began_s = self._clock.now()
         try:
             await start_all(self._slots)
         except BaseException:
             await self.stop()
             raise
-        self._feeders = [asyncio.create_task(self._serve(slot), name=slot.name) for slot in self._slots]
+        self.start_s = self._clock.now() - began_s
+        for slot in self._slots:
+            self._feed(slot)
+
+    def most_workers(self) -> int:
+        """Workers that this machine has room for now: one for each core, as far as its free memory goes. Any number
+        where they run on nodes."""
+        if any(self._verifier.nodes):
+            return sys.maxsize
+        memory = machine_memory()
+        room = len(self._slots) + memory[1] // _WORKER_BYTES if memory else sys.maxsize
+        return min(len(machine_cores()), room)
+
+    def set_workers(self, count: int) -> None:
+        """Have ``count`` workers, 1 or more. A new one takes groups when it has started; one that can't be started is
+        tried again with growing pauses, while the others score."""
+        for _ in range(count - len(self._slots)):
+            slot = self._slot()
+            self._slots.append(slot)
+            self._feed(slot)
+        self._slots, leaving = self._slots[:count], self._slots[count:]
+        self._leaving += leaving
+        for slot in leaving:
+            if slot in self._idle:
+                self._feeders[slot].cancel()
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score ``responses`` to ``task``: one Verdict each, in order. Waits while the queue is full."""
@@ -133,13 +154,13 @@ class VerifierPool:
     async def stop(self) -> None:
         """Stop all workers; whoever still waits for a verdict gets HeadwayError."""
         self._jobs.close()
-        for feeder in self._feeders:
+        for feeder in self._feeders.values():
             feeder.cancel()
-        await asyncio.gather(*self._feeders, return_exceptions=True)
+        await asyncio.gather(*self._feeders.values(), return_exceptions=True)
         for verdicts in self._open:
             if not verdicts.done():
                 verdicts.set_exception(HeadwayError("the verifier pool is stopped"))
-        await stop_all(self._slots, _STOP_GRACE_S)
+        await stop_all([*self._slots, *self._leaving], _STOP_GRACE_S)
 
     @property
     def restarts(self) -> int:
@@ -158,17 +179,55 @@ class VerifierPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the live workers."""
-        return live_pids(self._slots)
+        return live_pids([*self._slots, *self._leaving])
 
     # --- one slot: a worker and the loop that feeds it ---------------------------------------------------
 
+    def _slot(self) -> WorkerSlot:
+        index = next(self._numbers)
+        name, folder = f"verifier-{index}", self._log_folder
+        limits_s = [self._verifier.timeout_s, *(settings.timeout_s for settings in self._named.values())]
+        spec = WorkerSpec(
+            name=name,
+            factory=_FACTORY,
+            arguments=self._arguments,
+            device=every_core_in_turn(self._verifier.nodes, index),
+            log_path=str(folder / f"{name}.log") if folder else None,
+            longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
+        )
+        held = functools.partial(self._scoring.get, name, 0)
+        return WorkerSlot(spec, self._launcher, self._clock, self._on_event, limit=self._retries + 1, held=held)
+
+    def _feed(self, slot: WorkerSlot) -> None:
+        self._feeders[slot] = asyncio.create_task(self._serve_and_leave(slot), name=slot.name)
+
+    async def _serve_and_leave(self, slot: WorkerSlot) -> None:
+        """A slot's life: its worker's start, where it has none yet, groups, and its end once it is too many."""
+        try:
+            self._idle.add(slot)
+            began_s = self._clock.now()
+            while slot.worker is None and slot in self._slots:
+                if await slot.restart() is not None:
+                    self.start_s = self._clock.now() - began_s
+            await self._serve(slot)
+        except asyncio.CancelledError:
+            if self._jobs.closed or slot not in self._leaving:
+                raise  # the pool is being stopped, and its slots with it
+        if not self._jobs.closed:
+            await slot.stop(_STOP_GRACE_S)
+            self._leaving.remove(slot)
+            del self._feeders[slot]
+
     async def _serve(self, slot: WorkerSlot) -> None:
         """Consumes groups from the queue, waits for them to be scored, is unblocked by ``verify``."""
-        while True:
+        while slot in self._slots:
+            self._idle.add(slot)
             try:
                 job = await self._jobs.get()
             except ChannelClosed:
                 return
+            finally:
+                self._idle.discard(slot)
             if job.verdicts.done():
                 continue  # its caller gave up while it was queued
             try:
