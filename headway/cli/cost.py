@@ -1,4 +1,4 @@
-"""`headway cost tco`, `run`, `service`."""
+"""`headway cost tco`, `run`, `service`, `live`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 CATALOGUE = typer.Option(
     [], "--catalogue", metavar="FILE", help="TOML over the package's catalogue; again for more.", show_default=False
 )
-PRICE = typer.Option(
-    "", "--price", metavar="PRICE", help="Of a device's hour: dollars, owned.NAME or rented.NAME. Default: the run's."
-)
+_PRICED = "Of a device's hour: dollars, owned.NAME or rented.NAME."
+PRICE = typer.Option("", "--price", metavar="PRICE", help=f"{_PRICED} Default: the run's.")
 JSON = typer.Option(False, "--json", help="Print everything as one JSON object.")
 
 
 def add_commands(app: typer.Typer) -> None:
-    group = typer.Typer(help="Costs: of a device's hour, of a run, against a service.", no_args_is_help=True)
+    group = typer.Typer(
+        help="Costs: of a device's hour, of a run, live or published, against a service.", no_args_is_help=True
+    )
     group.command("tco", epilog="Example: headway cost tco H200 --catalogue mine.toml")(tco)
     group.command("run", epilog="Example: headway cost run slime --price rented.H200")(run)
     group.command("service", epilog="Example: headway cost service tinker-235b --run slime --tenants 8")(service)
+    group.command("live", epilog="Example: headway cost live runs/arithmetic/rl --price rented.H200")(live)
     app.add_typer(group, name="cost")
 
 
@@ -98,6 +100,25 @@ def service(
         print_json(found)
     else:
         print_rows(service_rows(found))
+
+
+def live(
+    run: str = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False),
+    price: str = typer.Option(..., "--price", metavar="PRICE", help=_PRICED, show_default=False),
+    catalogue: list[str] = CATALOGUE,
+    as_json: bool = JSON,
+) -> None:
+    """Dollars of a run so far, and of its waits; while it runs or afterwards."""
+    from headway.planner.costs import price_of
+    from headway.report.printing import print_rows
+    from headway.report.run_cost import cost_of_run, cost_rows
+    from headway.report.run_view import view_run
+
+    found = cost_of_run(view_run(run), price_of(_catalogue(catalogue), price))
+    if as_json:
+        print_json(found)
+    else:
+        print_rows(cost_rows(found))
 
 
 def _catalogue(paths: list[str]) -> Catalogue:

@@ -6,9 +6,26 @@ from typing import Any
 
 import typer
 
+USD_PER_DEVICE_HOUR = typer.Option(
+    "",
+    "--usd-per-device-hour",
+    metavar="PRICE",
+    help="Of one device: dollars, or owned.NAME or rented.NAME of the catalogue; default: no money.",
+)
+
 
 def print_json(value: Any) -> None:
     """Print a record as one JSON object."""
     import msgspec
 
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def price_from(text: str) -> float | None:
+    """Dollars of a device's hour that ``--usd-per-device-hour`` gives; None: none was given."""
+    if not text:
+        return None
+    from headway.planner.catalogue.read import Catalogue
+    from headway.planner.costs import price_of
+
+    return price_of(Catalogue.read(), text)

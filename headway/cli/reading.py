@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headway.cli.printing import print_json
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
 from headway.records.curriculum import CurriculumExplanation
 
 RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False)
@@ -22,34 +22,33 @@ def add_commands(app: typer.Typer) -> None:
 
 def report(
     run: str = RUN,
+    usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     as_json: bool = typer.Option(False, "--json", help="Print summary and verdict as one JSON object; write no page."),
     output: str = typer.Option("", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html."),
 ) -> None:
     """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events."""
+    from headway.report.run_cost import with_cost
     from headway.report.run_view import as_json as to_json
     from headway.report.run_view import view_run
 
+    price = price_from(usd_per_device_hour)
+    view = with_cost(view_run(run), price)
     if as_json:
         import json
 
-        typer.echo(json.dumps(to_json(view_run(run)), ensure_ascii=False))
+        typer.echo(json.dumps(to_json(view), ensure_ascii=False))
         return
     from headway.report.page import report as write_page
     from headway.report.printing import print_rows
 
-    page = write_page(run, output or None)
-    print_rows(view_run(run).verdict.sentences, gap=2)
+    page = write_page(run, output or None, price)
+    print_rows(view.verdict.sentences, gap=2)
     typer.echo(f"report: {page}")
 
 
 def doctor(
     run: str = RUN,
-    usd_per_device_hour: str = typer.Option(
-        "",
-        "--usd-per-device-hour",
-        metavar="PRICE",
-        help="Of one device: dollars, or owned.NAME or rented.NAME of the catalogue; default: no money.",
-    ),
+    usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
     live: bool = typer.Option(False, "--live", help="Print who waits for whom now, in an active run."),
 ) -> None:
@@ -63,11 +62,9 @@ def doctor(
         else:
             typer.echo(live_waits_text(waits))
         return
-    from headway.planner.catalogue.read import Catalogue
-    from headway.planner.costs import price_of
     from headway.report.doctor import examine, print_report
 
-    price = price_of(Catalogue.read(), usd_per_device_hour) if usd_per_device_hour else None
+    price = price_from(usd_per_device_hour)
     report = examine(run, price)
     if as_json:
         print_json(report)

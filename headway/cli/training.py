@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import print_json
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -31,6 +31,7 @@ def train(
     take_over: bool = typer.Option(
         False, "--take-over", help="With --resume of a copied run: declare that its former process has ended."
     ),
+    usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
     as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
@@ -52,7 +53,8 @@ def train(
     from headway.report.live import LiveView
     from headway.report.tables import print_summary
 
-    with nullcontext() if quiet or as_json else LiveView(experiment) as on_line:
+    price = price_from(usd_per_device_hour)
+    with nullcontext() if quiet or as_json else LiveView(experiment, usd_per_device_hour=price) as on_line:
         if plan:
             from headway.planner.plan_files import keep_plan
 

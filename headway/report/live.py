@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -19,7 +20,9 @@ from headway.control.summaries import pooled, weighted_mean
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
+from headway.report.doctor import costs_of
 from headway.report.formats import duration, percent, quantity, score
+from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_END, EVENT_STALL_ENDED, EVENT_STALLED
 
@@ -42,8 +45,11 @@ _COLOURS = {
 class LiveState:
     """The state of a run after its ledger lines so far. Has no clock and no terminal: those belong to the views."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, usd_per_device_hour: float | None = None) -> None:
         self.experiment = experiment
+        self.usd_per_device_hour = usd_per_device_hour
+        self.lost_h = Counter[str]()  # as doctor's DeviceCosts has them
+        self.sums = Counter[str]()  # steps and trained tokens of this session
         self.last: StepRecord | None = None
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
         self.solve_rates: deque[float] = deque(maxlen=4000)
@@ -63,6 +69,8 @@ class LiveState:
                 self.solve_rates.append(line.solve_rate)
             self.worst_staleness = max(self.worst_staleness, int(line.trajectory_staleness.max))
             self.endings.update(line.endings)
+            self.lost_h.update(costs_of([line], self.experiment, None).lost_h)
+            self.sums.update(steps=1, tokens=line.flow.trained_tokens)
         elif isinstance(line, EvaluationRecord):
             self.evaluations.append(line)
             if line.phase == "before" and line.samples:
@@ -78,6 +86,14 @@ class LiveState:
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
         """Time-weighted mean of a column over the last WINDOW steps."""
         return weighted_mean(self.recent, column, lambda step: step.step_s)
+
+    def cost(self) -> LiveCost | None:
+        """Cost of this session so far; None without a price."""
+        if self.last is None or self.usd_per_device_hour is None:
+            return None
+        costs = msgspec.structs.replace(costs_of([], self.experiment, None), lost_h=dict(self.lost_h))
+        totals = {"steps": self.sums["steps"], "trained_tokens": self.sums["tokens"]}
+        return live_cost(costs, self.usd_per_device_hour, duration_s=self.last.time_s, **totals)
 
     def left_s(self) -> float | None:
         """Seconds to the end, by steps or by the time limit, whichever comes first; None before and after the run."""
@@ -108,6 +124,8 @@ def step_line(state: LiveState) -> str:
         f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}",
         f"{quantity(state.recent_mean(lambda s: s.samples / s.step_s if s.step_s else 0.0))} samples/s",
     ]
+    if (cost := state.cost()) is not None:
+        parts.append(f"${cost.usd:,.2f}, waits ${cost.trainer_waits_usd + cost.generator_waits_usd:,.2f}")
     if step.skipped:
         parts.append("SKIPPED (not finite)")
     return " · ".join(parts)
@@ -155,6 +173,8 @@ def screen(state: LiveState) -> RenderableType:
         rows.add_row("Learning?", _learning(state, step))
         rows.add_row("Rates", _rates(state, step))
         rows.add_row("Endings", _endings(state))
+        if (cost := state.cost()) is not None:
+            rows.add_row("Cost", cost_sentence(cost))
     for stall in state.stalls.values():
         rows.add_row(Text("Stalled", style="bold red"), Text(stall, style="red"))
     for record in state.evaluations:
@@ -291,9 +311,13 @@ class LiveView:
     """
 
     def __init__(
-        self, experiment: Experiment, console: Console | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        experiment: Experiment,
+        console: Console | None = None,
+        now: Callable[[], float] = time.monotonic,
+        usd_per_device_hour: float | None = None,
     ) -> None:
-        self.state = LiveState(experiment)
+        self.state = LiveState(experiment, usd_per_device_hour)
         self._console = console or Console(highlight=False)
         self._now = now
         self._drawn_s = -float("inf")

@@ -16,6 +16,7 @@ from headway.report.formats import duration, percent, quantity, score
 from headway.report.incidents import HEADS, incident_rows
 from headway.report.live import shown_pass_at, shown_score
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
+from headway.report.run_cost import with_cost
 from headway.report.run_plan import draw_plan
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
@@ -71,14 +72,15 @@ pre { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; padding: 
 """
 
 
-def report(run_dir: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of the run at ``run_dir`` to ``output`` (default: ``RUN/report.html``) and return its path.
+def report(run_dir: str | Path, output: str | Path | None = None, usd_per_device_hour: float | None = None) -> Path:
+    """Write the page of the run at ``run_dir`` to ``output`` (default: ``RUN/report.html``) and return its path. With a
+    price it also says what the run has cost.
 
     Needs only the run's ledger, so it also works for a run that is running or was killed. The page is self-contained.
     Raises ConfigurationError when there is no ledger, HeadwayError when the page can't be written.
     """
     path = Path(output) if output is not None else Path(run_dir) / "report.html"
-    write_whole(path, render_page(view_run(run_dir)).encode())
+    write_whole(path, render_page(with_cost(view_run(run_dir), usd_per_device_hour)).encode())
     return path
 
 

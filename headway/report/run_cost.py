@@ -1,0 +1,86 @@
+"""Cost of a run so far, and of its waits: of a live one too, from its ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from headway.control.cost import step_usd
+from headway.report.doctor import DeviceCosts, device_costs, stored_experiment
+from headway.report.formats import duration
+from headway.report.run_view import RunView
+
+
+class LiveCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Dollars of a run up to the last line of its ledger: all its devices are paid for all of its time."""
+
+    devices: int
+    duration_s: float  # wall-clock: starts, evaluations and waits included
+    usd_per_device_hour: float
+    usd: float
+    trainer_waits_usd: float  # of devices on which the trainer waits and nobody generates meanwhile
+    generator_waits_usd: float  # of replicas with nothing to do
+    steps: int
+    usd_per_step: float | None  # None: no step yet
+    trained_tokens: int  # prompts included
+    usd_per_mtok: float | None  # a million trained tokens
+
+
+def live_cost(costs: DeviceCosts, price: float, *, duration_s: float, steps: int, trained_tokens: int) -> LiveCost:
+    """``costs``: of all steps; ``duration_s``: of the whole run."""
+    usd = step_usd(duration_s, costs.devices, price)
+    trainer_h = sum(hours for cause, hours in costs.lost_h.items() if cause.startswith("trainer: waits"))
+    return LiveCost(
+        devices=costs.devices,
+        duration_s=duration_s,
+        usd_per_device_hour=price,
+        usd=usd,
+        trainer_waits_usd=trainer_h * price,
+        generator_waits_usd=costs.lost_h.get("generator: has nothing to do", 0.0) * price,
+        steps=steps,
+        usd_per_step=usd / steps if steps else None,
+        trained_tokens=trained_tokens,
+        usd_per_mtok=1e6 * usd / trained_tokens if trained_tokens else None,
+    )
+
+
+def cost_of_run(view: RunView, price: float) -> LiveCost:
+    """Raises ConfigurationError where the run's stored configuration can't be read: it has the devices."""
+    totals = {
+        "steps": view.summary.steps,
+        "trained_tokens": sum(step.flow.trained_tokens for step in view.steps),
+    }
+    costs = device_costs(view, stored_experiment(view), price)
+    return live_cost(costs, price, duration_s=view.summary.duration_s, **totals)
+
+
+def with_cost(view: RunView, price: float | None) -> RunView:
+    """``view`` whose verdict also says what the run has cost, where there is a ``price`` of a device's hour."""
+    if price is None:
+        return view
+    text = cost_sentence(cost_of_run(view, price))
+    return dataclasses.replace(view, verdict=msgspec.structs.replace(view.verdict, cost_text=text))
+
+
+def cost_rows(found: LiveCost) -> dict[str, str]:
+    """Label -> text, in the order they are printed."""
+    waits = found.trainer_waits_usd + found.generator_waits_usd
+    share = f", {waits / found.usd:.0%} of it" if found.usd else ""
+    rows = {
+        "so far": f"${found.usd:,.2f}: {found.devices} devices for {duration(found.duration_s)} at "
+        f"${found.usd_per_device_hour:g} an hour each",
+        "waits": f"${waits:,.2f}{share}: trainer ${found.trainer_waits_usd:,.2f}, generator "
+        f"${found.generator_waits_usd:,.2f}",
+    }
+    if found.usd_per_step is not None:
+        rows["a step"] = f"${found.usd_per_step:,.4g}, mean of {found.steps:,}"
+    if found.usd_per_mtok is not None:
+        rows["a million tokens"] = f"${found.usd_per_mtok:,.4g} of {found.trained_tokens:,} trained, prompts included"
+    return rows
+
+
+def cost_sentence(found: LiveCost) -> str:
+    """The rows as one sentence."""
+    first, *others = cost_rows(found).items()
+    return "; ".join([first[1], *(f"{label} {text}" for label, text in others)])
