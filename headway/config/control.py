@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headway.config.section import Positive, Section, named_once
 
-KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting"]
+KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting", "verifier_workers"]
 
 
 class ControlConfig(Section):
@@ -18,5 +18,6 @@ class ControlConfig(Section):
     interval_steps: Positive = 2  # least steps between two decisions; a decision is based on these
     pin: Annotated[tuple[KnobName, ...], named_once("knob")] = ()  # knobs that stay as the experiment sets them
     max_steps_per_publish: Positive = 4  # upper limit it may set; queue.budget + 1 where that is less
+    max_verifier_workers: Positive = 8  # upper limit it may set, where cores and free memory suffice
     length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS due to scheduling; beyond it no load is added
     staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the rate given up for younger samples

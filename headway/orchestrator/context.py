@@ -76,6 +76,7 @@ class RunContext:
     sandboxes: Callable[[], Awaitable[SandboxStatistics]] = no_sandboxes  # all of them, as they are now
     replicated: Callable[[], Awaitable[None]] = no_copy  # waits until the copy of the books has all that is committed
     started_s: float = 0.0  # clock when this process began the run
+    start_s: float = 0.0  # that its actors took to start; 0.0: not known
 
     def time_s(self) -> float:
         """Seconds since the run (or its resume) started."""

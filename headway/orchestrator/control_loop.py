@@ -9,14 +9,14 @@ import msgspec
 
 from headway.config.control import KnobName
 from headway.control.tuning.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
-from headway.control.tuning.knob_search import limits_of
+from headway.control.tuning.knob_search import ControlLimits, limits_of
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.channel import Channel
-from headway.runtime.devices import lends
+from headway.runtime.devices import alike, lends
 from headway.telemetry.ledger import EVENT_CONTROL
 
 _LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
@@ -74,11 +74,11 @@ class RateControl:
     """Runs the controller after each step, applies its decisions, and records them in the ledger."""
 
     def __init__(self, run: RunContext) -> None:
-        ranks = run.experiment.trainer.devices
-        shared = [index for index, device in enumerate(run.experiment.generator.devices) if lends(device, ranks)]
+        devices, ranks = run.experiment.generator.devices, run.experiment.trainer.devices
+        shared = [index for index, device in enumerate(devices) if lends(device, ranks)]
         self._run = run
         self._mode = run.experiment.control.mode
-        self._limits = limits_of(run.experiment, shared)
+        self._limits = limits_of(run.experiment, shared, alike=alike([*devices, *ranks]))
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
@@ -97,10 +97,12 @@ class RateControl:
             concurrent_rollouts=flow.concurrent_rollouts,
             steps_per_publish=flow.steps_per_publish,
             resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
+            verifier_workers=flow.verifier_workers or self._run.state.knobs.verifier_workers,
         )
         before: dict[KnobName, int] = {
             "concurrent_rollouts": flow.configured_concurrent_rollouts,
             "steps_per_publish": flow.configured_steps_per_publish,
+            "verifier_workers": flow.configured_verifier_workers,
         }
         await self._set(self._limits.resumed(knobs, self._run.state.knobs, before))
 
@@ -113,20 +115,33 @@ class RateControl:
         if self._state is None:
             filled = record.step + run.experiment.queue.budget + 1  # before, the queue was filling
             self._state = ControllerState(knobs=run.state.knobs, regime_step=filled, decided_step=filled)
+        limits = self._limits_now()
         decision = self._seen(record.version) or decide(
-            self._state, tuple(self._records), self._limits, look=run.look is None
+            self._state, tuple(self._records), limits, look=run.look is None
         )
         rested = run.clock.now() >= self._look_from_s
         if decision.due and rested and self._looking is None and run.look is not None:
             self._looking_from = decision.state
-            self._looking = asyncio.create_task(run.look(decision.state, tuple(self._records), self._limits))
+            self._looking = asyncio.create_task(run.look(decision.state, tuple(self._records), limits))
         self._state = decision.state
         if self._mode == "advise":
+            for action in decision.actions:
+                if action.kind == "recommended":
+                    self._say(action)
             self._advise(decision.actions)
             return
         for action in decision.actions:
             self._say(action)
         await self._set(decision.state.knobs)
+
+    def _limits_now(self) -> ControlLimits:
+        """The limits with what this machine has room for, and what switches cost, as measured so far: another split
+        needs a checkpoint and all actors' start."""
+        run, limits = self._run, self._limits
+        room = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.most_workers()))
+        restart_s = run.start_s + max(record.checkpoint_s for record in self._records)
+        costs = {"verifier_workers": run.verifier.start_s, "devices": restart_s}
+        return msgspec.structs.replace(limits, most_verifiers=room, switch_s=costs)
 
     def stop_looking(self) -> None:
         """Cancel the look under way."""
@@ -154,6 +169,8 @@ class RateControl:
         if knobs == state.knobs:
             return
         rested = knobs.resting != state.knobs.resting
+        if knobs.verifier_workers != state.knobs.verifier_workers:
+            self._run.verifier.set_workers(knobs.verifier_workers)
         state.knobs = knobs
         state.changed.notify()
         if rested:
@@ -174,6 +191,7 @@ class RateControl:
 
     def _say(self, action: Action) -> None:
         data = {"kind": action.kind, "mode": self._mode, "predicted": action.predicted, "measured": action.measured}
+        data |= action.settings
         if not action.knob:
             self._run.event(EVENT_CONTROL, f"{action.kind}: {action.reason}", **data)
             return

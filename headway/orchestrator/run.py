@@ -59,7 +59,7 @@ class Run:
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
-        run.event(EVENT_RESUME if resumed else EVENT_START, run.directory)
+        run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3))
         reopen_groups(run)
         version = run.state.version
         restore_records(run, version if recorded is None else min(recorded, version))

@@ -295,7 +295,9 @@ async def wire(
     worker_event.begin(run.context)
     for actor in (trainer, generator, verifier, looking, *copies):
         stack.push_async_callback(actor.stop)
+    began_s = clock.now()
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
+    run.context.start_s = clock.now() - began_s
     machines.take_offers(lambda device: generator.join(device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:

@@ -206,7 +206,7 @@ class Scenario(Experiment):
     def experiment(self) -> Experiment:
         """The experiment that is simulated: the scenario without hardware, workload and drift."""
         fields = self.model_dump(mode="json", include=set(Experiment.model_fields) - {"environment"})
-        return Experiment.model_validate(fields)
+        return Experiment.model_validate(fields | {"verifier": {"workers": self.hardware.verifiers}})
 
     def drifted(self, key: str, step: int, before: float = 1.0) -> float:
         """The value of a share, or the factor of a quantity (initially 1), under all drifts at a training step."""

@@ -46,8 +46,10 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     concurrent_rollouts: int = 0
     steps_per_publish: int = 0
     resting: int = 0  # replicas that take no requests
+    verifier_workers: int = 0  # 0: a record of an older release
     configured_concurrent_rollouts: int = 0  # as the experiment sets them; 0: a record of an older release
     configured_steps_per_publish: int = 0
+    configured_verifier_workers: int = 0
     useful_samples: int = 0  # trained ones whose advantage isn't 0
     trained_tokens: int = 0  # of the batch, prompts included
     finished_groups: int = 0  # verified, those that were then filtered or failed included

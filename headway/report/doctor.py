@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.control.tuning.diagnosis import Diagnosis, Recommendation, diagnose
+from headway.control.tuning.diagnosis import Diagnosis, Recommendation, device_splits, diagnose
 from headway.control.tuning.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
@@ -21,7 +21,7 @@ from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
 from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
-from headway.runtime.devices import lends, parse_device
+from headway.runtime.devices import alike, lends, parse_device
 from headway.telemetry.ledger import EVENT_SIMULATED
 from headway.telemetry.summary import undisturbed
 
@@ -44,6 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # running | finished | stopped
     costs: DeviceCosts
     diagnosis: Diagnosis
+    recommended: str = ""  # by the run's own controller, the last time; "": nothing
 
 
 def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Report:
@@ -52,20 +53,30 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     if usd_per_device_hour is not None and usd_per_device_hour < 0:
         raise ConfigurationError(f"--usd-per-device-hour {usd_per_device_hour:g}: must be at least 0")
     view = view_run(run_dir)
-    experiment = _experiment(view)
+    experiment = stored_experiment(view)
     ranks = experiment.trainer.devices
     lent = sum(lends(device, ranks) for device in experiment.generator.devices)
     free = [rank for rank in ranks if not lends(rank, experiment.generator.devices)]
-    found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free)
+    apart = not lent and alike([*experiment.generator.devices, *ranks])
+    splits = device_splits(experiment) if apart else ()
+    found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free, splits)
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
+    costs = device_costs(view, experiment, usd_per_device_hour)
+    return Report(
+        run=str(view.path), state=view.state, costs=costs, diagnosis=found, recommended=view.verdict.plan_text
+    )
+
+
+def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: float | None) -> DeviceCosts:
+    """``costs_of`` a run's steps; a simulated one has said how many devices it described."""
     told = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
     per_replica, trained_on = (int(told.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
-    costs = costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or len(ranks))
-    return Report(run=str(view.path), state=view.state, costs=costs, diagnosis=found)
+    return costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or None)
 
 
-def _experiment(view: RunView) -> Experiment:
+def stored_experiment(view: RunView) -> Experiment:
+    """The experiment as the run stored it. Raises ConfigurationError where that can't be read."""
     if not view.configuration:
         raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger says too little")
     return validate_experiment(view.configuration, f"{view.path}/config.json")
@@ -144,6 +155,8 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         ),
         "costs": _cost_text(costs, usd_per_device_hour),
     }
+    if report.recommended:
+        rows["re-planning"] = report.recommended
     print_rows(rows, console=console)
     if costs.lost_h:
         lost = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}

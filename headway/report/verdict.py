@@ -10,8 +10,9 @@ from typing import Literal
 import msgspec
 
 from headway.control.tuning.drift import environment_share
-from headway.records.ledger import EvaluationRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
+from headway.telemetry.ledger import EVENT_CONTROL
 from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
 Balance = Literal[
@@ -48,6 +49,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]  # rollouts lost, by boundary
     failures_text: str
     pruning_text: str = ""  # "": nothing was pruned
+    plan_text: str = ""  # the controller's last recommendation of a plan that the run can't change to; "": none
+    cost_text: str = ""  # "": no price is known
 
     @property
     def sentences(self) -> dict[str, str]:
@@ -59,6 +62,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Do the books balance?": self.books_text,
             "What failed?": self.failures_text,
             "What was pruned?": self.pruning_text,
+            "Would another plan pay?": self.plan_text,
+            "What did it cost?": self.cost_text,
         }
         return {question: answer for question, answer in answers.items() if answer}
 
@@ -93,7 +98,14 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         failures=failures,
         failures_text=" ".join(filter(None, (_failures_text(failures, summary), incident_text(lines)))) or "Nothing.",
         pruning_text=_pruning_text(steps),
+        plan_text=_plan_text(lines),
     )
+
+
+def _plan_text(lines: Sequence[LedgerLine]) -> str:
+    said = [event for event in lines if isinstance(event, EventRecord) and event.event == EVENT_CONTROL]
+    last = next((event for event in reversed(said) if event.data.get("kind") == "recommended"), None)
+    return f"At version {last.step} the controller {last.detail}" if last else ""
 
 
 def judge_balance(

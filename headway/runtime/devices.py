@@ -170,6 +170,12 @@ def lends(replica: str, ranks: Iterable[str]) -> bool:
     return any(device.shares_with(parse_device(rank)) for rank in ranks)
 
 
+def alike(devices: Iterable[str]) -> bool:
+    """Whether the devices are of one kind and size: any two could change places."""
+    parsed = [parse_device(name) for name in devices]
+    return len({(one.kind, one.threads) for one in parsed}) == 1 and parsed[0].kind != "server"
+
+
 def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:
     """Whether this machine's cores have instructions for fast bfloat16 products (AVX-512, AMX, Arm's bf16); also True
     where that can't be determined. ``cpuinfo``: the text of /proc/cpuinfo, read by default."""

@@ -25,7 +25,8 @@ FILE_NAME = "ledger.jsonl"
 EVENT_START = "start"  # a run started
 EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
-EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode
+EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode; of
+# what it recommends the keys of the experiment with their values
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
 EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last version
 EVENT_END = "end"  # the run ended in order

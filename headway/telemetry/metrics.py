@@ -138,6 +138,7 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "control/open_groups", float(line.flow.open_groups)  # 0: no limit
             yield "control/concurrent_rollouts", float(line.flow.concurrent_rollouts)
             yield "control/steps_per_publish", float(line.flow.steps_per_publish)
+            yield "control/verifier_workers", float(line.flow.verifier_workers)
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
         if line.router.routed or line.router.open_requests:
             yield from router_metrics(line.router)

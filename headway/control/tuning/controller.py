@@ -11,31 +11,39 @@ Each decision looks at the records since the last one and does the first of thes
    records before: those records are dropped, and so is what was learnt about the knobs.
 2. *Measured effect.* The last change has had time to show. When the rate fell by more than noise and below the
    prediction, the change is reverted, and its direction isn't tried again in this regime.
-3. *Reflex.* The trainer starves while the limit on open groups keeps slots empty, or the one on concurrent rollouts
-   keeps groups waiting: that limit is raised, by half or twofold.
+3. *Reflex.* The trainer starves while all verifiers score, or while the limit on open groups keeps slots empty, or the
+   one on concurrent rollouts keeps groups waiting: that number is raised, by half or twofold.
 4. *Model.* After a budget's worth of steps ``ledger_model`` estimates the queue and ``queue_model`` simulates the
    neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
    taken if it gains enough; twice as much for every time a knob has reversed in this regime. While nothing is found
-   the looks become rarer.
+   the looks become rarer, half of the verifier workers are let go where they hardly score, and, once a regime, another
+   split of the devices is *recommended* where it would pay (``replan``): the run can't make it itself.
 
-Guards apply whatever the model predicts: while the trainer starves for want of groups no load is removed (open groups,
-concurrent rollouts, replicas that generate), while finished groups pile up none is added, and no knob returns to a
-value at which the trainer starved. The publish interval is no load: the guards don't concern it.
+A look that finds nothing after ``WINDOW`` records of one setting *settles* the plan: these records are the reference,
+and nothing is looked at or changed until the last few steps, or the last ``SLOWLY`` where it came step by step, differ
+from them beyond doubt, in the queue's parameters or in how long the trainer waits for groups: that is a drift.
+
+A change must pay within the steps that are left, what the switch costs included (``replan``): near its end a run keeps
+its knobs. Guards apply whatever the model predicts: while the trainer starves for want of groups no load is removed
+(open groups, concurrent rollouts, replicas that generate, verifier workers), while finished groups pile up none is
+added, and no knob returns to a value at which the trainer starved. The publish interval is no load: the guards don't
+concern it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Literal
 
 import msgspec
 
 from headway.config.control import KnobName
-from headway.control.tuning.drift import RECENT, find_drift
+from headway.control.tuning.drift import RECENT, SLOWLY, find_drift
 from headway.control.tuning.knob_search import KNOBS, LEAST_GAIN, Allowed, ControlLimits, Search
 from headway.control.tuning.ledger_model import LedgerModel, estimate, relative_noise, usable
+from headway.control.tuning.replan import Remainder, remainder, split_sentence, split_that_pays, switch_s
 from headway.records.control import Knobs
 from headway.records.ledger import StepRecord
 
@@ -47,10 +55,12 @@ STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for want of g
 # samples. Where both sides are about as fast these groups are the reserve against fluctuations of either, which the
 # model lacks: it takes equal steps to last equally long.
 LEAST_SPARE = 0.1
+_ALL_SCORE = 0.9  # share of the time the verifiers score: more is all of it, but for what is between two groups
+_STARVED_Z = 4.0  # standard errors by which the trainer must wait longer than when the plan was settled
 _RATE_DIFFERS = 0.2  # |ln|: worth another look
 _MOST_RESTS = 3  # doublings of the time between two looks
 
-Kind = Literal["set", "rollback", "measured", "drift"]
+Kind = Literal["set", "rollback", "measured", "drift", "recommended"]
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +73,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     new: int = 0
     predicted: float = 0.0  # rate after / rate before; 0: not predicted
     measured: float = 0.0  # ... as measured; 0: not yet
+    settings: dict[str, str] = {}  # recommended: key of the experiment -> value as TOML
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +104,9 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     rests: int = 0  # looks at the model in a row that found nothing
     looked_step: int = 0  # version at the last of them, and the rate then
     looked_rate: float = 0.0
+    drifted: bool = False  # the regime began with a drift, which may go on
+    reference: tuple[StepRecord, ...] = ()  # of a settled plan: what it was settled on
+    recommended: bool = False  # another split of the devices, in this regime
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,11 +124,15 @@ def decide(
     the model may be asked, whose simulations take a tenth of a second or more; all else takes half a millisecond."""
     every = usable(records)
     actions: list[Action] = []
-    drifted = find_drift([r for r in every if r.step >= state.regime_step][-WINDOW - RECENT :])
+    regime = [r for r in every if r.step >= state.regime_step]
+    departed = _departed(state.reference, regime, limits)
+    drifted = departed if state.reference else find_drift(regime[-WINDOW - RECENT :])
     if drifted is not None:
         step, reason = drifted
-        state = ControllerState(knobs=state.knobs, regime_step=step, decided_step=step)
+        state = ControllerState(knobs=state.knobs, regime_step=step, decided_step=step, drifted=True)
         actions.append(Action(kind="drift", reason=reason))
+    elif state.reference:
+        return Decision(state=state)
     window = [r for r in every if r.step >= state.regime_step][-WINDOW:]
     since = [r for r in window if r.step >= state.decided_step]
     if len(since) < limits.interval_steps:
@@ -149,6 +167,24 @@ def set_at(decision: Decision, version: int) -> Decision:
     return msgspec.structs.replace(decision, state=msgspec.structs.replace(state, decided_step=version, trial=trial))
 
 
+def _departed(
+    reference: Sequence[StepRecord], regime: Sequence[StepRecord], limits: ControlLimits
+) -> tuple[int, str] | None:
+    """Whether the last records differ from those on which the plan was settled, as ``find_drift`` says it."""
+    later = [r for r in regime if reference and r.step > reference[-1].step]
+    for count in (RECENT, SLOWLY):
+        drifted = find_drift([*reference, *later[-count:]], count) if len(later) >= count else None
+        if drifted is not None:
+            return drifted
+    if len(later) < SLOWLY:
+        return None
+    lately, lacks = _evidence(later[-SLOWLY:], limits), [_evidence([r], limits).lack for r in reference]
+    error = max(STARVES, stdev(lacks)) * math.sqrt(1 / SLOWLY + 1 / len(lacks))
+    if not lately.starving or lately.lack - fmean(lacks) < _STARVED_Z * error:
+        return None
+    return later[-SLOWLY].step, f"the trainer waits {lately.lack:.0%} of the time for groups, before {fmean(lacks):.0%}"
+
+
 # --- evidence of the last steps --------------------------------------------------------------------------
 
 
@@ -160,6 +196,7 @@ class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     idle: float  # share of the time the replicas had nothing to do
     stock: float  # groups left in the buffer after a batch was taken, in batches
     in_generation: float  # rollouts between admission and last token
+    verifying: float  # share of the time the verifier workers score
     preempted: bool
     bias: float  # length bias that scheduling causes, KS
 
@@ -183,12 +220,15 @@ def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> Controlle
         idle=sum(r.generator_wait_ratio * r.step_s for r in records) / seconds,
         stock=fmean(r.buffered_groups for r in records) / limits.shape.groups_per_step,
         in_generation=sum(r.flow.generating_s for r in records) / seconds,
+        verifying=sum(r.verify_s / max(1, r.flow.verifier_workers) for r in records) / seconds,
         preempted=any(r.flow.preemptions for r in records),
         bias=records[-1].length_bias_scheduling_ks,
     )
 
 
-def _allowed(state: ControllerState, evidence: ControllerEvidence, limits: ControlLimits) -> Allowed:
+def _allowed(
+    state: ControllerState, evidence: ControllerEvidence, limits: ControlLimits, *, drifting: bool = False
+) -> Allowed:
     """Make the guards: the function that says whether a knob may move from one value to another."""
 
     def allowed(name: KnobName, old: int, new: int) -> bool:
@@ -203,7 +243,7 @@ def _allowed(state: ControllerState, evidence: ControllerEvidence, limits: Contr
             up = not up
         if up:
             return not evidence.glut and evidence.bias <= limits.length_bias_limit
-        return not evidence.starving
+        return not evidence.starving and not drifting
 
     return allowed
 
@@ -258,26 +298,30 @@ def _settling(window: Sequence[StepRecord]) -> int:
 def _reflex(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """Raise the limit that keeps a starving trainer's rollouts from being generated: on open groups where there are
-    fewer rollouts than may run at once, else on those."""
+    """Raise the number that a starving trainer waits for: of verifier workers where all of them score; else the limit
+    on open groups where fewer rollouts are generated than may run at once, else the one on those."""
     knobs = state.knobs
     if not evidence.starving:
         return None
+    scoring = evidence.verifying >= _ALL_SCORE
     room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
-    name: KnobName = "open_groups" if room else "concurrent_rollouts"
+    name: KnobName = "verifier_workers" if scoring else "open_groups" if room else "concurrent_rollouts"
     slots = limits.shape.slots * (limits.shape.replicas - len(knobs.resting))
-    if not room and knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES:
+    filled = knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES
+    if name == "concurrent_rollouts" and filled:
         return None  # more would only wait for slots
     old, (_, most) = limits.value(knobs, name), limits.bounds(name)
     new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
     if new == old or not _allowed(state, evidence, limits)(name, old, new):
         return None
-    short = "open groups are" if room else "rollouts at once are"
-    reason = (
-        f"the trainer waits {evidence.lack:.0%} of the time for groups, and {evidence.in_generation:.0f} of "
-        f"{knobs.concurrent_rollouts} rollouts are being generated: {short} what is short"
-    )
     target = limits.with_value(knobs, name, new)
+    left, cost_s = _left(window, limits), switch_s(knobs, target, limits)
+    if not left.pays(1.0 / (1.0 - min(0.9, evidence.lack)), cost_s, _settling(window)):
+        return None
+    generating = f"{evidence.in_generation:.0f} of {knobs.concurrent_rollouts} rollouts are being generated"
+    shown = f"the verifiers score {evidence.verifying:.0%} of it" if scoring else generating
+    short = "verifier workers are" if scoring else "open groups are" if room else "rollouts at once are"
+    reason = f"the trainer waits {evidence.lack:.0%} of the time for groups, and {shown}: {short} what is short"
     floors = {**state.floors, name: max(old, state.floors.get(name, 0))}
     return _set(msgspec.structs.replace(state, floors=floors), target, window, limits, reason, 0.0)
 
@@ -301,37 +345,73 @@ def _rate_of(records: Sequence[StepRecord]) -> float:
     return sum(r.samples for r in records) / sum(r.step_s for r in records)
 
 
+def _left(window: Sequence[StepRecord], limits: ControlLimits) -> Remainder:
+    return remainder(window[-1], limits.shape, sum(r.step_s for r in window) / len(window))
+
+
 def _by_model(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """Set the neighbouring setting that the model rates best, when it is better by enough."""
+    """Set the neighbouring setting that the model rates best, or half the verifier workers, where that is worth it;
+    else recommend a split of the devices that is."""
     idle = msgspec.structs.replace(
         found_nothing(state, window[-1].version), looked_rate=_rate_of(window[-limits.patience_steps :])
     )
     found = estimate(window, limits.shape)
     if found is None:
         return None
-    search = Search(found, state.knobs, _allowed(state, evidence, limits), limits)
-    target = search.best()
-    if target == state.knobs:
+    drifting = state.drifted and len(window) < WINDOW
+    allowed = _allowed(state, evidence, limits, drifting=drifting)
+    search = Search(found, state.knobs, allowed, limits, drifting=drifting)
+    # what gains no rate can wait for a better estimate, and until a drift has ended
+    settled = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not drifting
+    for target in (search.best(), search.spared() if settled else state.knobs):
+        if target == state.knobs:
+            continue
+        if (decision := _to(target, search, found, state, window, evidence, limits, settled)) is not None:
+            return decision
+    left = _left(window, limits)
+    if len(window) == WINDOW and window[0].step >= state.decided_step:
+        idle = msgspec.structs.replace(idle, reference=tuple(window))
+    if state.recommended or not settled or (split := split_that_pays(found, limits, left)) is None:
         return Decision(state=idle)
+    waits = f"the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%}"
+    reason = split_sentence(split, found, limits, left, waits)
+    said = Action(kind="recommended", reason=reason, predicted=1.0 + split.gain, settings=split.settings)
+    return Decision(state=msgspec.structs.replace(idle, recommended=True), actions=(said,))
+
+
+def _to(
+    target: Knobs,
+    search: Search,
+    found: LedgerModel,
+    state: ControllerState,
+    window: Sequence[StepRecord],
+    evidence: ControllerEvidence,
+    limits: ControlLimits,
+    settled: bool,
+) -> Decision | None:
+    """Set ``target`` if it is better by enough, and pays within the steps that are left."""
     now, then = search.outcome(state.knobs), search.outcome(target)
     gain = then.samples_per_s / now.samples_per_s
     younger = now.staleness_mean - then.staleness_mean
     strict = 2.0 ** max((_turns(state, name, target, limits) for name in KNOBS), default=0)
-    worth = gain >= 1.0 + LEAST_GAIN * strict
-    settled = len(window) >= min(WINDOW, 2 * limits.patience_steps)  # younger samples can wait for a better estimate
+    left, cost_s, settling = _left(window, limits), switch_s(state.knobs, target, limits, found), _settling(window)
+    worth = gain >= 1.0 + LEAST_GAIN * strict and left.pays(gain, cost_s, settling)
     # a replica that lends its device pauses, and so never shows as idle
     spare = evidence.idle >= LEAST_SPARE or found.model.lent_share > 0
-    fresh = settled and spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
-    if not worth and not (fresh and gain >= 1.0 - limits.tolerance - 1e-9):
-        return Decision(state=idle)
+    fresh = spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
+    fewer = target.verifier_workers < state.knobs.verifier_workers
+    free = gain >= 1.0 - limits.tolerance - 1e-9 and left.bears(limits.tolerance, cost_s, settling)
+    if not worth and not (settled and (fresh or fewer) and free):
+        return None
     reason = (
         f"predicted {found.useful_per_s * gain:.3g} useful samples/s for {found.useful_per_s:.3g}, mean staleness "
         f"{then.staleness_mean:.1f} for {now.staleness_mean:.1f} (the trainer waits {evidence.wait:.0%}, the generator "
         f"{evidence.idle:.0%})"
     )
-    return _set(state, target, window, limits, reason, gain, found)
+    drifting = state.drifted and len(window) < WINDOW  # then the rate falls by itself: no effect could be measured
+    return _set(state, target, window, limits, reason, gain, None if drifting else found)
 
 
 def _set(

@@ -8,6 +8,7 @@ the poorly identified parameters (``LedgerModel.variants``) are moved by a stand
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,11 +74,25 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     unidentified: dict[str, str]  # parameters that the ledger doesn't determine
 
 
+class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Another split of a run's devices between generator and trainer, and what its experiment would then be."""
+
+    settings: dict[str, str]  # key -> value as TOML
+    replicas: int
+    ranks: int
+    concurrent_rollouts: int
+    open_groups: int | None
+
+
 def diagnose(
-    records: Sequence[StepRecord], experiment: Experiment, shape: RunShape, shared_devices: Sequence[str] = ()
+    records: Sequence[StepRecord],
+    experiment: Experiment,
+    shape: RunShape,
+    shared_devices: Sequence[str] = (),
+    splits: Sequence[DeviceSplit] = (),
 ) -> Diagnosis | str:
     """Diagnose the run's last regime, or describe what is missing for that. ``shared_devices``: the trainer's devices
-    on which no replica generates yet."""
+    on which no replica generates yet; ``splits``: of `device_splits`."""
     steps = steady_steps(records, shape.budget)
     if len(steps) < LEAST_STEPS:
         return (
@@ -105,6 +120,7 @@ def diagnose(
         mean_tokens=found.lengths.mean_tokens,
     )
     candidates = _candidates(found, experiment, shape, needed, shared_devices, environment_share(steps))
+    candidates = itertools.chain(candidates, _of_splits(found.model, shape, splits))
     changes = _recommendations(candidates, found, experiment, now)
     for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device
         changes.remove(one)
@@ -169,6 +185,40 @@ def _outcomes(model: QueueModel) -> list[QueueOutcome]:
     return [simulate_or_still(model, seed=seed, rollouts=_ROLLOUTS) for seed in _SEEDS]
 
 
+def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
+    """The valid ways to move 1, 2, 4, … devices from one side of an experiment to the other; each side keeps one. Only
+    for sides that share no device and whose devices are alike."""
+    generator, trainer = experiment.generator.devices, experiment.trainer.devices
+    if experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
+        return ()  # a replica has more devices than its name says
+    sides = [([*generator, *trainer[-k:]], trainer[:-k]) for k in (1, 2, 4, 8, 16, 32) if k < len(trainer)]
+    sides += [(generator[:-k], [*generator[-k:], *trainer]) for k in (1, 2, 4, 8, 16, 32) if k < len(generator)]
+    found: list[DeviceSplit] = []
+    for replicas, ranks in sides:
+        settings = {"generator.devices": json.dumps(replicas), "trainer.devices": json.dumps(ranks)}
+        try:
+            then = changed_experiment(experiment, settings)
+        except ConfigurationError:
+            continue
+        split = DeviceSplit(
+            settings=settings,
+            replicas=len(replicas),
+            ranks=len(ranks),
+            concurrent_rollouts=then.concurrent_rollouts,
+            open_groups=then.open_groups,
+        )
+        found.append(split)
+    return tuple(found)
+
+
+def best_split(found: LedgerModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Recommendation | None:
+    """The split of the devices with the largest predicted gain, beside the run as it is; None where none gains."""
+    if not splits:
+        return None
+    changes = _recommendations(_of_splits(found.model, shape, splits), found, None, _outcomes(found.model))
+    return max(changes, key=lambda one: one.gain, default=None)
+
+
 # --- changes ---------------------------------------------------------------------------------------------
 
 
@@ -181,12 +231,13 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 def _recommendations(
-    candidates: Iterable[_Candidate], found: LedgerModel, experiment: Experiment, now: Sequence[QueueOutcome]
+    candidates: Iterable[_Candidate], found: LedgerModel, experiment: Experiment | None, now: Sequence[QueueOutcome]
 ) -> list[Recommendation]:
-    """Simulate every candidate; return those worth making, the largest gain first, for each key only the best value."""
+    """Simulate every candidate; return those worth making, the largest gain first, for each key only the best value.
+    Without an ``experiment`` they have the figures of one already."""
     best: dict[str, Recommendation] = {}
     for candidate in candidates:
-        one = _as_configured(candidate, experiment)
+        one = candidate if experiment is None else _as_configured(candidate, experiment)
         if one is None:
             continue
         changed = msgspec.structs.replace(found.model, **one.change)
@@ -329,6 +380,18 @@ def _of_the_generator(
         if rollouts >= shape.group_size and rollouts <= 2 * model.slots * model.replicas + ahead:
             settings = {"queue.max_concurrent_rollouts": str(rollouts)}
             yield _Candidate(settings, "generator", {"concurrent_rollouts": rollouts})
+
+
+def _of_splits(model: QueueModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Iterator[_Candidate]:
+    for split in splits:
+        change = {
+            "replicas": split.replicas,
+            "train_token_s": token_s_with(model, shape.ranks, split.ranks),
+            "concurrent_rollouts": split.concurrent_rollouts,
+            "open_groups": split.open_groups,
+        }
+        relieves: Constraint = "generator" if split.replicas > shape.replicas else "trainer"
+        yield _Candidate(split.settings, relieves, change, "a resume with these devices", RANK_ERROR)
 
 
 def _of_devices(

@@ -16,6 +16,7 @@ from headway.control.tuning.ledger_model import decode_line, decode_point, lengt
 from headway.records.ledger import StepRecord
 
 RECENT = 3  # steps that must differ from those before
+SLOWLY = 8  # ... where the change may have come step by step
 _FACTOR = 1.25
 _Z = 4.0
 _LENGTHS_DIFFER, _LENGTHS_DIFFER_Z = 0.2, 2.5  # KS statistic, and in its scale (p < 1e-5)
@@ -29,9 +30,9 @@ _COSTS: dict[str, Callable[[StepRecord], float]] = {
 }
 
 
-def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
-    """(first step of a new regime, what changed) when the last records differ from those before; else None."""
-    recent, before = records[-RECENT:], records[:-RECENT]
+def find_drift(records: Sequence[StepRecord], last: int = RECENT) -> tuple[int, str] | None:
+    """(first step of a new regime, what changed) when the ``last`` records differ from those before; else None."""
+    recent, before = records[-last:], records[:-last]
     if len(before) < 4:
         return None
     changes = {name: _change(signal, before, recent) for name, signal in _COSTS.items()}

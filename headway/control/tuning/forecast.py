@@ -213,8 +213,13 @@ def _changes(
 
 
 def token_s_with(model: QueueModel, ranks: int, more: int) -> float:
-    """Seconds of training per token with ``more`` ranks instead of ``ranks``."""
-    return model.train_token_s * ranks / more / RANK_EFFICIENCY
+    """Seconds of training per token with ``more`` ranks (or fewer) instead of ``ranks``."""
+    return model.train_token_s * _speed(ranks) / _speed(more)
+
+
+def _speed(ranks: int) -> float:
+    """Speed of so many ranks, in those of a single one."""
+    return ranks * RANK_EFFICIENCY if ranks > 1 else 1.0
 
 
 def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int) -> Iterator[_Candidate]:

@@ -10,6 +10,7 @@ import msgspec
 
 from headway.config.control import KnobName
 from headway.config.schema import Experiment
+from headway.control.tuning.diagnosis import DeviceSplit, device_splits
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, shape_of
 from headway.control.tuning.queue_model import QueueModel, simulate_or_still
@@ -20,10 +21,13 @@ KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 LEAST_GAIN = 0.03  # in samples/s, relative: less is within what simulation and measurement can tell apart
 _FACTORS = (0.5, 1 / 1.5, 0.8, 1.25, 1.5, 2.0)
 _CAREFUL = (0.8, 1.25)  # where the model is far from what was measured
+_SMALL = ("steps_per_publish", "resting", "verifier_workers")  # moved by one at a time; the last one up twofold, too
+_VERIFYING = 0.5  # share of the verifiers' time: below, more of them change nothing, and half of them would do
 _FAR = 0.3  # |ln(simulated / measured)|
 _ROLLOUTS = 1500  # of one simulation
-_RESERVE = 1.1  # factor by which the generator is simulated slower than measured
-_OF_THE_GENERATOR = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s")
+_RESERVE = 1.1  # factor by which the generator and the verifiers are simulated slower than measured ...
+_DRIFTING_RESERVE = 1.5  # ... while a drift may go on
+_OF_THE_GENERATOR = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s", "verify_response_s")
 _CLIMB = 0.01  # relative: least difference at which a simulated rate counts as higher
 
 
@@ -36,6 +40,10 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     most_open: int  # what admission allows at best
     least_open: int
     most_steps_per_publish: int
+    least_verifiers: int = 1  # what the experiment sets
+    most_verifiers: int = 1
+    splits: tuple[DeviceSplit, ...] = ()  # of the devices between generator and trainer: others than the run's
+    switch_s: dict[str, float] = {}  # measured: "verifier_workers", "devices"; absent: not known
     shared: tuple[int, ...] = ()  # replicas on the trainer's devices, where others are left to generate
     pinned: frozenset[KnobName] = frozenset()
     interval_steps: int = 2
@@ -59,6 +67,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
             "concurrent_rollouts": (self.largest_group, self.most_concurrent),
             "steps_per_publish": (1, self.most_steps_per_publish),
             "resting": (0, len(self.shared)),
+            "verifier_workers": (self.least_verifiers, self.most_verifiers),
         }[name]
 
     def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
@@ -89,12 +98,14 @@ def first_knobs(experiment: Experiment) -> Knobs:
         open_groups=experiment.open_groups,
         concurrent_rollouts=experiment.concurrent_rollouts,
         steps_per_publish=experiment.weights.steps_per_publish,
+        verifier_workers=experiment.verifier.workers,
     )
 
 
-def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimits:
-    """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices."""
-    queue, control = experiment.queue, experiment.control
+def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, alike: bool = False) -> ControlLimits:
+    """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices; ``alike``: all devices
+    are of one kind, so that one side can do with another's."""
+    queue, control, verifiers = experiment.queue, experiment.control, experiment.verifier.workers
     apart = len(experiment.generator.devices) - len(shared)
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
@@ -105,6 +116,9 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimi
         most_steps_per_publish=max(
             experiment.weights.steps_per_publish, min(control.max_steps_per_publish, queue.budget + 1)
         ),
+        least_verifiers=verifiers,
+        most_verifiers=max(verifiers, control.max_verifier_workers),
+        splits=device_splits(experiment) if alike and not shared else (),
         shared=tuple(shared) if apart else tuple(shared)[1:],
         pinned=frozenset(control.pin),
         interval_steps=control.interval_steps,
@@ -119,18 +133,25 @@ Allowed = Callable[[KnobName, int, int], bool]  # whether a knob may go from one
 class Search:
     """A search over simulated settings near the present one."""
 
-    def __init__(self, found: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits) -> None:
-        model = found.model
-        slowed = {name: getattr(model, name) * _RESERVE for name in _OF_THE_GENERATOR}
+    def __init__(
+        self, found: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits, *, drifting: bool = False
+    ) -> None:
+        """``drifting``: the estimate is of a regime that only just began; what began it may go on."""
+        model, reserve = found.model, _DRIFTING_RESERVE if drifting else _RESERVE
+        slowed = {name: getattr(model, name) * reserve for name in _OF_THE_GENERATOR}
         self._model = msgspec.structs.replace(model, **slowed)
         self._present, self._limits, self._allowed = present, limits, allowed
         self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
         now = self.outcome(present).samples_per_s
-        self._factors = _CAREFUL if abs(math.log(max(now, 1e-9) / found.samples_per_s)) > _FAR else _FACTORS
+        far = abs(math.log(max(now, 1e-9) / found.samples_per_s)) > _FAR and not drifting
+        self._factors = _CAREFUL if far else _FACTORS
         events_s = found.model.publish_s + found.model.pause_s
         seldom = events_s * found.samples_per_s > 0.02 * model.groups_per_step * model.group_size
         publishing = seldom or present.steps_per_publish > 1
-        self._names: list[KnobName] = [name for name in KNOBS if publishing or name != "steps_per_publish"]
+        needless = set[KnobName]() if publishing else {"steps_per_publish"}
+        if self._verifying(present) < _VERIFYING:
+            needless.add("verifier_workers")
+        self._names: list[KnobName] = [name for name in KNOBS if name not in needless]
 
     def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
         if (knobs, seed) not in self._outcomes:
@@ -143,7 +164,7 @@ class Search:
         tolerance of that rate."""
         top = self._present
         for name in self._names:
-            step = LEAST_GAIN if name in ("steps_per_publish", "resting") else _CLIMB
+            step = LEAST_GAIN if name in _SMALL else _CLIMB
             higher = max(self._options(name, top), key=self._rate, default=top)
             top = higher if self._rate(higher) > (1.0 + step) * self._rate(top) else top
         enough = (1.0 - self._limits.tolerance) * self._rate(top)
@@ -152,6 +173,20 @@ class Search:
             good += [knobs for knobs in self._options(name, top) if self._rate(knobs) >= enough]
         good.sort(key=lambda knobs: self.outcome(knobs).staleness_mean)
         return next(knobs for knobs in good if knobs == top or self._confirmed(knobs, top))
+
+    def spared(self) -> Knobs:
+        """The present setting with half of the verifier workers, where these would have half of their time left."""
+        present, name = self._present, "verifier_workers"
+        fewer = self._limits.with_value(present, name, present.verifier_workers // 2)
+        if not self._allowed(name, present.verifier_workers, fewer.verifier_workers):
+            return present
+        enough = self._verifying(fewer) < _VERIFYING and self._confirmed(fewer, present)
+        return fewer if enough else present
+
+    def _verifying(self, knobs: Knobs) -> float:
+        """Share of their time that the verifier workers would score, at the present rate."""
+        scored_per_s = self._rate(self._present) / self._model.acceptance
+        return scored_per_s * self._model.verify_response_s / knobs.verifier_workers
 
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
         """Whether simulations with other random lengths confirm the rate."""
@@ -165,8 +200,8 @@ class Search:
         """Settings with one knob moved, within the trust region (twofold from its present value), bounds and guards."""
         limits = self._limits
         present, centre = limits.value(self._present, name), limits.value(around, name)
-        small = name in ("steps_per_publish", "resting")
-        around_it = {centre - 1, centre + 1}
+        small = name in _SMALL
+        around_it = {centre - 1, centre + 1} if name != "verifier_workers" else {centre + 1, 2 * centre}
         wanted = around_it if small else {round(centre * factor) for factor in self._factors}
         low, high = limits.bounds(name)
         found = {max(low, min(high, value)) for value in wanted}
@@ -183,6 +218,7 @@ def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
         open_groups=knobs.open_groups,
         concurrent_rollouts=knobs.concurrent_rollouts,
         steps_per_publish=knobs.steps_per_publish,
+        verifiers=knobs.verifier_workers,
         replicas=awake,
         lent_share=max(0, shape.lent_replicas - len(knobs.resting)) / awake,
     )

@@ -158,6 +158,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         "steps_per_publish": flow.steps_per_publish or shape.steps_per_publish,
         "concurrent_rollouts": flow.concurrent_rollouts or shape.concurrent_rollouts,
         "open_groups": flow.open_groups or None,
+        "verifiers": flow.verifier_workers or shape.verifiers,
     }
     model = QueueModel(
         **queue_shape(shape, slots=slots, replicas=awake, **knobs),

@@ -45,6 +45,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 def limits(budget: int = 2, **changes: Any) -> ControlLimits:
     experiment = experiment_of(
         Path("none"),
+        run={"steps": 100_000},
         rollout={"group_size": SIZE, "max_response_tokens": 100},
         generator={"slots": 8},
         queue={"groups_per_step": GROUPS, "budget": budget},
