@@ -95,7 +95,8 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         budgets=_budget_shares(shape, model, needed, ideal, outcome),
         binding=binding,
         reason=reason,
-        changes=changes[:2],
+        # the best, and before others the best that can be had at once
+        changes=sorted(changes, key=lambda one: bool(one.needs) and one is not changes[0])[:2],
     )
 
 
