@@ -109,9 +109,9 @@ CLAIMS: dict[str, tuple[Setting, ...]] = {
     ),
     "at a low rate they are equal": (Setting("naive PPO", 8, 4, 1.25e-4), Setting("decoupled PPO", 8, 4, 1.25e-4)),
     "a small budget costs nothing": (Setting("naive PPO", 0, 1, 2.5e-4), Setting("naive PPO", 2, 1, 2.5e-4)),
-    "without a cap on its weights importance sampling collapses": (
-        Setting("TIS", 3, 1, 2.5e-4),
-        Setting("unclipped IS", 3, 1, 2.5e-4),
+    "without a clip range importance sampling collapses at budget 3": (
+        Setting("naive PPO", 3, 4, 2.5e-4),
+        Setting("unclipped IS", 3, 4, 2.5e-4),
     ),
 }
 

@@ -40,7 +40,7 @@ def tco(
     from headway.planner.costs import owned_cost
     from headway.report.printing import print_rows
 
-    found = owned_cost(_catalogue(catalogue), server)
+    found = owned_cost(read_catalogue(catalogue), server)
     if as_json:
         print_json(found)
     else:
@@ -59,7 +59,7 @@ def run(
     from headway.planner.costs import priced_run
     from headway.report.printing import print_rows
 
-    found = priced_run(_catalogue(catalogue), name, price, service)
+    found = priced_run(read_catalogue(catalogue), name, price, service)
     if as_json:
         print_json(found)
     else:
@@ -87,7 +87,7 @@ def service(
 
     load = TenantLoad(slots=64, rollouts=64, mean_s=1.0, spread=spread, train_s=train, steps=30)
     found = service_comparison(
-        _catalogue(catalogue),
+        read_catalogue(catalogue),
         name,
         of_run,
         price=price,
@@ -114,14 +114,14 @@ def live(
     from headway.report.run_cost import cost_of_run, cost_rows
     from headway.report.run_view import view_run
 
-    found = cost_of_run(view_run(run), price_of(_catalogue(catalogue), price))
+    found = cost_of_run(view_run(run), price_of(read_catalogue(catalogue), price))
     if as_json:
         print_json(found)
     else:
         print_rows(cost_rows(found))
 
 
-def _catalogue(paths: list[str]) -> Catalogue:
+def read_catalogue(paths: list[str]) -> Catalogue:
     """The catalogue, with a warning on stderr for each price that is older than a year."""
     from datetime import date
 

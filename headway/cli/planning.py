@@ -201,6 +201,7 @@ def plan(
     elif compare[0]:
         _compare(compare, as_json)
     else:
+        from headway.cli.cost import read_catalogue
         from headway.config.load import load_experiment
         from headway.planner.plan_files import PlanOutputs, plan_for, write_outputs
         from headway.report.printing import print_rows
@@ -208,7 +209,8 @@ def plan(
         from headway.runtime.run_directory import write_whole
 
         experiment = load_experiment(config, overrides)
-        found = plan_for(experiment, pool, catalogue, "time" if objective == "time" else "cost", simulated=simulated)
+        entries = read_catalogue(catalogue)
+        found = plan_for(experiment, pool, entries, "time" if objective == "time" else "cost", simulated=simulated)
         write_outputs(experiment, found, PlanOutputs(plan=output, experiment=write))
         if picture:
             write_whole(Path(picture), draw_plan(found).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,12 +40,12 @@ class PlanOutputs(NamedTuple):
 
 
 def plan_for(
-    experiment: Experiment, pool: str, catalogues: Sequence[str], objective: Objective, *, simulated: bool
+    experiment: Experiment, pool: str, catalogue: Catalogue, objective: Objective, *, simulated: bool
 ) -> RunPlan:
     """Plan a run on the pool in the file ``pool``; ``simulated``: with the rate that the real orchestrator reaches by
     it in virtual time. Raises ConfigurationError."""
     sizes = sizes_of(experiment.model.path)
-    read = read_pool(pool, Catalogue.read(catalogues))
+    read = read_pool(pool, catalogue)
     trained = 1.0
     if experiment.model.adapter is not None:
         trained = trained_weights(experiment, sizes) / sizes.parameters

@@ -30,7 +30,7 @@ from headway.orchestrator.task_sets import load_task_sets
 from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.quantities import Quantity, constant
-from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve, UpdateCosts
+from headway.planner.stage_curves import GenerationCurve, SharedCosts, StageCurves, TrainingCurve
 from headway.records.check_report import Calibration
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cuda_device_count, machine_cores
@@ -53,7 +53,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: str  # fingerprint
     date: date
-    device: str  # class: cpu, or a GPU's name
+    device: str  # class: cpu or cuda
+    group_size: int
     model: ModelFigures
     points: tuple[ProfilePoint, ...]
     response_tokens: tuple[tuple[float, float], ...]  # (share, tokens) of the lengths seen
@@ -105,6 +106,7 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
         machine=fingerprint(),
         date=date.today(),
         device=family,
+        group_size=experiment.rollout.group_size,
         model=model_figures(sizes_of(experiment.model.path)),
         points=tuple(points),
         response_tokens=_rising(shares),
@@ -198,14 +200,17 @@ class ProfiledCurves(StageCurves):
     def _bytes_per_s(self, at: int) -> float:
         return self.pool.classes[at].device.figure("memory_bytes_per_s")
 
-    def update_costs(self, kind: PlanDevices, generation: GenerationCurve) -> UpdateCosts:
-        """See :meth:`StageCurves.update_costs`."""
-        measured, more = self.profile.points[0].measured, self.model.parameters - self.profile.model.parameters
+    def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
+        """See :meth:`StageCurves.shared_costs`. A verification is a call for each group, whose size costs little."""
+        more = self.model.parameters - self.profile.model.parameters
+        measured = self._point(lambda point: point.generators, generation.replicas).measured
+        groups = self.profile.group_size / self.experiment.rollout.group_size
         moved_s = 8.0 * more / kind.device.figure("memory_bytes_per_s")
         beside = measured.decode_beside_tokens_per_s
-        return UpdateCosts(
+        return SharedCosts(
             publish_s=max(0.0, measured.publish_s + moved_s),
             apply_s=max(0.0, measured.apply_s + moved_s),
             pause_s=measured.pause_s,
+            verify_s=(measured.verify_response_s or self.workload.verify_s) * groups,
             beside=max(1.0, measured.decode_tokens_per_s / beside) if beside else 1.0,
         )

@@ -54,12 +54,13 @@ class TrainingCurve(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_device: float | None = None
 
 
-class UpdateCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of publishing and applying a version, and what the two sides cost each other."""
+class SharedCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of publishing and applying a version, of verifying a response, and what the sides cost each other."""
 
     publish_s: float
     apply_s: float
     pause_s: float = 0.0
+    verify_s: float  # of a response, one worker
     beside: float = 1.0  # factor on a decode step while the trainer computes
 
 
@@ -88,14 +89,14 @@ class StageCurves(ABC):
         """The trainer on ``devices`` of class ``at``."""
 
     @abstractmethod
-    def update_costs(self, kind: PlanDevices, generation: GenerationCurve) -> UpdateCosts:
-        """Costs of bringing a version to the generator."""
+    def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
+        """Costs that belong to neither side alone."""
 
     def calibration(
         self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
     ) -> Calibration:
         """Predict what a calibration of this placement would measure."""
-        workload, mean, costs = self.workload, self.lengths.mean_tokens, self.update_costs(kind, generation)
+        workload, mean, costs = self.workload, self.lengths.mean_tokens, self.shared_costs(kind, generation)
         requests = float(min(generation.slots * generation.replicas, self.experiment.concurrent_rollouts))
         tokens_per_s = requests / (generation.fixed_s + generation.request_s * requests / generation.replicas)
         tokens = self.samples * (self.prompt_tokens + mean)
@@ -118,7 +119,7 @@ class StageCurves(ABC):
             publish_s=costs.publish_s,
             apply_s=costs.apply_s,
             pause_s=costs.pause_s,
-            verify_response_s=workload.verify_s,
+            verify_response_s=costs.verify_s,
             groups=1000,
             accepted_groups=round(1000 * workload.acceptance),
             failed_rollouts=0,
@@ -251,13 +252,13 @@ class RooflineCurves(StageCurves):
             if devices % (tensor * context) == 0 and devices % expert == 0:
                 yield Parallelism(tensor=tensor, context=context, expert=expert)
 
-    def update_costs(self, kind: PlanDevices, generation: GenerationCurve) -> UpdateCosts:
-        """See :meth:`StageCurves.update_costs`."""
+    def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
+        """See :meth:`StageCurves.shared_costs`."""
         tables, size = self.pool.tables, self.model.parameters * self._train.trained_share * 2.0
         network = kind.device.network_bytes_per_s or kind.device.figures.link_bytes_per_s or 1e10
         speed = tables.transport_bytes_per_s or network * kind.device.reached.link
         seconds = publish_s(size, tables.transport, {tables.transport: speed}, generation.replicas)
-        return UpdateCosts(publish_s=seconds, apply_s=seconds)
+        return SharedCosts(publish_s=seconds, apply_s=seconds, verify_s=self.workload.verify_s)
 
 
 def lengths_of(quantity: Quantity, limit: int) -> LengthDistribution:

@@ -52,7 +52,7 @@ def plan_rows(plan: RunPlan) -> dict[str, str]:
 
 
 def profile_rows(points: Sequence[tuple[int, int, Calibration]], missed: Mapping[str, float]) -> dict[str, str]:
-    """What was measured, a row for each placement (devices that generate, devices that train)."""
+    """The measurements as rows, one for each placement (devices that generate, devices that train)."""
     rows: dict[str, str] = {}
     for generators, trainers, found in points:
         rows[f"{generators} generate, {trainers} train"] = (
