@@ -143,7 +143,7 @@ class ProfiledCurves(StageCurves):
                 "here with headway plan --profile"
             )
         for kind in pool.classes:
-            if kind.device.name != profile.device:
+            if (kind.device.name == "cpu") != (profile.device == "cpu"):
                 raise ConfigurationError(f"pool: {kind.device.name}: the profile is of {profile.device} devices")
         first = profile.points[0].measured
         workload = pool.tables.workload or PlannedWorkload(
