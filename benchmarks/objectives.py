@@ -18,6 +18,7 @@ import itertools
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -174,13 +175,14 @@ def draw(
     path: Path, grid: Mapping[Setting, Outcome], claims: Mapping[str, Mapping[Setting, Sequence[Outcome]]]
 ) -> None:
     """Solve rates over budgets, and below the curves of the claims: a thick line is the mean of its seeds."""
+    thin: Any = {"linewidth": 0.5, "alpha": 0.4}
     style: Any = {**STYLE, "svg.hashsalt": "objectives"}
     shown = [rates for rates in itertools.product(OPTIMIZER_STEPS, LEARNING_RATES)]
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(12, 6.4 if claims else 3.4), layout="constrained")
         axes = figure.subplots(2 if claims else 1, 4, squeeze=False, sharey="row")
         for panel, (steps, rate) in zip(axes[0], shown, strict=True):
-            panel.set_title(f"{steps} optimiser step{'s' if steps > 1 else ''}, learning rate {rate:g}")
+            panel.set_title(f"{steps} optimiser step{'s' if steps > 1 else ''}, learning rate {rate:g}", fontsize=9)
             panel.set_xlabel("budget, steps")
             for name in IN_GRID:
                 points = [(at.budget, o) for at, o in grid.items() if (at.objective, *at[2:]) == (name, steps, rate)]
@@ -190,14 +192,14 @@ def draw(
                     panel.errorbar(x, y, error, color=COLOURS[name], label=name, marker="o", markersize=3, capsize=2)
         axes[0][0].set_ylabel("solve rate after training")
         for panel, (title, settings) in zip(axes[1] if claims else (), claims.items(), strict=False):
-            panel.set_title(f"{title[: len(title) // 2].rstrip()}\n{title[len(title) // 2 :]}", fontsize=8)
-            panel.set_xlabel("samples trained")
+            panel.set_title(textwrap.fill(title, 44), fontsize=8)
+            panel.set_xlabel("samples trained, thousands")
             for number, (setting, outcomes) in enumerate(settings.items()):
                 colour = COLOURS[setting.objective] if len({at.objective for at in settings}) > 1 else f"C{number}"
                 for outcome in outcomes:
-                    panel.plot(*zip(*outcome.curve, strict=True), color=colour, linewidth=0.5, alpha=0.4)
+                    panel.plot([x / 1e3 for x, _ in outcome.curve], [y for _, y in outcome.curve], color=colour, **thin)
                 points = [
-                    (mean(x for x, _ in part), mean(y for _, y in part))
+                    (mean(x for x, _ in part) / 1e3, mean(y for _, y in part))
                     for part in zip(*(outcome.curve for outcome in outcomes), strict=False)
                 ]
                 panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=str(setting))
