@@ -23,7 +23,7 @@ import msgspec
 from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
 from headway.control.rates.figures import ModelFigures
-from headway.control.tuning.forecast import RANK_EFFICIENCY
+from headway.control.tuning.forecast import rank_speed
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.calibration import calibrate
 from headway.orchestrator.task_sets import load_task_sets
@@ -162,7 +162,7 @@ class ProfiledCurves(StageCurves):
 
     def _point(self, key: Callable[[ProfilePoint], int], wanted: int) -> ProfilePoint:
         """The measured placement nearest to a number of devices."""
-        return min(self.profile.points, key=lambda point: (abs(key(point) - wanted), point.generators != wanted))
+        return min(self.profile.points, key=lambda point: abs(key(point) - wanted))
 
     def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
         """See :meth:`StageCurves._generation`."""
@@ -188,7 +188,7 @@ class ProfiledCurves(StageCurves):
         """See :meth:`StageCurves._training`."""
         point = self._point(lambda point: point.trainers, devices)
         measured, was, now = point.measured, self.profile.model, self.model
-        ranks = 1.0 if point.trainers == devices else point.trainers / devices / RANK_EFFICIENCY
+        ranks = rank_speed(point.trainers) / rank_speed(devices)
         moved_s = 32.0 * (now.parameters - was.parameters) / self._bytes_per_s(at)  # AdamW's states, there and back
         return TrainingCurve(
             copies=devices,

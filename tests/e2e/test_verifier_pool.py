@@ -352,6 +352,8 @@ def test_a_pool_is_stopped_while_it_grows_and_shrinks(tmp_path: Path):
             verifiers.set_workers(2)
             await verifiers.stop()
             assert all(await asyncio.gather(*groups, return_exceptions=True))
+            verifiers.set_workers(4)
+            assert len(verifiers.worker_states) == 2  # nothing is started any more
 
     run(main)
 

@@ -215,10 +215,10 @@ def _changes(
 
 def token_s_with(model: QueueModel, ranks: int, more: int) -> float:
     """Seconds of training per token with ``more`` ranks (or fewer) instead of ``ranks``."""
-    return model.train_token_s * _speed(ranks) / _speed(more)
+    return model.train_token_s * rank_speed(ranks) / rank_speed(more)
 
 
-def _speed(ranks: int) -> float:
+def rank_speed(ranks: int) -> float:
     """Speed of so many ranks, in those of a single one."""
     return ranks * RANK_EFFICIENCY if ranks > 1 else 1.0
 

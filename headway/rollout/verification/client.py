@@ -126,7 +126,9 @@ class VerifierPool:
 
     def set_workers(self, count: int) -> None:
         """Have ``count`` workers, 1 or more. A new one takes groups when it has started; one that can't be started is
-        tried again with growing pauses, while the others score."""
+        tried again with growing pauses, while the others score. Without effect once the pool is stopped."""
+        if self._jobs.closed:
+            return
         for _ in range(count - len(self._slots)):
             slot = self._slot()
             self._slots.append(slot)
@@ -234,7 +236,7 @@ class VerifierPool:
                 verdicts = await self._score_group(slot, job)
             except _Away:
                 await self._jobs.put(job)
-                while slot.live is None:
+                while slot.live is None and slot in self._slots:
                     await slot.restart()
                 continue
             except Exception as error:  # a fault of the pool itself must reach the caller, not end the loop silently

@@ -82,6 +82,16 @@ def test_the_profiled_model_is_predicted_as_it_was_measured(pool: PlanPool, expe
     assert shared.token_s == pytest.approx(1.6e-5)
 
 
+def test_more_ranks_are_never_slower(pool: PlanPool, experiment: Experiment):
+    point, eight = profile().points[0], calibration(train_token_s=3e-5 / 5.6)
+    points = (point, msgspec.structs.replace(point, generators=8, trainers=8, measured=eight))
+    curves = ProfiledCurves(experiment, MODEL, pool, msgspec.structs.replace(profile(), points=points))
+    found = [curves.training(0, count) for count in range(1, 9)]
+    times = [one.token_s for one in found if one is not None]
+    assert times == sorted(times, reverse=True)
+    assert times[5] == pytest.approx(3e-5 / 0.7 / 6)
+
+
 def test_another_model_costs_by_its_products_layers_and_bytes(pool: PlanPool, experiment: Experiment):
     # the profiled trainer makes 6e6 / 3e-5 = 2e11 FLOP/s: a request's products are 1e-5 s, the other 1e-5 s its own
     deep = msgspec.structs.replace(MODEL, parameters=2e6, active=2e6, layers=8)
