@@ -211,7 +211,7 @@ def plan(
         experiment = load_experiment(config, overrides)
         entries = read_catalogue(catalogue)
         found = plan_for(experiment, pool, entries, "time" if objective == "time" else "cost", simulated=simulated)
-        write_outputs(experiment, found, PlanOutputs(plan=output, experiment=write))
+        write_outputs(experiment, found, PlanOutputs(output, write, picture))
         if picture:
             write_whole(Path(picture), draw_plan(found).encode())
         if as_json:

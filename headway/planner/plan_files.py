@@ -37,6 +37,7 @@ class PlanOutputs(NamedTuple):
 
     plan: str = ""
     experiment: str = ""
+    picture: str = ""
 
 
 def plan_for(
@@ -51,7 +52,7 @@ def plan_for(
         trained = trained_weights(experiment, sizes) / sizes.parameters
     curves = _curves(experiment, model_figures(sizes), trained, read)
     planned = plan_run(experiment, read, curves, objective)
-    if not simulated:
+    if not simulated or planned.plan.mode == "hybrid":  # a scenario's replicas all rest while it trains, or none do
         return planned.plan
     with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
         rate = simulate(_scenario(experiment, planned, folder), name="plan").samples_per_s
@@ -95,7 +96,7 @@ def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scena
             "prompt_tokens": json.loads(workload.prompt_tokens.model_dump_json()),
             "response_tokens": json.loads(workload.response_tokens.model_dump_json()),
             "group_correlation": workload.group_correlation,
-            "verify_s": workload.verify_s,
+            "verify_s": measured.verify_response_s,
             "impossible_share": 1.0 - workload.acceptance if experiment.queue.filter_zero_variance else 0.0,
         },
     }
@@ -124,17 +125,20 @@ def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -
     anything is written, and where there is such a file already."""
     if outputs.experiment and plan.refused:
         raise ConfigurationError(f"--write {outputs.experiment}: {'; '.join(plan.refused)}")
-    for option, path in (("--output", outputs.plan), ("--write", outputs.experiment)):
+    wanted = {"--output": outputs.plan, "--write": outputs.experiment, "--picture": outputs.picture}
+    for option, path in wanted.items():
         if path and Path(path).exists():
             raise ConfigurationError(f"{option} {path}: there is such a file already")
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigurationError(f"{option} {path}: there is no folder {Path(path).parent}")
+        if path and list(wanted.values()).count(path) > 1:
+            raise ConfigurationError(f"{option} {path}: two files of one name")
+    changed = changed_experiment(experiment, plan.settings) if outputs.experiment else experiment
     if outputs.plan:
         write_whole(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if outputs.experiment:
-        changed = changed_experiment(experiment, plan.settings)
         given = changed.model_dump(mode="json", exclude_defaults=True)
-        comment = f"PlannedRun for {plan.pool}: {plan.mode}, {plan.samples_per_s:.3g} samples/s expected"
+        comment = f"Planned for {plan.pool}: {plan.mode}, {plan.samples_per_s:.3g} samples/s expected"
         write_whole(Path(outputs.experiment), toml_text(given, [comment]).encode())
 
 

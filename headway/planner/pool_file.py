@@ -11,7 +11,7 @@ import msgspec
 from pydantic import Field, ValidationError, model_validator
 
 from headway.config.section import Positive, Section
-from headway.control.rates.figures import DeviceFigures, RatedDevice
+from headway.control.rates.figures import NUMBER_BYTES, DeviceFigures, RatedDevice
 from headway.control.rates.generation import GenerationRecipe
 from headway.control.rates.training import TrainingRecipe
 from headway.planner.catalogue.read import Catalogue, MachineFigures
@@ -37,6 +37,9 @@ class PoolEntry(Section):
     def _either(self) -> PoolEntry:
         if bool(self.machine) == bool(self.device):
             raise ValueError("give machine (with machines) or device (with count), one of the two")
+        other, wanted = ("count", "machines") if self.machine else ("machines", "count")
+        if other in self.model_fields_set:
+            raise ValueError(f"{other} = {getattr(self, other)} has no effect here; valid: {wanted}")
         return self
 
 
@@ -48,6 +51,13 @@ class PlannedWorkload(Section):
     group_correlation: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the lengths inside a group
     verify_s: Annotated[float, Field(ge=0)] = 0.0  # of a response, one worker
     acceptance: Annotated[float, Field(ge=0.05, le=1)] = 1.0  # share of groups that can be trained
+
+    @model_validator(mode="after")
+    def _lengths(self) -> PlannedWorkload:
+        for name, least in (("prompt_tokens", 0), ("response_tokens", 2)):
+            if (median := getattr(self, name).at_normal(0.0)) < least:
+                raise ValueError(f"{name}: a median of {median:g}; valid: {least} or more")
+        return self
 
 
 class PoolTables(Section):
@@ -97,6 +107,9 @@ def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
         raise ConfigurationError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}{hint}") from None
     for section, kind in (("generate", GenerationRecipe), ("train", TrainingRecipe)):
         recipe(tables, section, kind)
+    named = [node for entry in tables.devices for node in entry.nodes]
+    if twice := {node for node in named if named.count(node) > 1}:
+        raise ConfigurationError(f"{path}: nodes: {min(twice)} is there twice; valid: each machine's node once")
     return PlanPool(classes=tuple(_devices(entry, catalogue) for entry in tables.devices), tables=tables)
 
 
@@ -106,10 +119,14 @@ _KEYS = sorted({name for kind in (PoolEntry, PlannedWorkload, PoolTables) for na
 def recipe(tables: PoolTables, section: str, kind: type[Any], **defaults: Any) -> Any:
     """A recipe with the file's options over ``defaults``. Raises ConfigurationError."""
     try:
-        return msgspec.convert(defaults | getattr(tables, section), kind)
+        found = msgspec.convert(defaults | getattr(tables, section), kind)
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(kind))
         raise ConfigurationError(f"pool: [{section}]: {error}; keys: {known}") from None
+    for key in ("dtype", "kv_dtype"):
+        if (value := getattr(found, key, "bfloat16")) not in NUMBER_BYTES:
+            raise ConfigurationError(f"pool: [{section}]: {key} = {value!r}; valid: {', '.join(NUMBER_BYTES)}")
+    return found
 
 
 def _devices(entry: PoolEntry, catalogue: Catalogue) -> PlanDevices:

@@ -1,7 +1,7 @@
 """Plans a run: which devices generate, which train, in which mode, and what comes of it.
 
-The exact search of `control/placement` bounds what any placement reaches and proposes the split; its neighbours, and
-the modes that a run knows, are then simulated as a queue (`control/tuning/forecast.py`), which decides.
+Placements of every mode that a run knows are compared by the rates of their two sides; the best of them are then
+simulated as a queue (`control/tuning/forecast.py`), which decides.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import msgspec
 
 from headway.config.load import flatten
 from headway.config.schema import Experiment
-from headway.control.placement.options import SearchSettings
-from headway.control.placement.search import place
 from headway.control.tuning.forecast import (
     RunShape,
     consumption_rate,
@@ -33,22 +31,15 @@ from headway.records.check_report import Calibration, Forecast
 from headway.records.errors import ConfigurationError
 from headway.records.plan import (
     Alternative,
-    DevicePool,
     Mode,
     Objective,
     PlannedStage,
-    PoolDevices,
     RunPlan,
-    TimePoint,
-    Workflow,
-    WorkflowEdge,
-    WorkflowStage,
 )
 
 # Keys that a plan sets: a configuration may differ in them from the one that the plan was made for.
 PLANNED_KEYS = ("generator.devices", "generator.slots", "generator.engine_arguments", "trainer.devices")
 _OTHERS = ("run.", "ledger.", "tasks.", "evaluation.", "checkpoint.", "sft.")  # of no account for a plan
-_STEPS = 16  # that the search places at once: enough for the pipeline's start to be small
 _SIMULATED = 8  # candidates
 
 
@@ -93,12 +84,12 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     """
     if objective == "cost" and any(kind.usd_per_hour is None for kind in pool.classes):
         raise ConfigurationError("pool: price is missing: a plan by cost needs one for each class of devices")
-    bound, proposed = _searched(pool, curves, objective)
-    every = [found for at in _placements(pool, proposed) if (found := _candidate(experiment, pool, curves, at))]
+    every = [found for at in _placements(pool) if (found := _candidate(experiment, pool, curves, at))]
     if not every:
         raise ConfigurationError(
             "; ".join(curves.reasons.values()) or "pool: two devices, or one that both sides fit on"
         )
+    bound = max(one.ideal for one in every)
     every.sort(key=lambda one: -_merit(one, one.ideal, objective))
     chosen: list[Candidate] = []
     for mode in ("temporal", "spatial", "hybrid"):  # the best of each mode, then the best of all
@@ -153,7 +144,7 @@ def planned_settings(experiment: Experiment, plan: RunPlan, origin: str) -> dict
 
 
 def _counts(most: int) -> list[int]:
-    """RatedDevice counts to offer: all up to 8, then four for each power of two, and all devices."""
+    """Numbers of devices to offer: all up to 8, then four for each power of two, and all devices."""
     counts = {c for c in range(1, min(most, 8) + 1)} | {most}
     step = 2
     while 5 * step <= most:
@@ -162,48 +153,7 @@ def _counts(most: int) -> list[int]:
     return sorted(counts)
 
 
-def _searched(pool: PlanPool, curves: StageCurves, objective: Objective) -> tuple[float, tuple[int, int]]:
-    """(samples/s that no placement exceeds, (generators, trainers) proposed), by the exact search over stages in
-    turn and side by side."""
-    times: dict[str, list[TimePoint]] = {"generate": [], "train": []}
-    samples = curves.samples
-    for at, kind in enumerate(pool.classes):
-        for count in _counts(kind.count):
-            generation, training = curves.generation(at, count, 0.0), curves.training(at, count)
-            seconds: dict[str, float] = {}
-            if generation is not None:
-                step_s = generation.fixed_s + generation.request_s * generation.slots
-                rate = generation.replicas * generation.slots / step_s / curves.lengths.mean_tokens
-                seconds["generate"] = samples / rate / curves.workload.acceptance
-            if training is not None:
-                tokens = samples * (curves.prompt_tokens + curves.lengths.mean_tokens)
-                seconds["train"] = training.fixed_s + tokens * training.token_s
-            for name, one in seconds.items():
-                for steps in (1, _STEPS):
-                    point = TimePoint(device=str(at), devices=count, items=steps * samples, seconds=steps * one)
-                    times[name].append(point)
-    if not all(times.values()):
-        raise ConfigurationError("; ".join(curves.reasons.values()))
-    workflow = Workflow(
-        items=_STEPS * samples,
-        granularities=(samples,),
-        stages=tuple(WorkflowStage(name=name, times=tuple(points)) for name, points in times.items()),
-        edges=(WorkflowEdge(source="generate", to="train"),),
-    )
-    devices = DevicePool(
-        classes=tuple(
-            PoolDevices(device=str(at), devices=kind.count, memory_bytes=1.0, usd_per_hour=kind.usd_per_hour)
-            for at, kind in enumerate(pool.classes)
-        )
-    )
-    plan = place(workflow, devices, objective, SearchSettings())
-    parts = [part for phase in plan.phases for level in phase.levels for part in level]
-    by_stage = {turn.name: turn.devices for part in parts for turn in part.turns}
-    fastest = place(workflow, devices, "time", SearchSettings()) if objective == "cost" else plan
-    return _STEPS * samples / fastest.lower_bound, (by_stage["generate"], by_stage["train"])
-
-
-def _placements(pool: PlanPool, proposed: tuple[int, int]) -> Iterator[Placement]:
+def _placements(pool: PlanPool) -> Iterator[Placement]:
     for g, generating in enumerate(pool.classes):
         for t, training in enumerate(pool.classes):
             for trainers in _counts(training.count):
@@ -211,8 +161,8 @@ def _placements(pool: PlanPool, proposed: tuple[int, int]) -> Iterator[Placement
                     yield from (Placement(g, n, t, trainers, 0) for n in _counts(generating.count))
                     continue
                 apart = {n for n in _counts(training.count) if n + trainers <= training.count}
-                apart |= {training.count - trainers, proposed[0] if sum(proposed) <= training.count else 0} - {0}
-                yield from (Placement(g, n, t, trainers, 0) for n in sorted(apart) if n + trainers <= training.count)
+                apart |= {training.count - trainers} - {0}
+                yield from (Placement(g, n, t, trainers, 0) for n in sorted(apart))
                 yield Placement(g, trainers, t, trainers, trainers)
                 if trainers < training.count:
                     yield Placement(g, training.count, t, trainers, trainers)
@@ -240,12 +190,14 @@ def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: 
 
 
 def _shape(experiment: Experiment, generation: GenerationCurve, training: TrainingCurve, at: Placement) -> RunShape:
+    limited = experiment.queue.max_concurrent_rollouts is not None  # by a key that a plan doesn't set
+    slots = generation.slots * generation.replicas
     return msgspec.structs.replace(
         shape_of(experiment, at.shared // generation.per_replica),
         slots=generation.slots,
         replicas=generation.replicas,
         ranks=training.copies,
-        concurrent_rollouts=max(experiment.concurrent_rollouts, generation.slots * generation.replicas),
+        concurrent_rollouts=experiment.concurrent_rollouts if limited else max(experiment.concurrent_rollouts, slots),
         kv_tokens=1 << 60,  # slots were chosen by memory
     )
 
@@ -355,8 +307,10 @@ def _refused(
         yield f"train: {best.training.spread}: the trainer's ranks hold the model whole"
     if best.generation.per_replica > 1 and experiment.generator.engine != "vllm":
         yield f"generate: {best.generation.spread}: generator.engine = {experiment.generator.engine!r} has one device"
+    if best.generation.per_replica != best.generation.tensor:
+        yield f"generate: {best.generation.spread}: a replica is spread by tensor parallelism alone"
     for key in curves.unusual:
-        yield f"generate: {key}: no key of the configuration sets it"
+        yield f"{key}: the configuration has another value, or no key for it"
     several = kinds[0] is not kinds[1] or kinds[0].count > kinds[0].device.per_node
     if several and not all(kind.nodes for kind in kinds):
         yield "several machines: name them in the pool (nodes), as in [cluster]"

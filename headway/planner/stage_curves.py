@@ -26,6 +26,8 @@ from headway.records.check_report import Calibration
 from headway.records.errors import ConfigurationError
 
 _QUANTILES = 200
+# Options of recipes that a plan sets, that are judged by themselves, or that describe the load
+_PLANNED_OPTIONS = ("slots", "parallelism", "sharded", "expert_imbalance")
 # Published runs (docs/planning.md) lie within this of the roofline with its fixed efficiencies.
 ROOFLINE_ERROR = 0.5
 _LOGIT_VALUES = 1 << 25  # that Headway's trainer has at once
@@ -70,7 +72,7 @@ class StageCurves(ABC):
     error: float  # relative, of predicted rates, and ...
     error_is: str  # ... where it is from
     shards = False  # whether the trainer's weights are sharded over devices
-    unusual: tuple[str, ...] = ()  # options of the generator that a configuration has no key for
+    unusual: tuple[str, ...] = ()  # options of the pool's recipes with which the configuration won't run
 
     def __init__(self, experiment: Experiment, model: ModelFigures, pool: PlanPool, workload: PlannedWorkload) -> None:
         self.experiment, self.model, self.pool, self.workload = experiment, model, pool, workload
@@ -97,7 +99,7 @@ class StageCurves(ABC):
     ) -> Calibration:
         """Predict what a calibration of this placement would measure."""
         workload, mean, costs = self.workload, self.lengths.mean_tokens, self.shared_costs(kind, generation)
-        requests = float(min(generation.slots * generation.replicas, self.experiment.concurrent_rollouts))
+        requests = float(generation.slots * generation.replicas)
         tokens_per_s = requests / (generation.fixed_s + generation.request_s * requests / generation.replicas)
         tokens = self.samples * (self.prompt_tokens + mean)
         return Calibration(
@@ -140,10 +142,7 @@ class RooflineCurves(StageCurves):
             )
         super().__init__(experiment, model, pool, pool.tables.workload)
         settings = experiment.trainer
-        self._train = recipe(
-            pool.tables,
-            "train",
-            TrainingRecipe,
+        plain = TrainingRecipe(
             dtype=settings.dtype,
             sharded=False,
             recompute=settings.gradient_checkpointing,
@@ -151,11 +150,17 @@ class RooflineCurves(StageCurves):
             logit_tokens=max(1, _LOGIT_VALUES // model.vocabulary),
             trained_share=trained_share,
         )
+        self._train = recipe(pool.tables, "train", TrainingRecipe, **msgspec.structs.asdict(plain))
         usual = GenerationRecipe(dtype=experiment.generator.dtype, slots=experiment.generator.slots)
         self._generate = recipe(pool.tables, "generate", GenerationRecipe, **msgspec.structs.asdict(usual))
         self.shards = self._train.sharded
-        changed = {k for k, v in msgspec.structs.asdict(self._generate).items() if v != getattr(usual, k)}
-        self.unusual = tuple(sorted(changed - {"slots", "parallelism"}))
+        sides = (("generate", self._generate, usual), ("train", self._train, plain))
+        self.unusual = tuple(
+            f"{side}: {key}"
+            for side, asked, runs in sides
+            for key, value in msgspec.structs.asdict(asked).items()
+            if value != getattr(runs, key) and key not in _PLANNED_OPTIONS
+        )
 
     def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
         """See :meth:`StageCurves._generation`: the fastest way of all."""
@@ -234,7 +239,7 @@ class RooflineCurves(StageCurves):
     def _spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
         """Ways to spread a replica: the file's, or for vLLM tensor parallelism by powers of two, with the experts."""
         given = self._generate.parallelism
-        if given != Parallelism() or (self.experiment.generator.engine == "torch" and not self.pool.tables.generate):
+        if given != Parallelism() or self.experiment.generator.engine == "torch":
             yield given
             return
         for tensor in _powers(min(devices, 2 * kind.device.per_node)):

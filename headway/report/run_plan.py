@@ -40,7 +40,7 @@ def plan_rows(plan: RunPlan) -> dict[str, str]:
     rows["staleness"] = f"{plan.staleness_mean:.1f} versions in the mean"
     if plan.usd_per_hour is not None and plan.usd_per_mtok is not None:
         rows["cost"] = f"${plan.usd_per_hour:,.2f} an hour, ${plan.usd_per_mtok:.3g} a million trained tokens"
-    rows["no more than"] = f"{quantity(plan.bound_samples_per_s)} samples/s by any placement on this pool"
+    rows["no more than"] = f"{quantity(plan.bound_samples_per_s)} samples/s by any placement, if only rates limited"
     for other in plan.others:
         rows[f"else, {other.name.partition(':')[0]}"] = (
             f"{quantity(other.value or 0.0)} {unit}:{other.name.partition(':')[2]}"

@@ -1,8 +1,8 @@
 """Figures of models and devices that rate models compute with, and how a model is spread over devices.
 
 Bytes, seconds, FLOP. *Efficiencies* are the shares of data-sheet figures that real programs reach. They are fixed here,
-each with its source, and never set for one comparison; a profile replaces them by measured ones
-(`control/rates/fit.py`).
+each with its source, and never set for one comparison; a profile (`planner/profile.py`) replaces the rates by measured
+ones.
 """
 
 from __future__ import annotations

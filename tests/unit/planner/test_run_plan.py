@@ -123,6 +123,10 @@ def test_what_a_plan_writes_can_be_read_loaded_and_drawn(
     assert Path(picture).read_text().count("<svg") == 1
     assert draw_plan(read) == draw_plan(read)
     assert "--output" in refused(files, capsys, *options)  # nothing is written over
+    assert "--picture" in refused(files, capsys, "--picture", str(tmp_path / "no" / "plan.svg"))
+    same = str(tmp_path / "same")
+    assert "two files of one name" in refused(files, capsys, "--output", same, "--write", same)
+    assert not Path(same).exists()
     assert "there is no folder" in refused(files, capsys, "--output", str(tmp_path / "no" / "plan.json"))
     assert planned_settings(load_experiment(files[0]), read, written) == found["settings"]
     assert headway(["plan", "--compare", written, written]) == 0
@@ -160,6 +164,41 @@ def test_what_a_configuration_cannot_say_is_planned_but_not_run(
 
 
 @pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ("[train]\noffloaded_bytes = 12.0\n", ["train: offloaded_bytes"]),
+        ("[train]\nmicro_batch_tokens = 64\n", ["train: micro_batch_tokens"]),
+        (
+            "[generate]\nparallelism = { pipeline = 2 }\n",
+            ["pipeline 2: generator.engine", "by tensor parallelism alone"],
+        ),
+        ("[generate]\nexpert_imbalance = 1.5\n", []),  # describes the load
+        ("[train]\nrecompute = true\n", []),  # as the configuration has it
+    ],
+)
+def test_a_plan_is_refused_for_options_that_the_run_would_not_have(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], options: str, reasons: list[str]
+):
+    Path(files[1]).write_text(POOL + options)
+    found = plan(files, capsys)["refused"]
+    assert len(found) == len(reasons)
+    assert all(reason in text for reason, text in zip(reasons, found, strict=True))
+
+
+def test_a_limit_on_concurrent_rollouts_holds_in_the_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+    limited = ("--queue.max_concurrent_rollouts=16",)
+    assert plan(files, capsys, *limited)["samples_per_s"] < 0.5 * plan(files, capsys)["samples_per_s"]
+
+
+def test_on_several_machines_no_plan_is_faster_than_its_bound(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+):
+    Path(files[1]).write_text(POOL.replace("price =", 'machines = 3\nnodes = ["a", "b", "c"]\nprice ='))
+    found = plan(files, capsys)
+    assert found["samples_per_s"] <= found["bound_samples_per_s"]
+
+
+@pytest.mark.parametrize(
     ("pool", "message"),
     [
         (
@@ -172,6 +211,12 @@ def test_what_a_configuration_cannot_say_is_planned_but_not_run(
         (POOL + "[train]\nshard = true\n", "pool: [train]"),
         (POOL.replace("owned.H200", "-2"), "-2"),
         ("[[devices]", "is not valid TOML"),
+        (POOL + '[generate]\nkv_dtype = "fp8"\n', "kv_dtype = 'fp8'; valid: float32"),
+        (POOL + '[train]\ndtype = "float12"\n', "dtype = 'float12'; valid: float32"),
+        (POOL.replace("machine =", "count = 3\nmachine ="), "count = 3 has no effect here; valid: machines"),
+        (POOL.replace("price =", 'machines = 2\nnodes = ["a", "a"]\nprice ='), "nodes: a is there twice"),
+        (POOL.replace("prompt_tokens = 200", "prompt_tokens = -200"), "prompt_tokens: a median of -200"),
+        (POOL.partition("response_tokens")[0] + "response_tokens = 0\n", "response_tokens: a median of 0"),
     ],
 )
 def test_bad_pools_are_refused_by_key(
