@@ -227,12 +227,15 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
 
     from headway.config.load import load_experiment
     from headway.planner.profile import measure_profile
+    from headway.records.errors import ConfigurationError
     from headway.report.preview import CalibrationProgress
     from headway.report.printing import print_rows
     from headway.report.run_plan import profile_rows
     from headway.runtime.run_directory import write_whole
 
     path = Path(output or "profile.json")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--output {path}: valid: a file in a folder that exists")
     found = measure_profile(load_experiment(config, overrides), seconds, CalibrationProgress(quiet=as_json))
     write_whole(path, msgspec.json.encode(found))
     if as_json:

@@ -162,7 +162,7 @@ class ProfiledCurves(StageCurves):
 
     def _point(self, key: Callable[[ProfilePoint], int], wanted: int) -> ProfilePoint:
         """The measured placement nearest to a number of devices."""
-        return min(self.profile.points, key=lambda point: (abs(key(point) - wanted), point.generators != wanted))
+        return min(self.profile.points, key=lambda point: abs(key(point) - wanted))
 
     def _generation(self, at: int, devices: int, resident: float) -> GenerationCurve | None:
         """See :meth:`StageCurves._generation`."""

@@ -259,8 +259,9 @@ def _written(
         "generator.slots": str(best.generation.slots),
         "trainer.devices": json.dumps(names[1]),
     }
-    if best.generation.tensor > 1:
-        arguments = dict(experiment.generator.engine_arguments) | {"tensor_parallel_size": best.generation.tensor}
+    given = experiment.generator.engine_arguments
+    if best.generation.tensor != given.get("tensor_parallel_size", 1):
+        arguments = given | {"tensor_parallel_size": best.generation.tensor}
         settings["generator.engine_arguments"] = json.dumps(arguments)
     hour = best.usd_per_hour
     return RunPlan(

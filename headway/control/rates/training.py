@@ -173,11 +173,6 @@ class Simulator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.fixed_s + self.item_s * math.ceil(environments / devices)
 
 
-def verify_s(responses: float, response_s: float, workers: int) -> float:
-    """Seconds in which ``workers`` verifier workers score ``responses`` responses."""
-    return responses * response_s / workers
-
-
 def publish_s(size: float, transport: Transport, bytes_per_s: Mapping[Transport, float], readers: int = 1) -> float:
     """Seconds until ``readers`` nodes have ``size`` bytes of weights; of an adapter, its own bytes.
 

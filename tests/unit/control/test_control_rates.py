@@ -18,7 +18,7 @@ from headway.control.rates.figures import (
     all_reduce_s,
 )
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
-from headway.control.rates.training import Simulator, TrainerRates, TrainingRecipe, publish_s, verify_s
+from headway.control.rates.training import Simulator, TrainerRates, TrainingRecipe, publish_s
 from headway.records.errors import ConfigurationError
 
 REACHED = Efficiencies(matmul=0.5, memory=0.5, link=0.5, usable_memory=1.0, layer_s=0.0)
@@ -246,7 +246,6 @@ def test_figures_that_are_not_known_are_refused_by_key() -> None:
 
 def test_simulators_verifiers_and_transports() -> None:
     assert Simulator(fixed_s=0.5, item_s=0.1).step_s(17, 8) == pytest.approx(0.5 + 0.3)
-    assert verify_s(100, 0.2, 4) == pytest.approx(5.0)
     speeds = {"storage": 1e9, "nccl": 1e10, "tcp": 1e9}
     assert publish_s(1e10, "nccl", speeds, 24) == pytest.approx(1.0)
     assert publish_s(1e10, "storage", speeds, 4) == pytest.approx(50.0)

@@ -185,6 +185,16 @@ def test_a_plan_is_refused_for_options_that_the_run_would_not_have(
     assert all(reason in text for reason, text in zip(reasons, found, strict=True))
 
 
+def test_a_plan_of_one_device_a_replica_takes_tensor_parallelism_away(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+):
+    Path(files[1]).write_text(POOL.replace('machine = "H200x8"', 'device = "H200"'))
+    engine = ("--generator.engine=vllm", "--generator.update_mode=recompute")
+    found = plan(files, capsys, *engine, "--generator.engine_arguments.tensor_parallel_size=2")
+    assert found["stages"][0]["spread"] == "1 device"
+    assert json.loads(found["settings"]["generator.engine_arguments"]) == {"tensor_parallel_size": 1}
+
+
 def test_a_limit_on_concurrent_rollouts_holds_in_the_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
     limited = ("--queue.max_concurrent_rollouts=16",)
     assert plan(files, capsys, *limited)["samples_per_s"] < 0.5 * plan(files, capsys)["samples_per_s"]
@@ -240,6 +250,8 @@ def test_ways_to_ask_that_make_no_sense(files: tuple[str, str], capsys: pytest.C
     for arguments in (["plan"], ["plan", files[0]], ["plan", files[0], "--pool", files[1], "--graph", "x.json"]):
         assert headway(arguments) == 2
         assert "give one of CONFIG with --pool or --profile, --graph, --compare" in capsys.readouterr().err
+    assert headway(["plan", files[0], "--profile", "--output", "no/profile.json"]) == 2  # before anything is measured
+    assert "--output no/profile.json: valid: a file in a folder that exists" in capsys.readouterr().err
     assert headway(["plan", files[0], "--pool", "nowhere.toml"]) == 2
     assert "nowhere.toml can't be read" in capsys.readouterr().err
 
