@@ -107,7 +107,8 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         model, device, recipe = self.model, self.device, self.recipe
         spread, tokens = recipe.parallelism, requests * (1 + drafted)
         count = spread.devices
-        weights = model.touched(tokens) * NUMBER_BYTES[recipe.dtype] / count
+        # of a pipeline's stages each reads its weights for every micro-batch, of which there are as many as stages
+        weights = model.touched(tokens) * NUMBER_BYTES[recipe.dtype] / count * spread.pipeline
         even = 2.0 * tokens * model.active / count
         experts = model.expert_parameters / model.parameters if spread.expert > 1 else 0.0
         imbalance = 1.0 + experts * (recipe.expert_imbalance - 1.0)

@@ -64,6 +64,12 @@ def with_figures(**changes: object) -> RatedDevice:
 # --- decode steps ----------------------------------------------------------------------------------------
 
 
+def test_a_pipeline_reads_its_weights_for_every_micro_batch():
+    piped = replica(parallelism={"pipeline": 2})
+    assert piped.step_s(1, 1) == pytest.approx(replica().step_s(1, 1), rel=0.01)
+    assert piped.weight_bytes() == pytest.approx(replica().weight_bytes() / 2)
+
+
 def test_a_decode_step_of_few_requests_reads_the_weights_and_of_many_computes() -> None:
     assert replica().step_s(1, 0) == pytest.approx(8e9 * 2 / 1e12)
     assert replica().step_s(4000, 0) == pytest.approx(4000 * 2 * 8e9 / 0.5e15)
