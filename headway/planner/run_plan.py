@@ -38,7 +38,13 @@ from headway.records.plan import (
 )
 
 # Keys that a plan sets: a configuration may differ in them from the one that the plan was made for.
-PLANNED_KEYS = ("generator.devices", "generator.slots", "generator.engine_arguments", "trainer.devices")
+PLANNED_KEYS = (
+    "generator.devices",
+    "generator.slots",
+    "generator.kv_capacity_tokens",
+    "generator.engine_arguments",
+    "trainer.devices",
+)
 _OTHERS = ("run.", "ledger.", "tasks.", "evaluation.", "checkpoint.", "sft.")  # of no account for a plan
 _SIMULATED = 8  # candidates
 
@@ -259,6 +265,9 @@ def _written(
         "generator.slots": str(best.generation.slots),
         "trainer.devices": json.dumps(names[1]),
     }
+    whole = best.generation.slots * experiment.max_sequence_tokens
+    if best.generation.kv_tokens is not None and best.generation.kv_tokens < whole:  # else every slot has its cache
+        settings["generator.kv_capacity_tokens"] = str(best.generation.kv_tokens)
     given = experiment.generator.engine_arguments
     if best.generation.tensor != given.get("tensor_parallel_size", 1):
         arguments = given | {"tensor_parallel_size": best.generation.tensor}

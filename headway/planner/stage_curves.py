@@ -43,6 +43,7 @@ class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     fixed_s: float  # a decode step takes fixed + requests x request; prefills are in the latter
     request_s: float
+    kv_tokens: int | None = None  # that a replica's cache has room for; None: not known
     bytes_per_device: float | None = None
 
 
@@ -200,6 +201,7 @@ class RooflineCurves(StageCurves):
             slots=slots,
             fixed_s=many - request_s * slots,
             request_s=request_s + (0.0 if one.recipe.prefill_devices else prefill_s / mean),
+            kv_tokens=int(one.cache_bytes() // (one.model.kv_bytes(context, 2.0) / context)),
             bytes_per_device=one.weight_bytes() + cached,
         )
 

@@ -92,6 +92,8 @@ def test_a_plan_gives_each_side_devices_and_no_placement_is_faster_than_its_boun
     }  # fmt: skip
     assert all(other["value"] <= found["samples_per_s"] for other in found["others"])
     assert json.loads(found["settings"]["trainer.devices"]) == train["names"]
+    room = int(found["settings"].get("generator.kv_capacity_tokens", 1 << 60))
+    assert room >= generate["slots"] * 1000  # the caches of as many samples of the mean length fit
 
 
 def test_a_cheaper_plan_is_not_a_faster_one(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
