@@ -66,12 +66,8 @@ from headway.runtime.devices import machine_cores
 SLOTS = (4, 6, 8, 12, 16, 24, 32)  # the one is taken at which both sides are most nearly equally fast alone
 SYNCHRONOUS = (apart(32), apart(64))
 _TURNS = ("cpu:0", "cpu:1")
-COLOCATED = (
-    Placement(_TURNS, _TURNS, 16),
-    Placement(_TURNS, _TURNS, 32),
-    Placement(("cpu:0-1",), ("cpu:0-1",), 64),
-)
 FLEXIBLE = (Placement(_TURNS, _TURNS, 16), Placement(_TURNS, _TURNS, 32))
+COLOCATED = (*FLEXIBLE, Placement(("cpu:0-1",), ("cpu:0-1",), 64))
 BALANCED = (0.8, 1.25)
 QUIET_CORES = 0.05  # more CPU than this used by others spoils a measurement
 

@@ -29,7 +29,7 @@ from headway.planner.quantities import constant
 from headway.planner.run_plan import Placement, plan_run, predicted_rate
 from headway.records.check_report import Calibration
 from headway.records.ledger import StepRecord
-from parts.trained_run import ARITHMETIC, CONFIG, train_alone
+from parts.trained_run import ARITHMETIC, CONFIG, SAME_LOAD, train_alone
 
 SECONDS = 14  # of a live run, its start not counted
 ROUNDS = 3
@@ -41,17 +41,8 @@ PLACES = {
 COMMON = (
     "queue.groups_per_step=16",
     "generator.slots=64",
-    "trainer.learning_rate=0",
-    "trainer.warmup_steps=0",
-    "trainer.schedule=constant",
-    "checkpoint.every_steps=100000",
-    "evaluation.every_s=100000",
-    "evaluation.stop_at_solve_rate=1.0",
-    "evaluation.before=false",
-    "evaluation.after=false",
     "run.steps=100000",
-    "ledger.trackers=[]",
-    "ledger.trace=false",
+    *SAME_LOAD,
 )
 
 

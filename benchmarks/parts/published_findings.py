@@ -23,6 +23,7 @@ from headway.control.rates.training import Simulator, TrainerRates, TrainingReci
 from headway.models.sizes import sizes_from
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.model_figures import model_figures
+from headway.planner.stage_curves import ROOFLINE_ERROR
 from headway.records.errors import ConfigurationError
 from headway.records.plan import (
     DevicePool,
@@ -214,6 +215,8 @@ TRAINERS = {  # of the four published runs: model, device, devices, recipe
     "C": ("Qwen/Qwen3-235B-A22B", "GB300", 32, {"parallelism": Parallelism(tensor=16, expert=32), **OFFLOADED}),
     "D": ("Qwen/Qwen3-235B-A22B", "H200", 32, {"parallelism": Parallelism(tensor=4, context=4, pipeline=2, expert=8)}),
 }
+# samples of a step, their mean length, and its seconds: of A by its consumption, of D less the 60 % that it waited
+TRAINER_STEPS = {"A": (512, 18_294.0, 512 / 2.75), "D": (64, 20_164.0, 0.4 * 492.2)}
 SEQUENCES = {"A": 32_768, "B": 65_536, "C": 131_072, "D": 32_768}
 
 
@@ -297,6 +300,15 @@ def findings() -> Iterator[Finding]:
         yield Finding(f"trainer of run {run}", "fits", why or "fits", holds=not why)
     why = fits(trainer_of("A", offloaded_bytes=0.0, offload_activations=False), SEQUENCES["A"])
     yield Finding("trainer of run A without its offload", "does not fit", why or "fits", holds=bool(why))
+    for run, (samples, length, published) in TRAINER_STEPS.items():
+        found = trainer_of(run).step_s(samples * length, length)
+        yield Finding(
+            f"training step of run {run}",
+            f"{published:.0f} s without its waits",
+            f"{found:.0f} s by the roofline: it took {published / found:.2f} times as long",
+            published / found - 1,
+            abs(published / found - 1) <= ROOFLINE_ERROR,
+        )
     for devices in (16, 64, 128, 512):
         share, gain = split(devices)
         yield Finding(

@@ -24,7 +24,7 @@ from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord
 from headway.telemetry.ledger import read_ledger
 from parts.pipeline_machine import load
-from parts.trained_run import ARITHMETIC, train_alone
+from parts.trained_run import ARITHMETIC, SAME_LOAD, train_alone
 
 BASE, BESIDE = "asynchronous", "synchronous"
 ROWS: dict[str, tuple[str, ...]] = {  # the two that predict stand between those that are predicted
@@ -39,17 +39,8 @@ COMMON = (
     "queue.groups_per_step=16",
     "generator.slots=64",
     "algorithm.loss=decoupled_ppo",
-    "trainer.learning_rate=0",
-    "trainer.warmup_steps=0",
-    "trainer.schedule=constant",
-    "checkpoint.every_steps=100000",
-    "evaluation.every_s=100000",
-    "evaluation.stop_at_solve_rate=1.0",
-    "evaluation.before=false",
-    "evaluation.after=false",
     "run.time_limit_s=100000",
-    "ledger.trackers=[]",
-    "ledger.trace=false",
+    *SAME_LOAD,
 )
 WARM_STEPS = 6  # beside those that fill the queue: a fresh process is slow at first
 BUSY_CORES = 0.2

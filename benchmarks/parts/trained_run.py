@@ -20,6 +20,19 @@ from parts.pipeline_machine import snapshot, wait_until_quiet
 ARITHMETIC = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 QUIET_CORES = 0.05  # others' before a run that is timed
 CONFIG = str(ARITHMETIC / "experiment.toml")
+# A model that doesn't learn, and nothing beside its steps: the load stays what it is.
+SAME_LOAD = (
+    "trainer.learning_rate=0",
+    "trainer.warmup_steps=0",
+    "trainer.schedule=constant",
+    "checkpoint.every_steps=100000",
+    "evaluation.every_s=100000",
+    "evaluation.stop_at_solve_rate=1.0",
+    "evaluation.before=false",
+    "evaluation.after=false",
+    "ledger.trackers=[]",
+    "ledger.trace=false",
+)
 
 
 def headway(*arguments: str, quiet: bool = False) -> None:

@@ -70,7 +70,7 @@ class PoolTables(Section):
     generate: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     transport: Literal["storage", "nccl", "tcp", "shared_memory"] = "nccl"
-    transport_bytes_per_s: Rate | None = None  # default: a device's network, or its links on a single machine
+    transport_bytes_per_s: Rate | None = None  # default: its links on a single machine, else its network
 
 
 class PlanDevices(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,13 +29,7 @@ from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve
 from headway.records.check_report import Calibration, Forecast
 from headway.records.errors import ConfigurationError
-from headway.records.plan import (
-    Alternative,
-    Mode,
-    Objective,
-    PlannedStage,
-    RunPlan,
-)
+from headway.records.plan import Alternative, Mode, Objective, PlannedStage, RunPlan
 
 # Keys that a plan sets: a configuration may differ in them from the one that the plan was made for.
 PLANNED_KEYS = (
@@ -106,14 +100,14 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     best = outcomes[0][0]
     shape = _shape(experiment, best.generation, best.training, best.placement)
     predicted = forecast(shape, _calibration(pool, curves, best), curves.lengths)
-    others: dict[str, Alternative] = {}
+    others: dict[Mode, Alternative] = {}
     for one, rate in outcomes[1:]:
         mode = one.placement.mode
         if mode != best.placement.mode and mode not in others:
             value = rate if objective == "time" else 1e6 * (one.usd_per_hour or 0.0) / 3600 / rate
-            name = f"{mode}: {one.placement.generators} generate, {one.placement.trainers} train"
+            name = f"{one.placement.generators} generate, {one.placement.trainers} train"
             others[mode] = Alternative(name=name, value=value)
-    plan = _written(experiment, pool, curves, objective, best, predicted, bound, tuple(others.values()))
+    plan = _written(experiment, pool, curves, objective, best, predicted, bound, others)
     return PlannedRun(plan, best, _calibration(pool, curves, best), curves.workload)
 
 
@@ -231,7 +225,7 @@ def _written(
     best: Candidate,
     predicted: Forecast,
     bound: float,
-    others: tuple[Alternative, ...],
+    others: dict[Mode, Alternative],
 ) -> RunPlan:
     at, outcome = best.placement, predicted.outcome
     generating, training = pool.classes[at.generate_on], pool.classes[at.train_on]

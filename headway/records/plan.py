@@ -183,7 +183,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_hour: float | None
     usd_per_mtok: float | None  # of trained tokens, prompts included
     bound_samples_per_s: float  # of the placements that were compared the highest, if only the two rates limited
-    others: tuple[Alternative, ...]  # the best of other modes, samples/s or US dollars for a million samples
+    others: dict[Mode, Alternative]  # the best of other modes: samples/s or US dollars for a million samples
     changes: tuple[str, ...]  # of other keys that would help, with their predicted gains
     settings: dict[str, str]  # key of the configuration -> value
     refused: tuple[str, ...] = ()  # what today's configuration can't say: such a plan isn't run

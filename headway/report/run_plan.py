@@ -41,10 +41,8 @@ def plan_rows(plan: RunPlan) -> dict[str, str]:
     if plan.usd_per_hour is not None and plan.usd_per_mtok is not None:
         rows["cost"] = f"${plan.usd_per_hour:,.2f} an hour, ${plan.usd_per_mtok:.3g} a million trained tokens"
     rows["no more than"] = f"{quantity(plan.bound_samples_per_s)} samples/s by any placement, if only rates limited"
-    for other in plan.others:
-        rows[f"else, {other.name.partition(':')[0]}"] = (
-            f"{quantity(other.value or 0.0)} {unit}:{other.name.partition(':')[2]}"
-        )
+    for mode, other in plan.others.items():
+        rows[f"else, {mode}"] = f"{quantity(other.value or 0.0)} {unit}: {other.name}"
     rows |= {f"change {number + 1}": change for number, change in enumerate(plan.changes)} | dict(plan.settings)
     for number, reason in enumerate(plan.refused):
         rows["can't be run" if number == 0 else f"can't be run ({number + 1})"] = reason

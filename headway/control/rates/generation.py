@@ -70,7 +70,7 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
             )
         return left * self.recipe.parallelism.devices
 
-    def _cached_bytes(self, context: float) -> float:
+    def cached_bytes(self, context: float) -> float:
         """Bytes of a request's cache on all devices; where there are more of them than heads, each head lies on
         several."""
         copies = max(1.0, self.recipe.parallelism.tensor / self.model.kv_heads)
@@ -80,7 +80,7 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         """Requests of ``context`` tokens in the mean whose caches fit, within the slots. Raises ConfigurationError
         where not even one does."""
         recipe = self.recipe
-        each = self._cached_bytes(context)
+        each = self.cached_bytes(context)
         room = self.cache_bytes() + recipe.offload_bytes * recipe.parallelism.devices
         fit = int(room // each) if each else 1 << 20
         if fit < 1:
@@ -113,7 +113,7 @@ class ReplicaRates(msgspec.Struct, frozen=True, kw_only=True):
         experts = model.expert_parameters / model.parameters if spread.expert > 1 else 0.0
         imbalance = 1.0 + experts * (recipe.expert_imbalance - 1.0)
         products = max(weights / device.memory_bytes_per_s, even * imbalance / device.flops_per_s(recipe.dtype))
-        cached = requests * self._cached_bytes(context)
+        cached = requests * self.cached_bytes(context)
         attention = cached / count / device.memory_bytes_per_s
         away = max(0.0, cached - self.cache_bytes()) if recipe.offload_bytes else 0.0
         if away:  # what lies in host memory comes once a step

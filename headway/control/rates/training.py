@@ -162,12 +162,11 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Environments that are stepped together: a step takes fixed_s + item_s for each on a device; memory a + b n."""
+    """Environments that are stepped together: a step takes fixed_s, and item_s for each on a device. What memory they
+    need is the stage's (`records/plan.py:WorkflowStage`)."""
 
     fixed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     item_s: Annotated[float, msgspec.Meta(ge=0)]
-    fixed_bytes: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    bytes_per_item: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def step_s(self, environments: int, devices: int) -> float:
         return self.fixed_s + self.item_s * math.ceil(environments / devices)

@@ -55,7 +55,7 @@ BASE_BYTES = {
 CUDA_CONTEXT_BYTES = 600 << 20  # of GPU memory, for the context and its libraries
 
 _BASE_BYTES_OF_WEIGHT = {None: 4.0, "8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
-_CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
+CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
 _LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
@@ -203,7 +203,7 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
-    logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)
+    logits = min(CHUNK_LOGITS, tokens * model.vocabulary_size)
     dtype, again = settings.dtype, settings.gradient_checkpointing
     on_device = {
         "weights": base + 4 * apart,

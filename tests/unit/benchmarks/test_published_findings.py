@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.planner.stage_curves import ROOFLINE_ERROR
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
@@ -16,6 +18,10 @@ def test_published_findings_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, row in rows.items():
         if name.startswith(("32B", "trainer of run", "simulator")):
             assert row.holds, row
+    # the error that plans by roofline are printed with is the worst of the published trainers'
+    steps = [row for name, row in rows.items() if name.startswith("training step")]
+    assert len(steps) == 2
+    assert max(row.deviation for row in steps) == pytest.approx(ROOFLINE_ERROR, abs=0.05)
     reasoning = [row for name, row in rows.items() if name.startswith("long contexts")]
     # with thousands of responses a step the longest ones matter less, and taking turns wins at last
     assert [row.holds for row in reasoning] == [True] * 7 + [False]

@@ -87,10 +87,8 @@ def test_a_plan_gives_each_side_devices_and_no_placement_is_faster_than_its_boun
         assert not set(generate["names"]) & set(train["names"])
     assert found["samples_per_s"] <= found["bound_samples_per_s"] * 1.02  # the simulation's sampling
     assert found["samples_per_s_range"][0] < found["samples_per_s"] < found["samples_per_s_range"][1]
-    assert {other["name"].partition(":")[0] for other in found["others"]} | {found["mode"]} == {
-        "spatial", "temporal", "hybrid"
-    }  # fmt: skip
-    assert all(other["value"] <= found["samples_per_s"] for other in found["others"])
+    assert found["others"].keys() | {found["mode"]} == {"spatial", "temporal", "hybrid"}
+    assert all(other["value"] <= found["samples_per_s"] for other in found["others"].values())
     assert json.loads(found["settings"]["trainer.devices"]) == train["names"]
     room = int(found["settings"].get("generator.kv_capacity_tokens", 1 << 60))
     assert room >= generate["slots"] * 1000  # the caches of as many samples of the mean length fit
