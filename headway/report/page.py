@@ -126,8 +126,8 @@ def _plan(view: RunView) -> str:
         return ""
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=RunPlan)
-    except (OSError, msgspec.DecodeError):
-        return ""
+    except (OSError, msgspec.DecodeError) as error:
+        return f'<p class="state">{escape(str(path))} can\'t be read: {escape(str(error))}</p>'
     said = f"{plan.mode}, {plan.samples_per_s:,.3g} samples/s expected on {plan.pool}"
     head = f"<figcaption><h3>Plan: a steady step, device by device</h3><p>{escape(said)}</p></figcaption>"
     drawing = draw_plan(plan)
