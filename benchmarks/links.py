@@ -47,7 +47,7 @@ from headway.runtime.clock import RealClock
 from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import KEY_VARIABLE, make_key
 from headway.runtime.nodes.nodes import Nodes
-from headway.runtime.workers import LocalLauncher, Worker, WorkerSpec
+from headway.runtime.workers import LocalLauncher, WorkerHandle, WorkerSpec
 from headway.weights.mirrors import Mirrors
 from headway.weights.shared_memory import Publisher
 
@@ -141,7 +141,7 @@ async def joined(names: tuple[str, ...], **settings: Any) -> AsyncIterator[Nodes
 
 
 @asynccontextmanager
-async def a_core_each(*workers: Worker) -> AsyncIterator[None]:
+async def a_core_each(*workers: WorkerHandle) -> AsyncIterator[None]:
     """This thread runs on the first core, and the workers on the last one, within the block."""
     cores = sorted(os.sched_getaffinity(0))
     await asyncio.gather(*(worker.call("pin", cores[-1:]) for worker in workers))
@@ -153,7 +153,7 @@ async def a_core_each(*workers: Worker) -> AsyncIterator[None]:
         await asyncio.gather(*(worker.call("pin", cores) for worker in workers))
 
 
-async def call_s(worker: Worker, calls: int) -> float:
+async def call_s(worker: WorkerHandle, calls: int) -> float:
     """The median time of a call."""
     times_s: list[float] = []
     for _ in range(calls):

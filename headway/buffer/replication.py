@@ -14,7 +14,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.nodes.files import file_parts
 from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_slots import WorkerSlot
-from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.buffer.copy:CopyService"
 _CALL_S = 60.0
@@ -70,7 +70,7 @@ class BooksCopy:
             self._sending.cancel()
         await self._slot.stop(5.0)
 
-    async def _synchronise(self, worker: Worker) -> None:
+    async def _synchronise(self, worker: WorkerHandle) -> None:
         """Send the books as they are now, while transactions go on: those wait until the copy has this much."""
         number, self._waiting, self._synchronised = self._journalled, [], True
         worker.died.add_done_callback(lambda _: self._work.set())

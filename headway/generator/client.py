@@ -37,7 +37,7 @@ from headway.records.generation import (
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
 from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
-from headway.runtime.workers import EventCallback, Launcher, Worker
+from headway.runtime.workers import EventCallback, Launcher, WorkerHandle
 
 _FORGIVEN_AFTER_S = 300.0  # a death no longer counts once its replica has been live this long
 _STOP_GRACE_S = 1.0
@@ -293,7 +293,7 @@ class GeneratorPool:
 
     # --- life of a replica ----------------------------------------------------------------------------------
 
-    async def _keep(self, replica: Replica, worker: Worker) -> None:
+    async def _keep(self, replica: Replica, worker: WorkerHandle) -> None:
         """Keep a replica up until it is lost. An error in keeping it loses it too, so that its calls fail."""
         try:
             await self._serve_and_revive(replica, worker)
@@ -302,9 +302,9 @@ class GeneratorPool:
             replica.slot.kill()
             self._mark_lost(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
-    async def _serve_and_revive(self, replica: Replica, first: Worker) -> None:
+    async def _serve_and_revive(self, replica: Replica, first: WorkerHandle) -> None:
         """Loop: consumes a replica's events, waits for its death, restarts it; ends when it is lost or has left."""
-        worker: Worker | None = first
+        worker: WorkerHandle | None = first
         while worker is not None:
             watch = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
             try:
@@ -323,7 +323,7 @@ class GeneratorPool:
             self._router.report()
             worker = await self._revive(replica)
 
-    def _go_live(self, replica: Replica, worker: Worker) -> None:
+    def _go_live(self, replica: Replica, worker: WorkerHandle) -> None:
         replica.live = True
         self._keepers[replica.name] = asyncio.create_task(self._keep(replica, worker), name=replica.name)
 
@@ -352,7 +352,7 @@ class GeneratorPool:
         self._router.settle()
         self.limiter.go_on()
 
-    async def _revive(self, replica: Replica) -> Worker | None:
+    async def _revive(self, replica: Replica) -> WorkerHandle | None:
         """Restart a dead replica until it is live with the newest weights; returns None once it is lost."""
         slot = replica.slot
         while not slot.exhausted:

@@ -17,19 +17,19 @@ from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.rollout.verification.verdicts import apply_verdict
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 
 
 class Collect:
     """Verifies generated groups and commits them.
 
-    Consumes: generated groups (dispatch's channel).
+    Consumes: generated groups (dispatch's queue).
     Waits for: the verifier pool.
     Unblocked by: dispatch (a group's last member ends its generation).
     """
 
-    def __init__(self, run: RunContext, generated: Channel[Generated]) -> None:
+    def __init__(self, run: RunContext, generated: BoundedQueue[Generated]) -> None:
         self._run = run
         self._generated = generated
         self._leaving = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))

@@ -15,7 +15,7 @@ from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.devices import alike, lends
 from headway.telemetry.ledger import EVENT_CONTROL
 
@@ -26,7 +26,7 @@ _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
 class ControlLoop:
     """Writes each step's record; then the controller sets the knobs, or advises, as ``control.mode`` says.
 
-    Consumes: the records of completed steps (train loop's channel); adds the engines' and the sandboxes' statistics.
+    Consumes: the records of completed steps (train loop's queue); adds the engines' and the sandboxes' statistics.
     Waits for: the engines' and sandboxes' statistics; never for the controller's model, which is asked elsewhere.
     Unblocked by: the train loop.
 
@@ -34,7 +34,7 @@ class ControlLoop:
     doesn't depend on them: a knob only takes away from what admission allows.
     """
 
-    def __init__(self, run: RunContext, completed: Channel[StepRecord]) -> None:
+    def __init__(self, run: RunContext, completed: BoundedQueue[StepRecord]) -> None:
         self._run = run
         self._completed = completed
         self._written = 0

@@ -11,7 +11,7 @@ from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
 from headway.records.rollout import Failure, Group, Rollout
 from headway.rollout.makers.turn_sampler import TOO_STALE
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 
 Generated = tuple[Group, tuple[Rollout, ...]]
 
@@ -25,7 +25,7 @@ class Dispatch:
     weight updates (the applied version rises).
     """
 
-    def __init__(self, run: RunContext, generated: Channel[Generated]) -> None:
+    def __init__(self, run: RunContext, generated: BoundedQueue[Generated]) -> None:
         self._run = run
         self._generated = generated
         self._tasks = asyncio.TaskGroup()

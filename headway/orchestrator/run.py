@@ -16,7 +16,7 @@ from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
 from headway.records.rollout import ENDINGS
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.supervision import supervise
 from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
 
@@ -35,8 +35,8 @@ class Run:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self._generated: Channel[Generated] = Channel(capacity=1024, name="generated", clock=context.clock)
-        self._completed: Channel[StepRecord] = Channel(capacity=64, name="completed", clock=context.clock)
+        self._generated: BoundedQueue[Generated] = BoundedQueue(capacity=1024, name="generated", clock=context.clock)
+        self._completed: BoundedQueue[StepRecord] = BoundedQueue(capacity=64, name="completed", clock=context.clock)
         self._evaluations = Evaluations(context)
         self._dispatch = Dispatch(context, self._generated)
         self._collect = Collect(context, self._generated)

@@ -22,7 +22,7 @@ from headway.records.generation import PublishedWeights
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
 from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBatch
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class TrainLoop:
     Unblocked by: collect (a group is finished), dispatch never.
     """
 
-    def __init__(self, run: RunContext, completed: Channel[StepRecord], evaluations: Evaluations) -> None:
+    def __init__(self, run: RunContext, completed: BoundedQueue[StepRecord], evaluations: Evaluations) -> None:
         self._run = run
         self._completed = completed
         self._evaluations = evaluations

@@ -47,7 +47,7 @@ class WorkerContext:
         self._connection = connection
 
     def emit(self, event: Any) -> None:
-        """Send ``event`` to the parent's ``events`` channel; blocks while that is full. Any thread may call it."""
+        """Send ``event`` to the parent's ``events`` queue; blocks while that is full. Any thread may call it."""
         self._connection.send(encode(Kind.EVENT, 0, event))
 
 

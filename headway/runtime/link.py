@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.records.errors import RemoteError, WorkerDied
 from headway.records.stalls import WorkerStatus
-from headway.runtime.channel import Channel, ChannelClosed, ChannelFull
+from headway.runtime.bounded_queue import BoundedQueue, QueueClosed, QueueFull
 from headway.runtime.clock import Clock
 from headway.runtime.framing import (
     Chunk,
@@ -54,7 +54,7 @@ class Link:
         self,
         name: str,
         sock: socket.socket,
-        events: Channel[Any],
+        events: BoundedQueue[Any],
         on_end: Callable[[str], None],
         on_broken: Callable[[str], None],
         serves: object | None = None,
@@ -81,7 +81,7 @@ class Link:
         self._calls = 0
         self._outgoing: deque[memoryview] = deque()
         self._blocked = False  # the rest is sent when the socket is writable
-        self._held: deque[Any] = deque()  # events that were read while the channel was full
+        self._held: deque[Any] = deque()  # events that were read while the queue was full
         self._reader = FrameReader()
         self._heard = True  # bytes arrived since the last health check
         self._reading = True  # not suspended by back-pressure
@@ -91,7 +91,7 @@ class Link:
         self._loop.add_reader(sock, self._on_readable)
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        """See :meth:`headway.runtime.workers.Worker.call`."""
+        """See :meth:`headway.runtime.workers.WorkerHandle.call`."""
         if self.stopping:
             raise WorkerDied(self.name, "stopped")
         if self._waits is None:
@@ -232,7 +232,7 @@ class Link:
 
     def _deliver(self, event: Any) -> None:
         if not self._held:
-            with contextlib.suppress(ChannelFull, ChannelClosed):
+            with contextlib.suppress(QueueFull, QueueClosed):
                 self.events.put_nowait(event)
                 return
         if self.stopping or self.events.closed:
@@ -244,7 +244,7 @@ class Link:
 
     async def _release_held(self) -> None:
         """Wait for places for the held events, then resume reading."""
-        with contextlib.suppress(ChannelClosed):
+        with contextlib.suppress(QueueClosed):
             while self._held:
                 event = self._held[0]
                 await self.events.put(event)
@@ -322,7 +322,7 @@ class Link:
                 report("worker_stalled", "no heartbeat for")
 
     def drain(self) -> None:
-        """Read what has arrived, after the worker's end: events pile up beyond the channel's capacity."""
+        """Read what has arrived, after the worker's end: events pile up beyond the queue's capacity."""
         self._reading = False
         while not self.at_end and self._read_once():
             pass

@@ -12,7 +12,7 @@ import msgspec
 
 from headway.records.errors import FoundBy, RemoteError, WorkerDied
 from headway.records.stalls import WorkerStatus
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import HealthChecks, Link
@@ -59,7 +59,7 @@ class ProcessWorker:
     """
 
     def __init__(
-        self, name: str, events: Channel[Any], process: WorkerProcess, sock: socket.socket, waits: Waits
+        self, name: str, events: BoundedQueue[Any], process: WorkerProcess, sock: socket.socket, waits: Waits
     ) -> None:
         """``waits``: where its calls are registered while they wait."""
         self.waits = waits
@@ -83,7 +83,7 @@ class ProcessWorker:
 
     @property
     def clock_offset_s(self) -> float:
-        """See :meth:`headway.runtime.workers.Worker.clock_offset_s`."""
+        """See :meth:`headway.runtime.workers.WorkerHandle.clock_offset_s`."""
         return self._process.clock_offset_s
 
     @property
@@ -91,7 +91,7 @@ class ProcessWorker:
         return not self._died.done()
 
     @property
-    def events(self) -> Channel[Any]:
+    def events(self) -> BoundedQueue[Any]:
         return self._link.events
 
     @property
@@ -99,7 +99,7 @@ class ProcessWorker:
         return self._died
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        """See :meth:`headway.runtime.workers.Worker.call`."""
+        """See :meth:`headway.runtime.workers.WorkerHandle.call`."""
         if self._died.done():
             raise WorkerDied(self.name, self._died.result().cause)
         return await self._link.call(method, *args, timeout_s=timeout_s, **named)
@@ -127,7 +127,7 @@ class ProcessWorker:
         return WorkerStatus(worker=self.name, condition=condition, stacks=tuple(parse_dump(dump)))
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """See :meth:`headway.runtime.workers.Worker.stop`."""
+        """See :meth:`headway.runtime.workers.WorkerHandle.stop`."""
         if self.alive:
             self._link.stop()
             try:
@@ -141,7 +141,7 @@ class ProcessWorker:
         await self._died
 
     def kill(self, reason: str = "") -> None:
-        """See :meth:`headway.runtime.workers.Worker.kill`."""
+        """See :meth:`headway.runtime.workers.WorkerHandle.kill`."""
         self._kill(reason, "call")
 
     async def build(

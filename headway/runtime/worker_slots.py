@@ -17,7 +17,7 @@ from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.trace import WorkerState
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
-from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec, death_fields
+from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec, death_fields
 
 _FIRST_PAUSE_S = 0.5  # before a start that follows two failures in a row; doubled for each further one
 _LONGEST_PAUSE_S = 30.0
@@ -77,7 +77,7 @@ class WorkerSlot:
         on_event: EventCallback = lambda name, detail, /, **data: None,
         *,
         limit: int | None = None,
-        prepare: Callable[[Worker], Awaitable[None]] | None = None,
+        prepare: Callable[[WorkerHandle], Awaitable[None]] | None = None,
         restart_arguments: Mapping[str, Any] | None = None,
         forgiven_after_s: float = math.inf,
         held: Callable[[], int] = lambda: 0,
@@ -86,7 +86,7 @@ class WorkerSlot:
         worker ready; an error of it counts as a failed start. ``restart_arguments``: additional arguments of
         successors. ``held()``: number of rollouts at the worker."""
         self.spec = spec
-        self.worker: Worker | None = None  # the last one, dead or alive; None after a failed start
+        self.worker: WorkerHandle | None = None  # the last one, dead or alive; None after a failed start
         self.fault: Exception | None = None  # of the last death or failed start
         self.lost: WorkerDied | None = None
         self._launcher = launcher
@@ -99,7 +99,7 @@ class WorkerSlot:
         self._failures: deque[float] = deque()  # in a row: served_s at each
         self._served_s = 0.0  # by all predecessors together
         self._watching: asyncio.Task[None] | None = None
-        self._restarting: asyncio.Task[Worker | None] | None = None
+        self._restarting: asyncio.Task[WorkerHandle | None] | None = None
         self._stopping = False
 
     @property
@@ -107,7 +107,7 @@ class WorkerSlot:
         return self.spec.name
 
     @property
-    def live(self) -> Worker | None:
+    def live(self) -> WorkerHandle | None:
         """The worker, while it is alive."""
         return self.worker if self.worker is not None and self.worker.alive else None
 
@@ -137,7 +137,7 @@ class WorkerSlot:
         """Reset the failures so far, since the worker gets new work: a death by that isn't the worker's fault."""
         self._failures.clear()
 
-    async def start(self) -> Worker:
+    async def start(self) -> WorkerHandle:
         """Start the first worker. Raises the errors of the launcher and ``prepare``, with nothing left running."""
         return await self._start(self.spec)
 
@@ -145,13 +145,13 @@ class WorkerSlot:
     def restarting(self) -> bool:
         return self._restarting is not None and not self._restarting.done()
 
-    def begin_restart(self) -> asyncio.Task[Worker | None]:
+    def begin_restart(self) -> asyncio.Task[WorkerHandle | None]:
         """Return the restart that is under way; starts one if there is none."""
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._restart(), name=f"{self.name}-restart")
         return self._restarting
 
-    async def restart(self, timeout_s: float | None = None) -> Worker | None:
+    async def restart(self, timeout_s: float | None = None) -> WorkerHandle | None:
         """Wait for a successor (or for the first worker, where there was none), its pause included. None: the start
         failed, as ``fault`` explains, takes longer than ``timeout_s`` and continues, or the slot is stopped."""
         restarting = self.begin_restart()
@@ -187,7 +187,7 @@ class WorkerSlot:
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
 
-    async def _start(self, spec: WorkerSpec) -> Worker:
+    async def _start(self, spec: WorkerSpec) -> WorkerHandle:
         try:
             self.worker = worker = await self._launcher.start(spec)
             if self._prepare is not None:
@@ -201,7 +201,7 @@ class WorkerSlot:
         self._watching = asyncio.create_task(self._watch(worker), name=f"{self.name}-watch")
         return worker
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _watch(self, worker: WorkerHandle) -> None:
         """Wait for the worker's death, count it and report it."""
         since_s = self._clock.now()
         death = await worker.died
@@ -212,7 +212,7 @@ class WorkerSlot:
                 self._fail(death)
             self._reporter.died(death)
 
-    async def _restart(self) -> Worker | None:
+    async def _restart(self) -> WorkerHandle | None:
         await self.dead()
         if (pause_s := backoff_s(self.failures - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)) > 0:
             await self._clock.sleep(pause_s)
@@ -235,7 +235,7 @@ class WorkerSlot:
             self._failures.popleft()
 
 
-async def start_all(slots: Sequence[WorkerSlot]) -> list[Worker]:
+async def start_all(slots: Sequence[WorkerSlot]) -> list[WorkerHandle]:
     """Start the first workers of all slots concurrently. When all starts have ended, raises the error of the first slot
     that failed: the worker's own typed error, where it is one of ours."""
     started = await asyncio.gather(*(slot.start() for slot in slots), return_exceptions=True)

@@ -1,6 +1,6 @@
 """Workers: objects in processes of their own, whose methods are awaited.
 
-``Launcher`` and ``Worker`` are the whole interface (another launcher can implement it);
+``Launcher`` and ``WorkerHandle`` are the whole interface (another launcher can implement it);
 ``LocalLauncher`` starts processes on this machine. A dead worker is an event with a cause, never a
 hang: every pending and later call raises WorkerDied, ``died`` is set, ``events`` is closed.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.records.errors import WorkerDied
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.devices import machine_cores, parse_device
 from headway.runtime.process_worker import Death, ProcessWorker
@@ -38,7 +38,7 @@ class WorkerSpec:
     longest_silence_s: float = 0.0  # its work may hold the interpreter's lock so long: health checks wait for it
 
 
-class Worker(Protocol):
+class WorkerHandle(Protocol):
     """A handle of a worker."""
 
     @property
@@ -56,8 +56,8 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     @property
-    def events(self) -> Channel[Any]:
-        """The channel of the worker's events, in order. It must be read, or the worker blocks when it is full.
+    def events(self) -> BoundedQueue[Any]:
+        """The queue of the worker's events, in order. It must be read, or the worker blocks when it is full.
         Closed when the worker is dead (events sent before are still there)."""
         ...
 
@@ -84,7 +84,7 @@ class Worker(Protocol):
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the worker after its present call, running its ``close()`` if it has one; kill it after ``grace_s``.
 
-        Later and queued calls are not run. Its events that no longer fit the channel are dropped.
+        Later and queued calls are not run. Its events that no longer fit the queue are dropped.
         """
         ...
 
@@ -109,39 +109,22 @@ def death_fields(death: WorkerDied, lost_samples: int = 0) -> dict[str, Any]:
 class Launcher(Protocol):
     """Starts workers."""
 
-    async def start(self, spec: WorkerSpec) -> Worker:
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker and wait until it is built. Raises ConfigurationError (device), RemoteError with the
         traceback when building it raises, WorkerDied when it can't be started, dies or isn't built in time."""
         ...
 
 
-class WorkerGroup:
-    """Several workers of one kind, called together or by rank."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = tuple(workers)
-
-    def __len__(self) -> int:
-        return len(self.workers)
-
-    async def all(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> list[Any]:
-        """Call every worker at once; results by rank. The first failure is raised at once."""
-        calls = [
-            asyncio.ensure_future(worker.call(method, *args, timeout_s=timeout_s, **named)) for worker in self.workers
-        ]
-        try:
-            return list(await asyncio.gather(*calls))
-        finally:
-            for call in calls:
-                call.cancel()
-
-    async def rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        """Call the worker of rank ``index``."""
-        return await self.workers[index].call(method, *args, timeout_s=timeout_s, **named)
-
-    async def stop(self, grace_s: float = 5.0) -> None:
-        """Stop all workers concurrently."""
-        await asyncio.gather(*(worker.stop(grace_s) for worker in self.workers))
+async def call_all(
+    workers: Sequence[WorkerHandle], method: str, *args: Any, timeout_s: float | None = None, **named: Any
+) -> list[Any]:
+    """Call a method of all workers at once; results in their order. The first failure is raised at once."""
+    calls = [asyncio.ensure_future(worker.call(method, *args, timeout_s=timeout_s, **named)) for worker in workers]
+    try:
+        return list(await asyncio.gather(*calls))
+    finally:
+        for call in calls:
+            call.cancel()
 
 
 class LocalLauncher:
@@ -186,7 +169,7 @@ class LocalLauncher:
     async def attach(self, spec: WorkerSpec, process: WorkerProcess, sock: socket.socket) -> ProcessWorker:
         """Build the worker in a process that was just started, with ``sock`` connected to it; its health checks start
         once it is built. Raises the errors of :meth:`Launcher.start`, when the process has ended."""
-        events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
+        events: BoundedQueue[Any] = BoundedQueue(self._events_capacity, f"{spec.name}.events", self._clock)
         worker = ProcessWorker(spec.name, events, process, sock, self._waits)
         try:
             interval_s = self._heartbeat_interval_s

@@ -21,7 +21,7 @@ from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import own_cause
-from headway.runtime.workers import Launcher, Worker, WorkerGroup, WorkerSpec
+from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class TrainerClient:
         self._experiment = experiment
         self._run_id = run_id
         self._log_directory = log_directory
-        self._group: WorkerGroup | None = None
+        self.workers: tuple[WorkerHandle, ...] = ()  # the ranks, rank 0 first; empty when none is running
         self._host_of = host_of
         self._rendezvous = ""
         self._starts = 0
@@ -65,11 +65,6 @@ class TrainerClient:
         names = [f"trainer-{rank}" for rank in range(len(self._experiment.trainer.devices))]
         return [WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts) for name in names]
 
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """The ranks, rank 0 first; empty when none is running."""
-        return () if self._group is None else self._group.workers
-
     async def start(self) -> None:
         """Start one process per device of ``trainer.devices``; returns when all have loaded the model.
 
@@ -81,11 +76,11 @@ class TrainerClient:
         specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
         starts = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
         try:
-            self._group = WorkerGroup(await asyncio.gather(*starts))
+            self.workers = tuple(await asyncio.gather(*starts))
         except RemoteError as error:
             raise own_cause(error) from error
         finally:
-            if self._group is None:
+            if not self.workers:
                 await self._abandon(starts)
 
     async def restart(self) -> None:
@@ -144,15 +139,14 @@ class TrainerClient:
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stop all ranks gracefully; the weights they published are unlinked."""
-        group, self._group = self._group, None
-        if group is not None:
-            await group.stop(grace_s)
+        workers, self.workers = self.workers, ()
+        await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
         self._forget_rendezvous()
 
     async def kill(self) -> None:
         """Kill all ranks, whatever they are doing; returns when they are dead."""
-        group, self._group = self._group, None
-        for worker in () if group is None else group.workers:
+        workers, self.workers = self.workers, ()
+        for worker in workers:
             worker.kill()
             await worker.died
         self._forget_rendezvous()
@@ -174,17 +168,17 @@ class TrainerClient:
         )
 
     async def _first(self, method: str, *arguments: Any) -> Any:
-        return await _unwrapped(self._running().rank(0, method, *arguments))
+        return await _unwrapped(self._running()[0].call(method, *arguments))
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return await _unwrapped(self._running().all(method, *arguments))
+        return await _unwrapped(call_all(self._running(), method, *arguments))
 
-    def _running(self) -> WorkerGroup:
-        if self._group is None:
+    def _running(self) -> tuple[WorkerHandle, ...]:
+        if not self.workers:
             raise HeadwayError("the trainer is not running: start() or restart() it first")
-        return self._group
+        return self.workers
 
-    async def _abandon(self, starts: list[asyncio.Task[Worker]]) -> None:
+    async def _abandon(self, starts: list[asyncio.Task[WorkerHandle]]) -> None:
         """Kill the other ranks after one failed to start: they would wait for it forever."""
         for start in starts:
             start.cancel()

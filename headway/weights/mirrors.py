@@ -11,7 +11,7 @@ from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import Clock
 from headway.runtime.worker_slots import WorkerSlot
-from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.weights.mirror:MirrorService"
 _FETCH_S = 600.0
@@ -43,7 +43,7 @@ class Mirrors:
         self._host_of = host_of
         self._settings = dict(settings)
         self._slots: dict[str, WorkerSlot] = {}  # by node
-        self._addresses: dict[str, tuple[Worker, str]] = {}  # of mirrors, by node
+        self._addresses: dict[str, tuple[WorkerHandle, str]] = {}  # of mirrors, by node
         self._chains: dict[int, list[str]] = {}  # version -> nodes, in the order of the chain
         self._copies: dict[tuple[int, str, str], asyncio.Task[PublishedWeights]] = {}  # version, its checksum, node
 
@@ -114,7 +114,7 @@ class Mirrors:
                 raise
             raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
 
-    async def _mirror(self, node: str) -> tuple[Worker, str]:
+    async def _mirror(self, node: str) -> tuple[WorkerHandle, str]:
         """The mirror of ``node`` and where others reach it, started if there is none. Raises the errors of the launcher
         and of calls."""
         host = self._host_of(node)  # raises NodeLost: nothing is started, or waited for, on a node that isn't there

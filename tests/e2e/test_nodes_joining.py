@@ -11,7 +11,7 @@ from node_processes import KEY, joined_nodes
 from worker_processes import run, spec, until
 
 from headway.records.node import NodeFacts, ProcessEnded, ProcessOrder
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import RealClock
 from headway.runtime.framing import HEADER, Kind, encode
 from headway.runtime.link import Link
@@ -147,7 +147,7 @@ def test_the_end_of_a_process_that_was_given_up_is_not_taken_for_a_later_ones():
     async def main() -> None:
         here, there = socket.socketpair()
         node = Node(here, "b", "127.0.0.1", RealClock(), lambda node, reason: None)
-        agent = Link("orchestrator", there, Channel(1, "", RealClock()), lambda _: None, lambda _: None, GivenUp())
+        agent = Link("orchestrator", there, BoundedQueue(1, "", RealClock()), lambda _: None, lambda _: None, GivenUp())
         agent.send(encode(Kind.EVENT, 0, ProcessEnded(pid=7, code=-9, output="the earlier one")))
         order = ProcessOrder(worker="w", token="t", device="cpu:0", environment={}, log="")
         await asyncio.sleep(0.1)

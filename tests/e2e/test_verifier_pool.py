@@ -22,7 +22,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
-from headway.runtime.workers import EventCallback, Launcher, LocalLauncher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, LocalLauncher, WorkerHandle, WorkerSpec
 from headway.tasks.sources import load_tasks
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
@@ -303,7 +303,7 @@ def test_workers_are_added_and_leave_while_groups_are_scored_and_none_is_lost(tm
     class KillsFirstNewcomer(LocalLauncher):
         newcomers = 0
 
-        async def start(self, spec: WorkerSpec) -> Worker:
+        async def start(self, spec: WorkerSpec) -> WorkerHandle:
             worker = await super().start(spec)
             KillsFirstNewcomer.newcomers += spec.name != "verifier-0"
             if KillsFirstNewcomer.newcomers == 1:

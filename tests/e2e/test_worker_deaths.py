@@ -15,7 +15,7 @@ import pytest
 from worker_processes import CLASSES, exists, reaped, run, running, spec, until
 
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
-from headway.runtime.channel import ChannelClosed
+from headway.runtime.bounded_queue import QueueClosed
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher, WorkerSpec
 
@@ -38,7 +38,7 @@ def test_kill_in_mid_call_fails_all_calls_and_is_an_event(tmp_path: Path):
             assert reaped(worker.pid)
             with pytest.raises(WorkerDied, match="SIGKILL"):
                 await worker.call("echo", 1)
-            with pytest.raises(ChannelClosed):
+            with pytest.raises(QueueClosed):
                 await worker.events.get()
             assert await worker.died is death
 

@@ -14,7 +14,7 @@ from worker_processes import reaped, run, running, spec
 from headway.records.errors import CheckpointCorrupt, RemoteError, WorkerDied
 from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores
-from headway.runtime.workers import LocalLauncher, WorkerGroup
+from headway.runtime.workers import LocalLauncher, call_all
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
 
@@ -191,20 +191,17 @@ def test_workers_ignore_an_interrupt():
     run(main)
 
 
-def test_groups_call_all_or_one_and_fail_at_the_first_error():
+def test_call_all_fails_at_the_first_error():
     async def main() -> None:
         launcher = LocalLauncher(RealClock())
         workers = await asyncio.gather(*(launcher.start(spec(name=f"r{rank}")) for rank in range(3)))
-        group = WorkerGroup(workers)
         try:
-            assert len(group) == 3
-            assert await group.all("echo", 5) == [5, 5, 5]
-            assert await group.rank(1, "echo", 6) == 6
+            assert await call_all(workers, "echo", 5) == [5, 5, 5]
             workers[2].kill()
             with pytest.raises(WorkerDied, match="worker r2 died"):
-                await group.all("hang")
+                await call_all(workers, "hang")
         finally:
-            await group.stop(grace_s=0.2)
+            await asyncio.gather(*(worker.stop(grace_s=0.2) for worker in workers))
         assert all(reaped(worker.pid) for worker in workers)
 
     run(main)

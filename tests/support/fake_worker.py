@@ -24,7 +24,7 @@ from headway.records.generation import (
     UpdateMode,
 )
 from headway.records.tokens import decoder, encoder
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.process_worker import Death
 from headway.runtime.workers import WorkerSpec
@@ -72,7 +72,7 @@ class FakeLauncher:
 
 
 class FakeWorker:
-    """A replica's process as the pool sees it (``runtime.workers.Worker``), with faults to order: ``kill``, ``hang``,
+    """A replica's process as the pool sees it (`WorkerHandle`), with faults to order: ``kill``, ``hang``,
     ``slow_down``, ``refuse``, ``fail``, ``corrupt``."""
 
     def __init__(self, name: str, launcher: FakeLauncher, pid: int) -> None:
@@ -80,7 +80,7 @@ class FakeWorker:
         self._pid = pid
         self._made_by = launcher
         self._clock = launcher.clock
-        self._events: Channel[Any] = Channel(_EVENTS, f"{name}.events", launcher.clock)
+        self._events: BoundedQueue[Any] = BoundedQueue(_EVENTS, f"{name}.events", launcher.clock)
         self._died = Death()
         self.engine = DrivenReplica(launcher.costs, 0, launcher.clock, self._end_due)
         self._open: dict[str, _Streamed] = {}
@@ -95,7 +95,7 @@ class FakeWorker:
         self.fail = ""  # requests end with this error
         self.corrupt = False  # updates find damaged weights
 
-    # --- a Worker -------------------------------------------------------------------------------------------
+    # --- a WorkerHandle -------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class FakeWorker:
         return not self._died.done()
 
     @property
-    def events(self) -> Channel[Any]:
+    def events(self) -> BoundedQueue[Any]:
         return self._events
 
     @property
@@ -118,7 +118,7 @@ class FakeWorker:
         return self._died
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        """See :class:`headway.runtime.workers.Worker`."""
+        """See :class:`headway.runtime.workers.WorkerHandle`."""
         self._require_alive()
         async with asyncio.timeout(timeout_s):
             while self._busy is not None:

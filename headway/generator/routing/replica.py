@@ -18,7 +18,7 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
 from headway.runtime.devices import lends, parse_device
 from headway.runtime.worker_slots import WorkerSlot
-from headway.runtime.workers import Worker, WorkerSpec
+from headway.runtime.workers import WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.generator.service:GeneratorService"
 # A replica serves calls between two decode steps. One that takes ten minutes over it is stuck, though its worker's
@@ -63,7 +63,7 @@ class Replica:
         return self.slot.name
 
     @property
-    def worker(self) -> Worker | None:
+    def worker(self) -> WorkerHandle | None:
         """The replica's current process, dead or alive."""
         return self.slot.worker
 
@@ -132,7 +132,7 @@ def replica_spec(
     )
 
 
-async def call_replica(worker: Worker, method: str, *args: Any) -> Any:
+async def call_replica(worker: WorkerHandle, method: str, *args: Any) -> Any:
     """Call a replica's worker; kills it when it doesn't answer in time. Raises WorkerDied or RemoteError."""
     try:
         return await worker.call(method, *args, timeout_s=_CALL_TIMEOUT_S)
@@ -142,7 +142,7 @@ async def call_replica(worker: Worker, method: str, *args: Any) -> Any:
         raise WorkerDied(worker.name, cause) from None
 
 
-async def activity_of(worker: Worker) -> list[ActivitySpan]:
+async def activity_of(worker: WorkerHandle) -> list[ActivitySpan]:
     """See `GeneratorService.activity`; empty for a dead worker."""
     with contextlib.suppress(WorkerDied):
         return await call_replica(worker, "activity")

@@ -18,7 +18,7 @@ from headway.records.ledger import StepRecord
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
 from headway.runtime.worker_slots import WorkerSlot
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
 
 if TYPE_CHECKING:
     from headway.control.tuning.controller import ControllerState, Decision
@@ -58,7 +58,7 @@ class ControllerProcess:
         self._slot = WorkerSlot(spec, launcher, clock)  # its caller reports its deaths
 
     @property
-    def worker(self) -> Worker | None:
+    def worker(self) -> WorkerHandle | None:
         return self._slot.worker
 
     async def __call__(

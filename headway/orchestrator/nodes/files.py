@@ -12,7 +12,7 @@ from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.runtime.devices import split_node
 from headway.runtime.nodes.files import file_digests, file_names, file_parts, folder_digest
 from headway.runtime.nodes.nodes import Node, NodeLost, Nodes
-from headway.runtime.workers import EventCallback, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, WorkerHandle, WorkerSpec
 
 _DIGESTS_S = 600.0  # limit of each call: a model's samples from a slow file system
 _FACTORY = "headway.runtime.nodes.files:FilesService"
@@ -42,7 +42,7 @@ class FilesLauncher:
         self._compared: dict[Node, asyncio.Task[dict[str, str]]] = {}
         self._sent: dict[str, str] = {}  # deep digest of a folder here, by its path
 
-    async def start(self, spec: WorkerSpec) -> Worker:
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """See :meth:`Launcher.start`. Raises ConfigurationError for files of a node that aren't this machine's."""
         name = split_node(spec.device)[0]
         if not name:
@@ -72,7 +72,7 @@ class FilesLauncher:
         finally:
             await worker.stop()
 
-    async def _place(self, worker: Worker, node: str, key: str, folder: Path) -> str:
+    async def _place(self, worker: WorkerHandle, node: str, key: str, folder: Path) -> str:
         there = await worker.call("digests", str(folder), self._deep, timeout_s=_DIGESTS_S * (6 if self._deep else 1))
         if there is None:
             return await self._send(worker, node, key, folder)
@@ -84,7 +84,7 @@ class FilesLauncher:
             )
         return str(folder)
 
-    async def _send(self, worker: Worker, node: str, key: str, folder: Path) -> str:
+    async def _send(self, worker: WorkerHandle, node: str, key: str, folder: Path) -> str:
         """Send a folder into the node's cache, unless it is there."""
         if str(folder) not in self._sent:
             deep = await asyncio.to_thread(file_digests, folder, deep=True)

@@ -20,7 +20,7 @@ from headway.runtime.devices import parse_device
 from headway.runtime.file_systems import require_local
 from headway.runtime.nodes.files import FilesService
 from headway.runtime.nodes.node import Node
-from headway.runtime.workers import Worker, WorkerSpec
+from headway.runtime.workers import WorkerHandle, WorkerSpec
 from headway.weights.leftovers import SHARED_MEMORY
 
 LARGEST_TIME_OFFSET_S = 5.0  # a run compares no Unix times of two machines; access tokens and readers of logs do
@@ -134,7 +134,7 @@ def _look_at_conditions(node: Node, seen: NodeConditions, experiment: Experiment
     found += memory_findings(uses, memory_places(uses, rooms))
 
 
-async def _look_at_paths(worker: Worker, node: str, experiment: Experiment, found: Findings) -> None:
+async def _look_at_paths(worker: WorkerHandle, node: str, experiment: Experiment, found: Findings) -> None:
     """The user's modules that its workers import, and ``run.directory`` where a trainer's rank is there."""
     trains = any(parse_device(device).node == node for device in experiment.trainer.devices)
     names = {"algorithm.loss": experiment.algorithm.loss} if trains else {}

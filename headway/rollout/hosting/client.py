@@ -18,11 +18,11 @@ from headway.records.rollout import Failure
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.records.trace import WorkerState
-from headway.runtime.channel import ChannelClosed
+from headway.runtime.bounded_queue import QueueClosed
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core_in_turn
 from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
-from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.rollout.hosting.service:EnvironmentService"
 _STOP_GRACE_S = 25.0  # sandboxes end in that time
@@ -52,17 +52,17 @@ class _Seat:
         self._seen = SandboxStatistics()  # of the worker, at the last look
         self._gone = SandboxStatistics()  # counted by those that died
 
-    async def _take(self, worker: Worker) -> None:
+    async def _take(self, worker: WorkerHandle) -> None:
         self._gone = SandboxStatistics.total([self._gone, self._seen.counted()])
         self._seen = SandboxStatistics()  # the new one counts from zero
         self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
 
-    async def ask(self, worker: Worker, method: str, *arguments: Any) -> Any:
+    async def ask(self, worker: WorkerHandle, method: str, *arguments: Any) -> Any:
         """The worker's answer to a request. Raises EnvironmentDied; RuntimeError with its traceback for a bug in it."""
         self.slot.forgive()  # should it die of this, it is the rollout's doing, which isn't tried for ever
         return await self._submit(worker, "submit", method, arguments)
 
-    async def answers(self, worker: Worker) -> bool:
+    async def answers(self, worker: WorkerHandle) -> bool:
         """Whether the worker's event loop still turns; raises EnvironmentDied."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STUCK_S):
@@ -81,7 +81,7 @@ class _Seat:
                     self._seen = seen
         return SandboxStatistics.total([self._gone, self._seen if self.slot.live else self._seen.counted()])
 
-    async def _submit(self, worker: Worker, method: str, *arguments: Any) -> Any:
+    async def _submit(self, worker: WorkerHandle, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -97,7 +97,7 @@ class _Seat:
         finally:
             self._waiting.pop(number, None)
 
-    async def _read(self, worker: Worker) -> None:
+    async def _read(self, worker: WorkerHandle) -> None:
         """Consumes the worker's answers, waits for them, is unblocked by its death."""
         try:
             while True:
@@ -109,7 +109,7 @@ class _Seat:
                     answer.set_result(value)
                 else:
                     answer.set_exception(RuntimeError(value))
-        except ChannelClosed:
+        except QueueClosed:
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(EnvironmentDied(f"{self.name} died: {worker.died.result().cause}"))
@@ -118,7 +118,7 @@ class _Seat:
 class WorkerLease:
     """A rollout's handle on the worker it is played in."""
 
-    def __init__(self, seat: _Seat, worker: Worker, name: str, limit_s: float) -> None:
+    def __init__(self, seat: _Seat, worker: WorkerHandle, name: str, limit_s: float) -> None:
         """``limit_s``: after so long without an answer the worker is checked for being stuck."""
         self._seat = seat
         self._worker = worker
@@ -265,7 +265,7 @@ class EnvironmentPool:
             await self._clock.sleep(at - now)
 
     @asynccontextmanager
-    async def _chosen(self) -> AsyncIterator[tuple[_Seat, Worker]]:
+    async def _chosen(self) -> AsyncIterator[tuple[_Seat, WorkerHandle]]:
         """The seat with the fewest rollouts, counted there inside the block, and its live worker."""
         while True:
             seat = self._best()

@@ -20,12 +20,12 @@ from headway.records.task import Task
 from headway.records.trace import Span, WorkerState
 from headway.rollout.verification.verdicts import failed_verdict
 from headway.runtime.backoff import backoff_s
-from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
+from headway.runtime.bounded_queue import BoundedQueue, QueueClosed, QueueStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core_in_turn, machine_cores
 from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
-from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
 _WATCHDOG = 1.1  # times a response's limit: when the worker's watchdog ends a hang, at the latest
@@ -88,7 +88,7 @@ class VerifierPool:
         self._named = dict(named or {})
         self._clock = clock
         self._retries = retries
-        self._jobs: Channel[_Job] = Channel(queue_groups or 16 * verifier.workers, "verify", clock)
+        self._jobs: BoundedQueue[_Job] = BoundedQueue(queue_groups or 16 * verifier.workers, "verify", clock)
         self._arguments = {
             "verifier": verifier.model_dump(),
             "named": {name: settings.model_dump() for name, settings in self._named.items()},
@@ -148,7 +148,7 @@ class VerifierPool:
         try:
             await self._jobs.put(_Job(task=task, responses=tuple(responses), verdicts=verdicts))
             return await verdicts
-        except ChannelClosed:
+        except QueueClosed:
             raise HeadwayError("the verifier pool is stopped") from None
         finally:
             self._open.discard(verdicts)
@@ -169,7 +169,7 @@ class VerifierPool:
         """Workers replaced so far."""
         return sum(slot.restarts for slot in self._slots)
 
-    def statistics(self) -> ChannelStatistics:
+    def statistics(self) -> QueueStatistics:
         """The queue's statistics: used, capacity, peak, waiters, age of the oldest group."""
         return self._jobs.statistics()
 
@@ -226,7 +226,7 @@ class VerifierPool:
             self._idle.add(slot)
             try:
                 job = await self._jobs.get()
-            except ChannelClosed:
+            except QueueClosed:
                 return
             finally:
                 self._idle.discard(slot)
@@ -312,7 +312,7 @@ class VerifierPool:
     def _timeout_s(self, task: Task) -> float:
         return self._named.get(task.verifier, self._verifier).timeout_s
 
-    async def _worker(self, slot: WorkerSlot, job: _Job) -> Worker:
+    async def _worker(self, slot: WorkerSlot, job: _Job) -> WorkerHandle:
         """The slot's live worker, restarted when it is dead. Raises HeadwayError when that fails, _Away when it takes
         long."""
         while (worker := slot.live) is None:

@@ -17,7 +17,7 @@ from typing import Any
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
 from headway.runtime.backoff import backoff_s
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 from headway.runtime.framing import Kind, encode
@@ -64,7 +64,7 @@ class Agent:
 
     async def serve(self, sock: socket.socket, clock: Clock) -> tuple[str, bool]:
         """Serve the orchestrator at the other end of ``sock``. Returns why that has ended, and whether it was meant."""
-        events: Channel[Any] = Channel(1, "orchestrator.events", clock)
+        events: BoundedQueue[Any] = BoundedQueue(1, "orchestrator.events", clock)
         self._link = link = Link("orchestrator", sock, events, self._lost, self._lost, serves=self)
         link.watch(
             HealthChecks(

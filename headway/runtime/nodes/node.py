@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.link import HealthChecks, Link
 from headway.runtime.worker_process import ProcessExit
@@ -93,7 +93,7 @@ class Node:
         self.lost = ""  # why
         self._clock = clock
         self._on_lost = on_lost
-        self._events: Channel[Any] = Channel(256, f"{name}.events", clock)
+        self._events: BoundedQueue[Any] = BoundedQueue(256, f"{name}.events", clock)
         self._link = Link(name, sock, self._events, self.give_up, self.give_up)
         self._processes: dict[int, NodeProcess] = {}
         self._ends: dict[int, ProcessExit] = {}  # of processes whose start isn't known here yet

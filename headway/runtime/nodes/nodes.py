@@ -22,7 +22,7 @@ from headway.runtime.nodes.handshake import Admission, Hello, NotAdmitted, admit
 from headway.runtime.nodes.listener import Listener
 from headway.runtime.nodes.node import Node, NodeLost
 from headway.runtime.worker_process import WorkerProcess
-from headway.runtime.workers import EventCallback, LocalLauncher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, LocalLauncher, WorkerHandle, WorkerSpec
 
 _CALL_S = 30.0  # for what an agent does at once
 
@@ -128,7 +128,7 @@ class Nodes:
             raise NodeLost(f"node {name} has not joined within {timeout_s:g} s (joined: {here}){refused}") from None
         return self.joined[name]
 
-    async def start(self, spec: WorkerSpec) -> Worker:
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker on the node that its device names, or here: see :meth:`Launcher.start`."""
         name, device = split_node(spec.device)
         if not name:

@@ -20,7 +20,7 @@ from headway.records.generation import (
     TokenDelta,
 )
 from headway.records.tokens import decoder
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.process_worker import Death
 from headway.runtime.workers import WorkerSpec
@@ -33,7 +33,7 @@ class ScriptedWorker:
 
     def __init__(self, spec: WorkerSpec, pid: int) -> None:
         self.name, self.pid = spec.name, pid
-        self.events: Channel[Any] = Channel(64)
+        self.events: BoundedQueue[Any] = BoundedQueue(64)
         self.died = Death()
         self.log: list[tuple[str, Any]] = []
         self.open: dict[str, GenerationRequest] = {}

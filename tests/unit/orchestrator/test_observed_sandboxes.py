@@ -33,7 +33,7 @@ from headway.report.sandboxes import latency_rows, sandbox_sentences
 from headway.rollout.environment import Environment
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.hosting.service import EnvironmentService
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock, VirtualClock, run_virtual
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import WorkerSpec
@@ -81,7 +81,7 @@ class ScriptedWorker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.says: SandboxStatistics | None = SandboxStatistics()
-        self.events: Channel[Any] = Channel(8)
+        self.events: BoundedQueue[Any] = BoundedQueue(8)
         self.waits = Waits(lambda: 0.0)
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
 

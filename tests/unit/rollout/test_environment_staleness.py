@@ -16,7 +16,7 @@ from headway.records.control import Knobs
 from headway.records.environment import EnvironmentState, NextTurn, PartialRollout, SavedEpisode
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.runtime.stalls.waits import Waits
 
@@ -58,7 +58,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
             state=state,
             waits=Waits(lambda: 0.0),
         )
-        generated: Channel[Any] = Channel(1)
+        generated: BoundedQueue[Any] = BoundedQueue(1)
         parked = PartialRollout(
             group=GROUP.index, member=1, response=RESPONSE, resumes=0, environment_version=1, episode=episode
         )

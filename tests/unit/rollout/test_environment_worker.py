@@ -15,7 +15,7 @@ from headway.config.sandbox import SandboxConfig
 from headway.records.errors import WorkerDied
 from headway.rollout.environment import Environment
 from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool
-from headway.runtime.channel import Channel
+from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.runtime.stalls.waits import Waits
 
@@ -24,7 +24,7 @@ class Stuck:
     """A worker that takes calls, and answers none."""
 
     def __init__(self) -> None:
-        self.events: Channel[Any] = Channel(8)
+        self.events: BoundedQueue[Any] = BoundedQueue(8)
         self.waits = Waits(lambda: 0.0)
         self.died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

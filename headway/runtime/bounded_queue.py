@@ -18,16 +18,16 @@ from headway.runtime.clock import Clock, RealClock
 T = TypeVar("T")
 
 
-class ChannelClosed(Exception):
-    """The channel is closed: nothing more can be put, and all that was put has been got."""
+class QueueClosed(Exception):
+    """The queue is closed: nothing more can be put, and all that was put has been got."""
 
 
-class ChannelFull(Exception):
+class QueueFull(Exception):
     """``put_nowait`` found no place."""
 
 
-class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The present state of a channel, and its peak since it was made."""
+class QueueStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The present state of a queue, and its peak since it was made."""
 
     name: str
     used: int  # items in it
@@ -43,20 +43,20 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return self.getters + self.putters
 
 
-class Channel(Generic[T]):
+class BoundedQueue(Generic[T]):
     """Bounded queue of ``capacity`` items.
 
-    Lifecycle: *open* -> *closed* (putters get :class:`ChannelClosed` at once; getters drain what is left,
+    Lifecycle: *open* -> *closed* (putters get :class:`QueueClosed` at once; getters drain what is left,
     then get it too). Invariant: while open, ``used <= capacity``; a getter waits only when it is empty, a
     putter only when it is full. A cancelled ``get`` or ``put`` has no effect on it.
 
     Example: capacity 1, put "a"; a second put waits; get returns "a" and admits "b"; close; get returns
-    "b", the next get raises ChannelClosed.
+    "b", the next get raises QueueClosed.
     """
 
-    def __init__(self, capacity: int, name: str = "channel", clock: Clock | None = None) -> None:
+    def __init__(self, capacity: int, name: str = "queue", clock: Clock | None = None) -> None:
         if capacity < 1:
-            raise ValueError(f"channel {name}: capacity {capacity} must be at least 1")
+            raise ValueError(f"queue {name}: capacity {capacity} must be at least 1")
         self.name = name
         self.capacity = capacity
         self._clock: Clock = clock or RealClock()
@@ -75,29 +75,29 @@ class Channel(Generic[T]):
         return self._closed
 
     async def put(self, item: T) -> None:
-        """Add ``item``, waiting for a place. Raises ChannelClosed, also while waiting."""
+        """Add ``item``, waiting for a place. Raises QueueClosed, also while waiting."""
         if not self._closed and self._full():
             await self._reserve()
         if self._closed:
-            raise ChannelClosed(self.name)
+            raise QueueClosed(self.name)
         self._add(item)
 
     def put_nowait(self, item: T) -> None:
-        """Add ``item`` or raise ChannelFull / ChannelClosed."""
+        """Add ``item`` or raise QueueFull / QueueClosed."""
         if self._closed:
-            raise ChannelClosed(self.name)
+            raise QueueClosed(self.name)
         if self._full():
-            raise ChannelFull(self.name)
+            raise QueueFull(self.name)
         self._add(item)
 
     async def get(self) -> T:
-        """Take the oldest item, waiting for one. Raises ChannelClosed when closed and drained."""
+        """Take the oldest item, waiting for one. Raises QueueClosed when closed and drained."""
         if self._items:
             _, item = self._items.popleft()
             self._admit_putters()
             return item
         if self._closed:
-            raise ChannelClosed(self.name)
+            raise QueueClosed(self.name)
         handed: asyncio.Future[tuple[float, T]] = asyncio.get_running_loop().create_future()
         self._getters.append(handed)
         try:
@@ -107,17 +107,17 @@ class Channel(Generic[T]):
             raise
         return item
 
-    def __aiter__(self) -> Channel[T]:
+    def __aiter__(self) -> BoundedQueue[T]:
         return self
 
     async def __anext__(self) -> T:
         try:
             return await self.get()
-        except ChannelClosed:
+        except QueueClosed:
             raise StopAsyncIteration from None
 
     def close(self, remaining: Iterable[T] = ()) -> None:
-        """Close the channel; a second call is a no-op. ``remaining``: late items, kept even beyond the capacity."""
+        """Close the queue; a second call is a no-op. ``remaining``: late items, kept even beyond the capacity."""
         if self._closed:
             return
         for item in remaining:
@@ -125,15 +125,15 @@ class Channel(Generic[T]):
         self._closed = True
         for reserved in self._putters:
             if not reserved.done():
-                reserved.set_exception(ChannelClosed(self.name))
+                reserved.set_exception(QueueClosed(self.name))
         self._putters.clear()
         for handed in self._getters:  # there are getters only when it is empty
             if not handed.done():
-                handed.set_exception(ChannelClosed(self.name))
+                handed.set_exception(QueueClosed(self.name))
         self._getters.clear()
 
-    def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(
+    def statistics(self) -> QueueStatistics:
+        return QueueStatistics(
             name=self.name,
             used=len(self._items),
             capacity=self.capacity,
