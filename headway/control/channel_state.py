@@ -1,0 +1,282 @@
+"""What a channel between workers holds, who gets what, and what comes back from a consumer that died. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+Balance = Literal["round_robin", "weight"] | Callable[[float, Mapping[str, float]], str]
+"""How items are assigned to consumers: in turn, to the one with the least weight so far, or as a function says, given an
+item's weight and the consumers' weights so far."""
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """An item in a channel; what it stands for lies with its producer."""
+
+    number: int  # in the order of arrival; kept when it is delivered again
+    producer: str
+    weight: float
+    bytes: int
+    payload: Any
+
+
+class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The present state of a channel, and what went through it."""
+
+    name: str
+    used: int  # items that nobody has got
+    capacity: int
+    used_bytes: int
+    capacity_bytes: int
+    peak: int  # most items at once
+    getters: int  # consumers that wait for items
+    putters: int  # producers that wait for a place
+    oldest_age_s: float  # how long its oldest item has been in it; 0.0 when empty
+    unacknowledged: int  # got by calls that haven't ended
+    put: int  # items, in all
+    redelivered: int  # items that came back from dead consumers
+    weights: dict[str, float]  # got, or assigned, by consumer
+    closed: bool = False
+
+
+@dataclass(kw_only=True)
+class Put:
+    """A producer's items on their way into the channel."""
+
+    items: deque[Item]
+
+
+@dataclass(kw_only=True)
+class Get:
+    """A consumer's request: for one item, or for items of a total weight of at least ``weight``."""
+
+    consumer: str
+    weight: float | None
+    items: list[Item] = field(default_factory=list[Item])
+
+    @property
+    def full(self) -> bool:
+        return bool(self.items) and (self.weight is None or sum(item.weight for item in self.items) >= self.weight)
+
+
+class ChannelState:
+    """The items of a channel, first in, first out, and those who wait at its two ends.
+
+    An item is *waiting* with its producer while there is no place, then *in* the channel, then *got* by a consumer,
+    until that one's call ends (`acknowledge`) or it dies (`bring_back`: the item is the channel's first again). Items go
+    to the oldest request, or with ``balance`` to the consumer they are assigned to when they come in. A request for a
+    weight collects items as they come, so any capacity of at least one item will do.
+
+    Invariants: every item put is in exactly one of the four places, or acknowledged; at most ``capacity`` items and
+    ``capacity_bytes`` are in the channel, but for those that were brought back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        capacity_bytes: int,
+        balance: Balance | None = None,
+        consumers: Sequence[str] = (),
+    ) -> None:
+        """``consumers``: needed with ``balance``."""
+        if capacity < 1 or capacity_bytes < 1:
+            raise ValueError(f"channel {name}: capacity {capacity} items, {capacity_bytes} bytes: must be at least 1")
+        if balance is not None and not consumers:
+            raise ValueError(f"channel {name}: balance needs the consumers")
+        self.name = name
+        self.capacity = capacity
+        self.capacity_bytes = capacity_bytes
+        self.closed = False
+        self.readers: set[str] = set()  # that have ever asked
+        self._balance = balance
+        self._weights = dict.fromkeys(consumers, 0.0)
+        self._turn = 0
+        self._in: deque[tuple[float, str, Item]] = deque()  # (time it came in, consumer it is assigned to or "", item)
+        self._bytes = self._peak = self._count = self._redelivered = 0
+        self._puts: deque[Put] = deque()
+        self._gets: deque[Get] = deque()
+        self._got: dict[str, list[Item]] = {}
+
+    def put(self, producer: str, payloads: Sequence[tuple[Any, float, int]]) -> Put:
+        """Put items, each a payload with its weight and bytes; they are in when the `Put` has none left. Raises
+        ValueError for one that can't ever be."""
+        if self.closed:
+            raise ValueError(f"channel {self.name} is closed")
+        for _, weight, size in payloads:
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"channel {self.name}: an item's weight {weight:g} must be a positive number")
+            if size > self.capacity_bytes:
+                raise ValueError(
+                    f"channel {self.name}: an item of {size:,} bytes is larger than the channel "
+                    f"({self.capacity_bytes:,} bytes)"
+                )
+        items: deque[Item] = deque()
+        for payload, weight, size in payloads:
+            items.append(Item(number=self._count, producer=producer, weight=weight, bytes=size, payload=payload))
+            self._count += 1
+        self._puts.append(put := Put(items=items))
+        return put
+
+    def get(self, consumer: str, weight: float | None = None) -> Get:
+        """Ask for an item, or for items of at least ``weight`` together; served when it is `full`, or when the channel
+        is closed and has no more for it."""
+        if self._balance is not None and consumer not in self._weights:
+            valid = ", ".join(self._weights)
+            raise ValueError(f"channel {self.name}: {consumer} is not one of its consumers ({valid})")
+        if weight is not None and not weight > 0:
+            raise ValueError(f"channel {self.name}: weight {weight:g} must be positive")
+        self.readers.add(consumer)
+        self._gets.append(get := Get(consumer=consumer, weight=weight))
+        return get
+
+    def close(self) -> None:
+        """Let nothing more be put; what is in can still be got. Items that wait for a place still come in."""
+        self.closed = True
+
+    def advance(self, now: float) -> list[Put | Get]:
+        """Move items as far as they can go; returns the puts that are in, and the gets that are served: with fewer
+        items than they asked for, or none, at the end of a closed channel."""
+        settled: list[Put | Get] = []
+        moved = True
+        while moved:
+            moved = self._admit(now, settled)
+            moved = self._serve(settled) or moved
+        if self.closed and not self._puts:
+            for get in [get for get in self._gets if not self._has(get.consumer)]:
+                self._settle(get)
+                settled.append(get)
+        return settled
+
+    def withdraw(self, waiting: Put | Get) -> None:
+        """Forget somebody who waits no more: items that aren't in are dropped, those collected come back."""
+        if isinstance(waiting, Put):
+            if waiting in self._puts:
+                self._puts.remove(waiting)
+        elif waiting in self._gets:
+            self._gets.remove(waiting)
+            self._return(waiting.consumer, waiting.items)
+
+    def acknowledge(self, consumer: str) -> list[Item]:
+        """The call of ``consumer`` has ended: what it got is done with. Returns those items."""
+        return self._got.pop(consumer, [])
+
+    def bring_back(self, consumer: str) -> int:
+        """``consumer`` has died: what it got, or was collecting, is in the channel again. Returns the number."""
+        for get in [get for get in self._gets if get.consumer == consumer]:
+            self.withdraw(get)
+        items = self._got.pop(consumer, [])
+        self._redelivered += len(items)
+        self._return(consumer, items)
+        return len(items)
+
+    def lose(self, producer: str, kept: Callable[[Item], bool]) -> list[Item]:
+        """``producer`` has died: drop its items that went with it, those not ``kept``. Returns them."""
+        self._puts = deque(put for put in self._puts if not put.items or put.items[0].producer != producer)
+        lost = [item for _, _, item in self._in if item.producer == producer and not kept(item)]
+        self._in = deque(one for one in self._in if one[2] not in lost)
+        self._bytes -= sum(item.bytes for item in lost)
+        return lost
+
+    def reassign(self, consumer: str) -> None:
+        """``consumer`` is lost for good: what is assigned to it goes to the others."""
+        if self._balance is None or len(self._weights) < 2:
+            return
+        self._weights.pop(consumer, None)
+        self._in = deque((t, self._assign(item) if owner == consumer else owner, item) for t, owner, item in self._in)
+
+    def statistics(self, now: float) -> ChannelStatistics:
+        return ChannelStatistics(
+            name=self.name,
+            used=len(self._in),
+            capacity=self.capacity,
+            used_bytes=self._bytes,
+            capacity_bytes=self.capacity_bytes,
+            peak=self._peak,
+            getters=len(self._gets),
+            putters=len(self._puts),
+            oldest_age_s=max(0.0, now - self._in[0][0]) if self._in else 0.0,
+            unacknowledged=sum(map(len, self._got.values())),
+            put=self._count,
+            redelivered=self._redelivered,
+            weights=dict(self._weights),
+            closed=self.closed,
+        )
+
+    def _admit(self, now: float, settled: list[Put | Get]) -> bool:
+        """Let items in while there is room, the oldest first."""
+        moved = False
+        while self._puts:
+            put = self._puts[0]
+            while put.items and self._room(put.items[0]):
+                item = put.items.popleft()
+                self._in.append((now, self._assign(item), item))
+                self._bytes += item.bytes
+                moved = True
+            if put.items:
+                break
+            settled.append(self._puts.popleft())
+        self._peak = max(self._peak, len(self._in))
+        return moved
+
+    def _room(self, item: Item) -> bool:
+        return len(self._in) < self.capacity and (not self._in or self._bytes + item.bytes <= self.capacity_bytes)
+
+    def _serve(self, settled: list[Put | Get]) -> bool:
+        """Give items to those who wait, the oldest first."""
+        moved = False
+        for get in list(self._gets):
+            while not get.full and (place := self._first_for(get.consumer)) is not None:
+                _, _, item = self._in[place]
+                del self._in[place]
+                self._bytes -= item.bytes
+                get.items.append(item)
+                moved = True
+            if get.full:
+                self._settle(get)
+                settled.append(get)
+        return moved
+
+    def _settle(self, get: Get) -> None:
+        self._gets.remove(get)
+        get.items.sort(key=lambda item: item.number)  # what came back while it collected belongs first
+        self._got.setdefault(get.consumer, []).extend(get.items)
+        if self._balance is None:
+            self._weights[get.consumer] = self._weights.get(get.consumer, 0.0) + sum(item.weight for item in get.items)
+
+    def _has(self, consumer: str) -> bool:
+        return self._first_for(consumer) is not None
+
+    def _first_for(self, consumer: str) -> int | None:
+        if self._balance is None:
+            return 0 if self._in else None
+        return next((place for place, (_, owner, _) in enumerate(self._in) if owner == consumer), None)
+
+    def _assign(self, item: Item) -> str:
+        """The consumer that is to get an item that comes in."""
+        if self._balance is None:
+            return ""
+        names = list(self._weights)
+        if self._balance == "round_robin":
+            chosen = names[self._turn % len(names)]
+            self._turn += 1
+        elif self._balance == "weight":
+            chosen = min(names, key=self._weights.__getitem__)
+        else:
+            chosen = self._balance(item.weight, dict(self._weights))
+            if chosen not in self._weights:
+                raise ValueError(f"channel {self.name}: balance chose {chosen!r}; valid: {', '.join(names)}")
+        self._weights[chosen] += item.weight
+        return chosen
+
+    def _return(self, consumer: str, items: Sequence[Item]) -> None:
+        """Put items in front, in their order."""
+        owner = consumer if self._balance is not None else ""
+        together = [(self._in[0][0] if self._in else 0.0, owner, item) for item in items]
+        self._in = deque(sorted([*together, *self._in], key=lambda one: one[2].number))
+        self._bytes += sum(item.bytes for item in items)

@@ -1,0 +1,81 @@
+"""`Channel`: a bounded queue between the workers of a workflow, whose items travel from producer to consumer directly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.flow.process import here
+from headway.records.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from headway.control.channel_state import ChannelStatistics
+
+ITEMS, BYTES = 1024, 1 << 30  # a channel's default bounds
+
+
+class Channel:
+    """A handle of a channel, in the workflow or in a worker it was given to.
+
+    First in, first out; any number of producers and consumers, on any machine of the run. Items stay with their
+    producer until a consumer fetches them (the workflow's process sees their number, weight and size alone). An item
+    is done with when the call that got it ends: if the consumer dies before, the item is delivered again, first.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self._number = number  # a name can be used again, step after step
+
+    def __repr__(self) -> str:
+        return f"Channel({self.name!r})"
+
+    async def put(self, item: Any, weight: float = 1.0) -> None:
+        """Put an item, waiting for a place. Raises ChannelClosed; ConfigurationError for an item that is larger
+        than the channel, or can't be pickled."""
+        await self.put_all([item], [weight])
+
+    async def put_all(self, items: Iterable[Any], weights: Sequence[float] = ()) -> None:
+        """Put several items, in order; returns when all are in."""
+        items = list(items)
+        if weights and len(weights) != len(items):
+            raise ConfigurationError(f"channel {self.name}: {len(weights)} weights for {len(items)} items")
+        if items:
+            await here().put(self._number, self.name, items, weights or [1.0] * len(items))
+
+    async def get(self, weight: float | None = None) -> Any:
+        """Get the oldest item; with ``weight`` a list of the oldest items whose weights come to at least that, or those
+        that are left. Raises ChannelClosed when it is closed and empty."""
+        items = await here().get(self._number, self.name, weight)
+        if not items:
+            raise ChannelClosed(f"channel {self.name} is closed")
+        return items[0] if weight is None else items
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items()
+
+    async def _items(self) -> AsyncIterator[Any]:
+        """Items one by one, until it is closed and empty."""
+        while items := await here().get(self._number, self.name, None):
+            yield items[0]
+
+    async def chunks(self, weight: float | None = None) -> AsyncIterator[list[Any]]:
+        """Lists of items until it is closed and empty: in a worker of the size that the plan gives its stage
+        (all at once where the plan says so), or of at least ``weight``."""
+        size = weight if weight is not None else here().chunk
+        while items := await here().get(self._number, self.name, math.inf if size is None else size):
+            yield items
+
+    def close(self) -> None:
+        """Let nothing more be put; what is in can still be got. In the workflow only: it knows when all producers are
+        done."""
+        here().close_channel(self._number, self.name)
+
+    async def statistics(self) -> ChannelStatistics:
+        """Its present state, and what went through it."""
+        return await here().statistics_of(self._number)
+
+
+class ChannelClosed(Exception):
+    """A channel is closed, and all that was put has been got."""
+

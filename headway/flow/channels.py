@@ -1,0 +1,156 @@
+"""The channels of a workflow, in the workflow's own process: who waits for what, and what goes where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.control.channel_state import Balance, ChannelState, ChannelStatistics, Get, Item, Put
+from headway.flow.channel import Channel, ChannelClosed
+from headway.flow.paths import PayloadRef
+from headway.records.errors import ConfigurationError
+from headway.runtime.clock import Clock
+from headway.runtime.stalls.waits import Waits
+
+if TYPE_CHECKING:
+    from headway.flow.peers import Hub
+
+WORKFLOW = "the workflow"  # as a producer and a consumer
+
+
+class Channels:
+    """All channels of a workflow, by number; a name can be used again when its last channel is closed.
+
+    Payloads stay with their producers. They are released when the consumer's call has ended.
+    """
+
+    chunk: int | None = None  # of the workflow itself: it has no devices
+
+    def __init__(self, clock: Clock, waits: Waits) -> None:
+        self.hub: Hub  # set once
+        self._clock = clock
+        self._waits = waits
+        self._states: dict[int, ChannelState] = {}
+        self._made = 0
+        self._open: dict[int, asyncio.Future[None]] = {}  # by identity of the put or get that waits
+        self._releases: set[asyncio.Task[None]] = set()
+        self.changes = 0  # puts and gets that were settled
+
+    def make(self, name: str, items: int, size: int, balance: Balance | None, consumers: Sequence[str]) -> Channel:
+        """Make a channel. Raises ConfigurationError."""
+        for state in self._states.values():
+            if state.name == name and not state.closed:
+                raise ConfigurationError(f"channel {name!r}: there is one of this name, which isn't closed")
+        try:
+            state = ChannelState(name, items, size, balance, consumers)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        self._made += 1
+        self._states[self._made] = state
+        return Channel(name, self._made)
+
+    async def put_refs(self, producer: str, number: int, refs: Sequence[PayloadRef], weights: Sequence[float]) -> bool:
+        """Put a producer's items; False: the channel is closed. Raises ConfigurationError for one that is too large."""
+        state = self._states.get(number)
+        if state is None or state.closed:
+            self._release([ref for ref in refs])
+            return False
+        try:
+            put = state.put(producer, [(ref, weight, ref.bytes) for ref, weight in zip(refs, weights, strict=True)])
+        except ValueError as error:
+            self._release([ref for ref in refs])
+            raise ConfigurationError(f"{error}; put by {producer}") from None
+        await self._settled(state, put, f"a place in channel {state.name}", producer)
+        return True
+
+    async def get_refs(self, consumer: str, number: int, weight: float | None) -> list[PayloadRef]:
+        """Get items; none: the channel is closed and empty."""
+        state = self._states.get(number)
+        if state is None:
+            return []
+        try:
+            get = state.get(consumer, weight)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        await self._settled(state, get, f"items of channel {state.name}", consumer)
+        return [item.payload for item in get.items]
+
+    def acknowledge(self, consumer: str) -> None:
+        """A call of ``consumer`` has ended: what it got can go."""
+        for state in self._states.values():
+            self._release([item.payload for item in state.acknowledge(consumer)])
+
+    def bring_back(self, worker: str) -> int:
+        """``worker`` has died: what it had got is delivered again. Returns the number of items."""
+        returned = 0
+        for state in self._states.values():
+            returned += state.bring_back(worker)
+            state.lose(worker, kept=lambda item: item.payload.outlives_owner)
+            self._advance(state)
+        return returned
+
+    def forget_closed(self) -> None:
+        """Forget closed channels from which nothing more can be got."""
+        for number, state in list(self._states.items()):
+            statistics = state.statistics(self._clock.now())
+            if state.closed and not (statistics.used or statistics.putters or statistics.unacknowledged):
+                del self._states[number]
+
+    def unread(self) -> list[str]:
+        """Names of channels that nobody has asked, though something is in."""
+        return [s.name for s in self._states.values() if not s.readers and s.statistics(self._clock.now()).used]
+
+    # The workflow's own end: `FlowProcess`.
+
+    async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
+        refs = [await self.hub.hold(item, f"channel {name}, put by {WORKFLOW}") for item in items]
+        if not await self.put_refs(WORKFLOW, number, refs, weights):
+            raise ChannelClosed(f"channel {name} is closed")
+
+    async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
+        refs = await self.get_refs(WORKFLOW, number, weight)
+        items = [await self.hub.fetch(ref) for ref in refs]
+        self.acknowledge(WORKFLOW)
+        return items
+
+    def close_channel(self, number: int, name: str) -> None:
+        if (state := self._states.get(number)) is not None:
+            state.close()
+            self._advance(state)
+
+    async def statistics_of(self, number: int) -> ChannelStatistics:
+        if number not in self._states:
+            raise ConfigurationError("the channel is closed and forgotten")
+        return self._states[number].statistics(self._clock.now())
+
+    async def _settled(self, state: ChannelState, waiting: Put | Get, what: str, who: str) -> None:
+        """Wait until a put is in, or a get served."""
+        settled = self._open[id(waiting)] = asyncio.get_running_loop().create_future()
+        self._advance(state)
+        try:
+            with self._waits.on(what, f"channel {state.name}", who):
+                await settled
+        except asyncio.CancelledError:
+            state.withdraw(waiting)
+            self._advance(state)
+            raise
+        finally:
+            self._open.pop(id(waiting), None)
+
+    def _advance(self, state: ChannelState) -> None:
+        for one in state.advance(self._clock.now()):
+            self.changes += 1
+            if (settled := self._open.get(id(one))) is not None and not settled.done():
+                settled.set_result(None)
+
+    def _release(self, refs: Sequence[PayloadRef]) -> None:
+        """Tell the owners that nobody needs these payloads any more."""
+        by_owner: defaultdict[str, list[PayloadRef]] = defaultdict(list)
+        for ref in refs:
+            by_owner[ref.owner].append(ref)
+        for owner, own in by_owner.items():
+            task = asyncio.create_task(self.hub.release(own), name=f"release of {owner}'s payloads")
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)

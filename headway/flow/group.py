@@ -1,0 +1,216 @@
+"""`WorkerGroup`: the workers of a stage, called together, one by one, or with an argument shared out among them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any
+
+from headway.flow.host import CallReport
+from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
+from headway.runtime.worker_slots import WorkerSlot, own_cause
+
+
+class GroupCall:
+    """A call of a group under way. ``await`` it (or `wait`), which is the only barrier there is.
+
+    Its result is the list of the workers' results by rank; of a call of one worker, that one's; of a sharded call, the
+    list of all results where each worker returned a list. A call that fails while nobody awaits it ends the workflow.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[asyncio.Task[CallReport]],
+        finish: Callable[[list[Any]], Any],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._calls = list(calls)
+        self._waiters = 0
+        self._fail = fail
+        self._all = asyncio.ensure_future(self._gathered(finish))
+        self._all.add_done_callback(self._on_done)
+
+    @property
+    def durations(self) -> list[float]:
+        """Seconds of each worker's call that has ended, by rank; nan while it runs."""
+        return [call.result().seconds if _ended(call) else float("nan") for call in self._calls]
+
+    def done(self) -> bool:
+        return self._all.done()
+
+    async def wait(self) -> Any:
+        """Wait for the results. Raises RemoteError with a worker's traceback, or WorkerDied."""
+        self._waiters += 1
+        try:
+            return await asyncio.shield(self._all)
+        finally:
+            self._waiters -= 1
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.wait().__await__()
+
+    def cancel(self) -> None:
+        """Stop waiting; the methods still run to their end."""
+        self._all.cancel()
+
+    async def _gathered(self, finish: Callable[[list[Any]], Any]) -> Any:
+        try:
+            return finish([report.value for report in await asyncio.gather(*self._calls)])
+        finally:
+            for call in self._calls:
+                call.cancel()
+
+    def _on_done(self, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None and not self._waiters:
+            self._fail(error)
+
+
+class WorkerGroup:
+    """The workers of a stage, one for each of its devices.
+
+    A public method of their class is called as the group's own, in all workers at once; `on` and `sharded` choose
+    otherwise. Calls of one worker run one at a time, in their order::
+
+        scoring = judge.score(answers, scores)            # in all, with the same arguments
+        total = await judge.on(0).count()                 # in one
+        scores = await judge.sharded("texts").rate(texts=texts)   # a share of ``texts`` each
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        kind: type[Any],
+        died: Callable[[str], Awaitable[None]],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        """``died(name)``: wait until a worker's death has been dealt with."""
+        self.stage = stage
+        self.slots: list[WorkerSlot] = []
+        self.running = 0  # calls
+        self._kind = kind
+        self._died = died
+        self._fail = fail
+        self._ranks: tuple[int, ...] | None = None
+        self._shard: tuple[str, int, str | None] | None = None
+        self._one = False
+        self._base = self
+
+    def __len__(self) -> int:
+        return len(self._base.slots)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its workers, by rank: as `Worker.send` and a channel's ``consumers`` take them."""
+        return [slot.name for slot in self._base.slots]
+
+    def on(self, rank: int) -> WorkerGroup:
+        """The worker of this rank alone: its result comes without a list."""
+        if not 0 <= rank < len(self):
+            raise ConfigurationError(f"stage {self.stage}: there is no rank {rank}; it has {len(self)} worker(s)")
+        chosen = self._view()
+        chosen._ranks, chosen._one = (rank,), True
+        return chosen
+
+    def sharded(self, argument: str, axis: int = 0, key: str | None = None) -> WorkerGroup:
+        """The group for a call whose keyword ``argument`` is shared out, in order and as evenly as possible: a list, or
+        an array along ``axis``. Results that are lists come back as one; with ``key``, an attribute or key of items and
+        results, they must then be in the items' order."""
+        chosen = self._view()
+        chosen._shard = (argument, axis, key)
+        return chosen
+
+    def __getattr__(self, method: str) -> Callable[..., GroupCall]:
+        if method.startswith("_") or not callable(getattr(self._kind, method, None)):
+            valid = ", ".join(name for name, _ in inspect.getmembers(self._kind, callable) if not name.startswith("_"))
+            raise AttributeError(f"stage {self.stage}: {self._kind.__name__} has no method {method!r}; valid: {valid}")
+        return lambda *positional, **named: self._begin(method, positional, named)
+
+    def _view(self) -> WorkerGroup:
+        view = WorkerGroup(self.stage, self._kind, self._died, self._fail)
+        view._ranks, view._shard, view._one, view._base = self._ranks, self._shard, self._one, self._base
+        return view
+
+    def _begin(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> GroupCall:
+        ranks = self._ranks if self._ranks is not None else tuple(range(len(self)))
+        where = f"stage {self.stage}, {self._kind.__name__}.{method}"
+        each = [named] * len(ranks)
+        if self._shard is not None:
+            argument, axis, _ = self._shard
+            if argument not in named:
+                raise ConfigurationError(f"{where}: the sharded argument {argument!r} must be given by name")
+            each = [named | {argument: share} for share in _shares(named[argument], axis, len(ranks))]
+        calls = [
+            asyncio.create_task(self._base._call(rank, method, positional, own), name=f"{self.stage}-{rank}.{method}")
+            for rank, own in zip(ranks, each, strict=True)
+        ]
+
+        def finish(values: list[Any]) -> Any:
+            if self._shard is None:
+                return values[0] if self._one else values
+            return self._joined(where, method, values, [own[self._shard[0]] for own in each])
+
+        return GroupCall(calls, finish, self._fail)
+
+    async def _call(self, rank: int, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
+        """Call one worker; again in its successor, while its stage may restart it."""
+        slot = self.slots[rank]
+        self.running += 1
+        try:
+            while True:
+                if (worker := slot.live) is None and (worker := await self._revived(slot)) is None:
+                    continue
+                try:
+                    return await worker.call("call", method, positional, named)
+                except WorkerDied:
+                    await self._died(slot.name)
+        finally:
+            self.running -= 1
+
+    async def _revived(self, slot: WorkerSlot) -> Any:
+        """A successor of a worker that has died. Raises WorkerDied when it may have none."""
+        if slot.exhausted:
+            assert slot.fault is not None
+            if isinstance(slot.fault, WorkerDied):
+                raise slot.fault
+            raise own_cause(slot.fault) if isinstance(slot.fault, HeadwayError) else slot.fault
+        return await slot.restart()
+
+    def _joined(self, where: str, method: str, values: list[Any], shares: list[Any]) -> Any:
+        """The results of a sharded call. Raises ConfigurationError for items that are missing, or in another order."""
+        if not all(isinstance(value, list) for value in values):
+            return values
+        assert self._shard is not None
+        key = self._shard[2]
+        line = f"{inspect.getsourcefile(self._kind)}:{getattr(self._kind, method).__code__.co_firstlineno}"
+        for rank, (value, share) in enumerate(zip(values, shares, strict=True)):
+            if len(value) != len(share):
+                raise ConfigurationError(
+                    f"{where} ({line}): rank {rank} returned {len(value)} results for {len(share)} items"
+                )
+            if key is not None and (mixed := [_key(v, key) != _key(s, key) for v, s in zip(value, share, strict=True)]):
+                if any(mixed):
+                    place = mixed.index(True)
+                    raise ConfigurationError(
+                        f"{where} ({line}): rank {rank} returned another order of samples: result {place} has {key} "
+                        f"{_key(value[place], key)!r}, its item {_key(share[place], key)!r}"
+                    )
+        return [result for value in values for result in value]
+
+
+def _ended(call: asyncio.Task[CallReport]) -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None
+
+
+def _shares(whole: Any, axis: int, count: int) -> list[Any]:
+    """``whole`` in ``count`` parts, in order, whose lengths differ by one at most."""
+    length = whole.shape[axis] if hasattr(whole, "shape") else len(whole)
+    ends = [length * part // count for part in range(count + 1)]
+    cut = (slice(None),) * axis
+    if hasattr(whole, "shape"):
+        return [whole[(*cut, slice(first, last))] for first, last in zip(ends, ends[1:], strict=False)]
+    return [whole[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def _key(item: Any, key: str) -> Any:
+    return item.get(key) if isinstance(item, dict) else getattr(item, key, None)

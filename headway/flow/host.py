@@ -1,0 +1,240 @@
+"""The process of a workflow's worker: builds the user's object, runs its methods, connects it to the others.
+
+The process has four threads: the main one takes calls (`runtime/child.py`), one runs the user's methods in an event loop
+that is always there, so that the devices can be given up between and inside calls, one serves the links to other
+processes, so that a worker that computes keeps nobody waiting, and one answers health checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from headway.control.channel_state import ChannelStatistics
+from headway.flow.channel import ChannelClosed
+from headway.flow.peers import Hub, PeerAddress
+from headway.flow.paths import PayloadRef
+from headway.flow.process import enter
+from headway.flow.worker import StageTimes, Turns, Worker
+from headway.records.errors import ConfigurationError, RemoteError
+from headway.runtime.child import WorkerContext, resolve
+from headway.runtime.worker_slots import own_cause
+
+T = TypeVar("T")
+_FREED_BYTES = 1 << 20  # an offload that frees less frees nothing
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands in its workflow."""
+
+    stage: str
+    rank: int
+    world_size: int
+    device: str
+    driver: PeerAddress
+    key: str
+    epoch: int
+    folder: str  # scratch folder of its machine
+    chunk: int | None = None  # items that the plan has it take at once; None: all
+    shares: bool = False  # its devices are other stages' too
+    script: str = ""  # module that the workflow was started as
+
+
+class CallReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's result."""
+
+    value: Any
+    seconds: float
+
+
+class WorkerHost:
+    """The worker object of a flow worker's process: see the module's text. ``factory``: the user's class, as
+    ``module:Class``; ``arguments``: positional and by name."""
+
+    def __init__(
+        self, context: WorkerContext, *, setup: WorkerSetup, factory: str, arguments: tuple[Any, dict[str, Any]]
+    ) -> None:
+        self.context = context
+        self.setup = setup
+        self.name = f"{setup.stage}-{setup.rank}"
+        self.chunk = setup.chunk
+        self.turns = Turns(self)
+        self.ending = False
+        self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
+        self._links = asyncio.new_event_loop()
+        for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
+            threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+        self._hub = self._on_links(self._connected()).result()
+        enter(self)
+        if setup.script:  # classes of the script that was started are the same here
+            sys.modules["__main__"] = importlib.import_module(setup.script)
+        self.worker: Worker | None = None
+        self.worker = self._on_loop(self._built(factory, *arguments)).result()
+
+    def call(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
+        """Run a method of the user's object."""
+        started = time.perf_counter()
+        try:
+            value = self._on_loop(self._run(method, positional, named)).result()
+        finally:
+            self._on_links(self._hub.call("driver", "acknowledge", self.name)).result()
+        return CallReport(value=value, seconds=time.perf_counter() - started)
+
+    def times(self) -> StageTimes:
+        """The seconds since the last reading."""
+        return self.turns.take()
+
+    def place(self, chunk: int | None, shares: bool) -> None:
+        """Take another part of the plan: its devices stay."""
+        self.setup = msgspec.structs.replace(self.setup, chunk=chunk, shares=shares)
+        self.chunk = chunk
+
+    def close(self) -> None:
+        """End: the user's ``close``, if there is one, then the links."""
+        self.ending = True
+        if (close := getattr(self.worker, "close", None)) is not None:
+            self._on_loop(_awaited(close())).result()
+        self._on_links(self._hub.close()).result()
+
+    # What channels and messages need: `FlowProcess`, in the loop of the user's methods.
+
+    async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
+        with self.turns.transferring():
+            refs = [await self._linked(self._hub.hold(item, f"channel {name}, put by {self.name}")) for item in items]
+        async with self.turns.waiting():
+            if not await self.ask_driver("put", self.name, number, refs, list(weights)):
+                raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
+
+    async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
+        async with self.turns.waiting():
+            refs: list[PayloadRef] = await self.ask_driver("get", self.name, number, weight)
+            with self.turns.transferring():
+                items = [await self._linked(self._hub.fetch(ref)) for ref in refs]
+        self.turns.times.items += len(items)
+        return items
+
+    def close_channel(self, number: int, name: str) -> None:
+        raise ConfigurationError(f"channel {name}: {self.name} can't close it; the workflow does, when all are done")
+
+    async def statistics_of(self, number: int) -> ChannelStatistics:
+        return await self.ask_driver("channel_statistics", number)
+
+    async def send(self, message: Any, to: str, tag: str) -> None:
+        """See `Worker.send`."""
+        async with self.turns.waiting():
+            await self._linked(self._hub.send(to, message, tag))
+
+    async def recv(self, source: str, tag: str) -> Any:
+        """See `Worker.recv`."""
+        async with self.turns.waiting():
+            return await self._linked(self._hub.recv(source, tag))
+
+    async def ask_driver(self, method: str, *arguments: Any) -> Any:
+        """Call the workflow's process."""
+        try:
+            return await self._linked(self._hub.call("driver", method, *arguments))
+        except RemoteError as error:
+            raise own_cause(error) from None
+
+    # Inside.
+
+    async def _connected(self) -> Hub:
+        setup = self.setup
+        hub = Hub(
+            self.name,
+            driver=setup.driver,
+            key=setup.key,
+            epoch=setup.epoch,
+            device=setup.device,
+            folder=setup.folder,
+            services=_Services(self),
+        )
+        await hub.start()
+        return hub
+
+    async def _built(self, factory: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Worker:
+        chosen = resolve(factory)
+        if not (isinstance(chosen, type) and issubclass(chosen, Worker)):
+            raise ConfigurationError(f"stage {self.setup.stage}: {factory} must be a class that extends flow.Worker")
+        worker: Worker = chosen.__new__(chosen)
+        worker._host = self  # noqa: SLF001  (its own class: known before the user's __init__ runs)
+        async with self.turns.turn():
+            worker.__init__(*positional, **named)
+        self.turns.take()
+        return worker
+
+    async def _run(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        found = getattr(self.worker, method)
+        if inspect.iscoroutinefunction(found):
+            return await found(*positional, **named)
+        async with self.turns.turn():
+            return found(*positional, **named)
+
+    async def switch(self, what: str) -> float:
+        """Run the user's ``onload`` or ``offload``, if there is one; returns the seconds that took."""
+        started = time.monotonic()
+        if (run := getattr(self.worker, what, None)) is not None:
+            await _awaited(run())
+        seconds = time.monotonic() - started
+        self.turns.times.switch_s += seconds
+        return seconds
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def _on_links(self, coroutine: Coroutine[Any, Any, T]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._links)
+
+    async def _linked(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._on_links(coroutine))
+
+    async def on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop of the user's methods, from another one."""
+        return await asyncio.wrap_future(self._on_loop(coroutine))
+
+
+class _Services:
+    """What other processes of the workflow call in a worker's."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    async def recall(self) -> None:
+        """Give the devices up at the next wait: another stage wants them."""
+        await self._host.on_loop(self._host.turns.recall())
+
+    async def onload(self) -> float:
+        """Bring the worker's memory back to its devices; returns the seconds that took."""
+        return await self._host.on_loop(self._host.switch("onload"))
+
+    async def offload(self) -> tuple[float, bool]:
+        """Free the memory of its devices; returns the seconds that took, and whether anything was freed."""
+        before = _held_bytes()
+        seconds = await self._host.on_loop(self._host.switch("offload"))
+        has_one = hasattr(self._host.worker, "offload")
+        return seconds, not has_one or before - _held_bytes() >= _FREED_BYTES
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _held_bytes() -> int:
+    """Memory of this process: resident, and of its GPUs."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        held = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        held += torch.cuda.memory_allocated()
+    return held

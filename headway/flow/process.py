@@ -1,0 +1,43 @@
+"""What a process of a workflow can do with channels: the workflow's own process, or a worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headway.records.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from headway.control.channel_state import ChannelStatistics
+
+_present: FlowProcess | None = None
+
+
+class FlowProcess(Protocol):
+    """The side of a channel that is in this process."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Items that the plan has this process's stage take at once; None: all."""
+        ...
+
+    async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None: ...
+
+    async def get(self, number: int, name: str, weight: float | None) -> list[Any]: ...
+
+    def close_channel(self, number: int, name: str) -> None: ...
+
+    async def statistics_of(self, number: int) -> ChannelStatistics: ...
+
+
+def enter(process: FlowProcess | None) -> None:
+    """Make ``process`` this process's part of its workflow; None: it is none."""
+    global _present  # noqa: PLW0603  (a process is part of one workflow)
+    _present = process
+
+
+def here() -> FlowProcess:
+    """This process's part of its workflow. Raises ConfigurationError outside of one."""
+    if _present is None:
+        raise ConfigurationError("a channel can be used inside a running workflow only (headway.flow.run)")
+    return _present

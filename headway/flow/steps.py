@@ -1,0 +1,108 @@
+"""What a workflow's steps took, stage by stage, beside what its plan expected; and what happened to its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headway.flow.worker import StageTimes
+from headway.records.errors import RemoteError, WorkerDied
+from headway.records.execution import ExecutionPlan, FlowStep, StageStep
+from headway.records.ledger import EventRecord
+from headway.records.plan import Mode
+from headway.runtime.clock import Clock
+from headway.runtime.line_file import LineFile
+from headway.telemetry.trace_file import TraceFile
+
+if TYPE_CHECKING:
+    from headway.flow.group import WorkerGroup
+
+WORKFLOW_FILE = "workflow.jsonl"  # in a workflow's folder: its steps and events
+
+
+class StepBook:
+    """Counts the steps of a workflow, and writes them and its events into its folder, if it has one."""
+
+    def __init__(self, directory: str | Path | None, clock: Clock) -> None:
+        self.events: list[EventRecord] = []
+        self.measured: dict[str, list[tuple[int, float]]] = {}  # stage -> (items, seconds) of a worker's turns
+        self._clock = clock
+        self._opened_s = self._began_s = clock.now()
+        self._step = -1
+        self._idle_s = 0.0  # of the locks, when the step began
+        self._moved_s = 0.0
+        self._file: LineFile | None = None
+        self._trace: TraceFile | None = None
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._file = LineFile(Path(directory) / WORKFLOW_FILE)
+            self._trace = TraceFile(directory, clock, time.time())
+
+    def event(self, name: str, detail: str, /, **fields: Any) -> None:
+        """Record an event: an `EventCallback`."""
+        known = {key: fields.pop(key) for key in list(fields) if key in EventRecord.__struct_fields__}
+        time_s = self._clock.now() - self._opened_s
+        record = EventRecord(event=name, detail=detail, step=max(0, self._step), time_s=time_s, data=fields, **known)
+        self.events.append(record)
+        self._write(record)
+
+    def moved(self, seconds: float) -> None:
+        """The plan was changed, which took so long, before the next step."""
+        self._moved_s += seconds
+
+    def begin(self, step: int, idle_s: float) -> None:
+        """A step begins; ``idle_s``: of the device locks so far."""
+        self._step, self._began_s, self._idle_s = step, self._clock.now(), idle_s
+
+    async def end(
+        self, plan: ExecutionPlan, mode: Mode, groups: Mapping[str, WorkerGroup], idle_s: float
+    ) -> FlowStep:
+        """The step has ended: ask all workers for their times."""
+        now = self._clock.now()
+        stages: dict[str, StageStep] = {}
+        for stage, group in groups.items():
+            found = await asyncio.gather(*(_times(slot.live) for slot in group.slots))
+            self.measured.setdefault(stage, []).extend(sample for one in found for sample in one.samples)
+            placed = plan.stages[stage]
+            sums = {name: sum(getattr(one, name) for one in found) for name in _SUMMED}
+            stages[stage] = StageStep(devices=placed.devices, expected_s=placed.expected_s, **sums)
+        record = FlowStep(
+            step=self._step,
+            seconds=now - self._began_s,
+            mode=mode,
+            stages=stages,
+            expected_s=plan.expected_s,
+            lock_idle_s=idle_s - self._idle_s,
+            moved_s=self._moved_s,
+        )
+        self._moved_s = 0.0
+        self._write(record)
+        return record
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+            self._file = None
+        if self._trace is not None:
+            self._trace.close()
+
+    def _write(self, line: FlowStep | EventRecord) -> None:
+        if self._file is not None:
+            self._file.append(msgspec.json.encode(line))
+
+
+_SUMMED = ("busy_s", "data_wait_s", "device_wait_s", "switch_s", "transfer_s", "items", "turns")
+
+
+async def _times(worker: Any) -> StageTimes:
+    if worker is not None:
+        with contextlib.suppress(WorkerDied, RemoteError):
+            return await worker.call("times")
+    return StageTimes()

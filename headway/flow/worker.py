@@ -1,0 +1,203 @@
+"""`Worker`: the base class of a workflow's stages, and what it can do inside its process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headway.records.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from headway.flow.host import WorkerHost
+    from headway.runtime.child import WorkerContext
+
+_MOST_SAMPLES = 1024  # between two readings
+
+
+class StageTimes(msgspec.Struct, kw_only=True):
+    """Seconds of one worker, since the last reading."""
+
+    busy_s: float = 0.0  # in its turns, and in plain methods, without what it waited there
+    data_wait_s: float = 0.0  # for items, messages, or places in a channel
+    device_wait_s: float = 0.0  # for its devices, their on- and offloading left out
+    switch_s: float = 0.0  # on- and offloading, its own
+    transfer_s: float = 0.0  # of what it got and put
+    items: int = 0  # got
+    turns: int = 0
+    samples: list[tuple[int, float]] = []  # (items got since the turn before, busy seconds) of single turns
+
+
+class Worker:
+    """A stage's worker: one object in a process of its own, on the devices that the plan gives it.
+
+    Its methods are called through a `WorkerGroup`, one call at a time. An ``async`` method may wait for channels and
+    messages, and computes inside ``async with self.turn()``; a plain one has its devices throughout.
+
+    Where the plan gives its devices to other stages too, they take turns: a worker has the devices inside ``turn()``,
+    gives them up when another stage that has its input wants them and this one waits (for an item, a place in a
+    channel, a message, or at the turn's end), and has them back before it goes on. ``offload`` then frees the devices'
+    memory, if the class has it, and ``onload`` brings it back; both may be ``async``.
+
+    Example::
+
+        class Score(Worker):
+            def __init__(self, model: str) -> None:
+                self.model = load(model, self.device)
+
+            async def run(self, answers: Channel, scores: Channel) -> None:
+                async for chunk in answers.chunks():
+                    async with self.turn():
+                        scored = self.model(chunk)
+                    await scores.put_all(scored)
+    """
+
+    _host: WorkerHost  # set before __init__ runs
+
+    @property
+    def name(self) -> str:
+        """STAGE-RANK: unique in the workflow; names its log and every error."""
+        return self._host.name
+
+    @property
+    def stage(self) -> str:
+        return self._host.setup.stage
+
+    @property
+    def rank(self) -> int:
+        """Its number in its group, from 0."""
+        return self._host.setup.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers in its group."""
+        return self._host.setup.world_size
+
+    @property
+    def context(self) -> WorkerContext:
+        """Its process: name, device, log; what Headway's own services take as their first argument."""
+        return self._host.context
+
+    @property
+    def device(self) -> str:
+        """The device, as the plan names it: ``cpu:0``, ``cuda:1``, ``NODE/cuda:0``."""
+        return str(self._host.setup.device)
+
+    @property
+    def chunk(self) -> int | None:
+        """Items that the plan has it take at once; None: all of them."""
+        return self._host.setup.chunk
+
+    @property
+    def log(self) -> logging.Logger:
+        return self._host.context.log
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Have the devices inside the block. Where nobody shares them that costs nothing."""
+        return self._host.turns.turn()
+
+    async def send(self, message: Any, to: str, tag: str = "") -> None:
+        """Send a message to another worker (STAGE-RANK), directly; returns when it has room for it. Raises WorkerDied.
+        """
+        await self._host.send(message, to, tag)
+
+    async def recv(self, source: str, tag: str = "") -> Any:
+        """Wait for the next message of another worker with this ``tag``. Raises WorkerDied."""
+        return await self._host.recv(source, tag)
+
+
+class Turns:
+    """A worker's side of the lock of its devices, and its clock of busy and waiting time.
+
+    Lifecycle: *without* the devices -> *asks* -> *has* them, and keeps them between turns -> *recalled* by another stage
+    that wants them -> *without*, as soon as it waits. All methods run in the event loop of the worker.
+    """
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self.has = False  # the devices are its own until it gives them up
+        self.times = StageTimes()
+        self._inside = 0  # turns under way
+        self._waiting = 0
+        self._recalled = False
+        self._since_s = 0.0  # when it began to compute
+        self._before = (0, 0.0)  # items and busy seconds at the end of the turn before
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """See `Worker.turn`."""
+        if self._inside:
+            raise ConfigurationError(f"{self._host.name}: a turn inside a turn; the outer one has the devices already")
+        await self._acquire()
+        self._inside += 1
+        self.times.turns += 1
+        self._since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.times.busy_s += time.monotonic() - self._since_s
+            self._inside -= 1
+            if len(self.times.samples) < _MOST_SAMPLES:
+                items, busy_s = self._before
+                self.times.samples.append((self.times.items - items, self.times.busy_s - busy_s))
+            self._before = (self.times.items, self.times.busy_s)
+            await self._give_up_if_wanted()
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Register the block as a wait for data: the devices may go meanwhile, and are back at its end."""
+        started = time.monotonic()
+        if self._inside:
+            self.times.busy_s += started - self._since_s
+        self._waiting += 1
+        try:
+            await self._give_up_if_wanted()
+            yield
+        finally:
+            self._waiting -= 1
+            self.times.data_wait_s += time.monotonic() - started
+            if self._inside:
+                with contextlib.suppress(BaseException) if self._host.ending else contextlib.nullcontext():
+                    await self._acquire()
+                self._since_s = time.monotonic()
+
+    @contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Count the block as transfer, not as waiting."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - started
+            self.times.transfer_s += seconds
+            if self._waiting:
+                self.times.data_wait_s -= seconds
+
+    async def recall(self) -> None:
+        """Somebody wants the devices."""
+        self._recalled = True
+        await self._give_up_if_wanted()
+
+    def take(self) -> StageTimes:
+        """The times since the last call."""
+        taken, self.times, self._before = self.times, StageTimes(), (0, 0.0)
+        return taken
+
+    async def _acquire(self) -> None:
+        if self.has or not self._host.setup.shares:
+            return
+        started, switched_s = time.monotonic(), self.times.switch_s
+        self._recalled = False  # a recall that comes before the answer stays
+        await self._host.ask_driver("acquire", self._host.name)
+        self.has = True
+        self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)
+
+    async def _give_up_if_wanted(self) -> None:
+        if self._recalled and self.has and not (self._inside and not self._waiting):
+            self.has = self._recalled = False
+            await self._host.ask_driver("release", self._host.name)

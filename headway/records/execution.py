@@ -1,0 +1,64 @@
+"""How a workflow is executed: which stage is on which devices and in which portions; and what a step of it took."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from headway.records.plan import Mode
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class StagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a stage works: one worker on each of its devices."""
+
+    devices: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    chunk: Count | None = None  # items that the stage takes at once, over all its devices; None: all of a step
+    expected_s: float | None = None  # of a step, by the planner: busy on its devices
+
+
+class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A workflow's stages on devices, upstream first.
+
+    Stages that share devices take turns on them. Example: ``ExecutionPlan(stages={"generate":
+    StagePlacement(devices=("cpu:0",), chunk=4), "train": StagePlacement(devices=("cpu:1",))})``.
+    """
+
+    stages: dict[str, StagePlacement]
+    items: Count | None = None  # of a step; needed where several workers take all of a step's items
+    expected_s: float | None = None  # seconds of a step, by the planner
+
+    def worker_chunk(self, stage: str) -> int | None:
+        """Items that one worker of a stage takes at once; None: all that come."""
+        placed = self.stages[stage]
+        whole = placed.chunk or self.items
+        return None if whole is None else math.ceil(whole / len(placed.devices))
+
+
+class StageStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage's part of a step: seconds summed over its workers, but for ``expected_s``."""
+
+    devices: tuple[str, ...]
+    busy_s: float
+    data_wait_s: float  # for items, messages, places in a channel
+    device_wait_s: float  # for devices that another stage had
+    switch_s: float  # on- and offloading
+    transfer_s: float  # of what it got and put
+    items: int
+    turns: int
+    expected_s: float | None = None  # busy, by the plan
+
+
+class FlowStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of a workflow: what the plan expected and what happened."""
+
+    step: int
+    seconds: float
+    mode: Mode
+    stages: dict[str, StageStep]
+    expected_s: float | None = None  # by the plan
+    lock_idle_s: float = 0.0  # device-seconds in which nobody held what somebody waited for
+    moved_s: float = 0.0  # spent before this step on a change of the plan
