@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.config.load import load_experiment as load_experiment
     from headway.config.schema import Experiment as Experiment
+    from headway.flow.channel import Channel as Channel
+    from headway.flow.group import WorkerGroup as WorkerGroup
+    from headway.flow.run import Flow as Flow
+    from headway.flow.run import run as run
+    from headway.flow.worker import Worker as Worker
     from headway.orchestrator.jobs.evaluate import evaluate_model as evaluate_model
     from headway.orchestrator.jobs.sft import run_sft as run_sft
     from headway.orchestrator.train import train as train
@@ -40,6 +45,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "headway.config.load": ("load_experiment",),
     "headway.config.schema": ("Experiment",),
+    "headway.flow.channel": ("Channel",),
+    "headway.flow.group": ("WorkerGroup",),
+    "headway.flow.run": ("Flow", "run"),
+    "headway.flow.worker": ("Worker",),
     "headway.orchestrator.jobs.evaluate": ("evaluate_model",),
     "headway.orchestrator.jobs.sft": ("run_sft",),
     "headway.orchestrator.train": ("train",),

@@ -78,4 +78,3 @@ class Channel:
 
 class ChannelClosed(Exception):
     """A channel is closed, and all that was put has been got."""
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headway.control.channel_state import Balance, ChannelState, ChannelStatistics, Get, Item, Put
 from headway.flow.channel import Channel, ChannelClosed
 from headway.flow.paths import PayloadRef
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
 
@@ -55,12 +56,14 @@ class Channels:
         """Put a producer's items; False: the channel is closed. Raises ConfigurationError for one that is too large."""
         state = self._states.get(number)
         if state is None or state.closed:
-            self._release([ref for ref in refs])
+            self._release(refs)
             return False
         try:
-            put = state.put(producer, [(ref, weight, ref.bytes) for ref, weight in zip(refs, weights, strict=True)])
+            put = state.put(
+                producer, [(ref, weight, ref.size_bytes) for ref, weight in zip(refs, weights, strict=True)]
+            )
         except ValueError as error:
-            self._release([ref for ref in refs])
+            self._release(refs)
             raise ConfigurationError(f"{error}; put by {producer}") from None
         await self._settled(state, put, f"a place in channel {state.name}", producer)
         return True
@@ -87,7 +90,7 @@ class Channels:
         returned = 0
         for state in self._states.values():
             returned += state.bring_back(worker)
-            state.lose(worker, kept=lambda item: item.payload.outlives_owner)
+            state.lose(worker, kept=self._outlives_owner)
             self._advance(state)
         return returned
 
@@ -145,12 +148,26 @@ class Channels:
             if (settled := self._open.get(id(one))) is not None and not settled.done():
                 settled.set_result(None)
 
+    def _outlives_owner(self, item: Item) -> bool:
+        """Whether an item can be fetched though its producer is dead."""
+        ref: PayloadRef = item.payload
+        return bool(ref.inline) or (bool(ref.segment) and ref.machine == self.hub.address.machine)
+
     def _release(self, refs: Sequence[PayloadRef]) -> None:
         """Tell the owners that nobody needs these payloads any more."""
-        by_owner: defaultdict[str, list[PayloadRef]] = defaultdict(list)
+        by_owner: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for ref in refs:
-            by_owner[ref.owner].append(ref)
-        for owner, own in by_owner.items():
-            task = asyncio.create_task(self.hub.release(own), name=f"release of {owner}'s payloads")
+            if not ref.inline:
+                by_owner[ref.owner, ref.incarnation].append(ref.id)
+        for (owner, incarnation), numbers in by_owner.items():
+            if incarnation == self.hub.address.incarnation:
+                for number in numbers:
+                    self.hub.release(number)
+                continue
+            task = asyncio.create_task(self._release_at(owner, incarnation, numbers), name=f"release at {owner}")
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
+
+    async def _release_at(self, owner: str, incarnation: str, numbers: list[int]) -> None:
+        with contextlib.suppress(WorkerDied, RemoteError):  # it has died: its payloads are forgotten with it
+            await self.hub.call(owner, "release", incarnation, numbers)

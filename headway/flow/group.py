@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
 
 from headway.flow.host import CallReport
-from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
+from headway.records.errors import ConfigurationError, HeadwayError, WorkerDied
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 
 

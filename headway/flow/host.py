@@ -8,14 +8,12 @@ processes, so that a worker that computes keeps nobody waiting, and one answers 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -23,8 +21,8 @@ import msgspec
 
 from headway.control.channel_state import ChannelStatistics
 from headway.flow.channel import ChannelClosed
-from headway.flow.peers import Hub, PeerAddress
 from headway.flow.paths import PayloadRef
+from headway.flow.peers import Hub, PeerAddress
 from headway.flow.process import enter
 from headway.flow.worker import StageTimes, Turns, Worker
 from headway.records.errors import ConfigurationError, RemoteError
@@ -75,7 +73,7 @@ class WorkerHost:
         self._links = asyncio.new_event_loop()
         for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
-        self._hub = self._on_links(self._connected()).result()
+        self.hub = self._on_links(self._connected()).result()
         enter(self)
         if setup.script:  # classes of the script that was started are the same here
             sys.modules["__main__"] = importlib.import_module(setup.script)
@@ -88,7 +86,7 @@ class WorkerHost:
         try:
             value = self._on_loop(self._run(method, positional, named)).result()
         finally:
-            self._on_links(self._hub.call("driver", "acknowledge", self.name)).result()
+            self._on_links(self.hub.call("driver", "acknowledge", self.name)).result()
         return CallReport(value=value, seconds=time.perf_counter() - started)
 
     def times(self) -> StageTimes:
@@ -105,13 +103,13 @@ class WorkerHost:
         self.ending = True
         if (close := getattr(self.worker, "close", None)) is not None:
             self._on_loop(_awaited(close())).result()
-        self._on_links(self._hub.close()).result()
+        self._on_links(self.hub.close()).result()
 
     # What channels and messages need: `FlowProcess`, in the loop of the user's methods.
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
         with self.turns.transferring():
-            refs = [await self._linked(self._hub.hold(item, f"channel {name}, put by {self.name}")) for item in items]
+            refs = [await self._linked(self.hub.hold(item, f"channel {name}, put by {self.name}")) for item in items]
         async with self.turns.waiting():
             if not await self.ask_driver("put", self.name, number, refs, list(weights)):
                 raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
@@ -120,7 +118,7 @@ class WorkerHost:
         async with self.turns.waiting():
             refs: list[PayloadRef] = await self.ask_driver("get", self.name, number, weight)
             with self.turns.transferring():
-                items = [await self._linked(self._hub.fetch(ref)) for ref in refs]
+                items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
         self.turns.times.items += len(items)
         return items
 
@@ -133,17 +131,17 @@ class WorkerHost:
     async def send(self, message: Any, to: str, tag: str) -> None:
         """See `Worker.send`."""
         async with self.turns.waiting():
-            await self._linked(self._hub.send(to, message, tag))
+            await self._linked(self.hub.send(to, message, tag))
 
     async def recv(self, source: str, tag: str) -> Any:
         """See `Worker.recv`."""
         async with self.turns.waiting():
-            return await self._linked(self._hub.recv(source, tag))
+            return await self._linked(self.hub.recv(source, tag))
 
     async def ask_driver(self, method: str, *arguments: Any) -> Any:
         """Call the workflow's process."""
         try:
-            return await self._linked(self._hub.call("driver", method, *arguments))
+            return await self._linked(self.hub.call("driver", method, *arguments))
         except RemoteError as error:
             raise own_cause(error) from None
 
@@ -168,7 +166,7 @@ class WorkerHost:
         if not (isinstance(chosen, type) and issubclass(chosen, Worker)):
             raise ConfigurationError(f"stage {self.setup.stage}: {factory} must be a class that extends flow.Worker")
         worker: Worker = chosen.__new__(chosen)
-        worker._host = self  # noqa: SLF001  (its own class: known before the user's __init__ runs)
+        worker._host = self
         async with self.turns.turn():
             worker.__init__(*positional, **named)
         self.turns.take()
@@ -213,6 +211,12 @@ class _Services:
     async def recall(self) -> None:
         """Give the devices up at the next wait: another stage wants them."""
         await self._host.on_loop(self._host.turns.recall())
+
+    async def release(self, incarnation: str, numbers: Sequence[int]) -> None:
+        """Forget payloads that nobody needs any more, unless they were another process's of this name."""
+        if incarnation == self._host.hub.address.incarnation:
+            for number in numbers:
+                self._host.hub.release(number)
 
     async def onload(self) -> float:
         """Bring the worker's memory back to its devices; returns the seconds that took."""

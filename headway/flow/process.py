@@ -32,7 +32,7 @@ class FlowProcess(Protocol):
 
 def enter(process: FlowProcess | None) -> None:
     """Make ``process`` this process's part of its workflow; None: it is none."""
-    global _present  # noqa: PLW0603  (a process is part of one workflow)
+    global _present
     _present = process
 
 

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
-
-import msgspec
+from typing import Any, Protocol, TypeVar
 
 from headway.control.channel_state import Balance
 from headway.flow.channel import BYTES, ITEMS, Channel
 from headway.flow.channels import Channels
 from headway.flow.group import WorkerGroup
 from headway.flow.host import WorkerSetup
-from headway.flow.peers import Hub
+from headway.flow.peers import Hub, new_folder
 from headway.flow.process import enter
 from headway.flow.steps import StepBook
 from headway.flow.worker import Worker
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
 from headway.records.plan import Mode
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.device_lock import DeviceLocks
-from headway.runtime.scratch import ScratchFolder
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher, WorkerSpec
@@ -107,8 +103,7 @@ class Flow:
         self._logs = None if directory is None else Path(directory) / "logs"
 
     async def __aenter__(self) -> Flow:
-        folder = self._stack.enter_context(ScratchFolder("headway-flow-"))
-        self._key, self._folder = secrets.token_hex(16), str(folder)
+        self._key, self._folder = secrets.token_hex(16), str(new_folder())
         self._channels = Channels(self._clock, self._waits)
         services = _Services(self._channels, self._locks)
         self._hub = Hub(
@@ -179,7 +174,7 @@ class Flow:
         name: str,
         *,
         items: int = ITEMS,
-        bytes: int = BYTES,  # noqa: A002  (a bound of that, as ``items`` is of those)
+        bytes: int = BYTES,
         balance: Balance | None = None,
         consumers: WorkerGroup | None = None,
     ) -> Channel:
@@ -224,8 +219,6 @@ class Flow:
             device=setup.device,
             log_path=None if self._logs is None else self._logs / f"{name}.log",
         )
-        if setup.shares:
-            self._add_party(name, setup)
 
         async def watch(worker: Any) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
@@ -305,7 +298,7 @@ def _factory_of(kind: type[Worker]) -> tuple[str, str]:
 def _line() -> str:
     """File and line of the user's code that called us."""
     package = os.path.dirname(__file__)
-    frame = sys._getframe(1)  # noqa: SLF001  (what the inspect module reads, without the source's lines)
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -60,9 +60,7 @@ class StepBook:
         """A step begins; ``idle_s``: of the device locks so far."""
         self._step, self._began_s, self._idle_s = step, self._clock.now(), idle_s
 
-    async def end(
-        self, plan: ExecutionPlan, mode: Mode, groups: Mapping[str, WorkerGroup], idle_s: float
-    ) -> FlowStep:
+    async def end(self, plan: ExecutionPlan, mode: Mode, groups: Mapping[str, WorkerGroup], idle_s: float) -> FlowStep:
         """The step has ended: ask all workers for their times."""
         now = self._clock.now()
         stages: dict[str, StageStep] = {}

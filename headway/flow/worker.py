@@ -102,8 +102,7 @@ class Worker:
         return self._host.turns.turn()
 
     async def send(self, message: Any, to: str, tag: str = "") -> None:
-        """Send a message to another worker (STAGE-RANK), directly; returns when it has room for it. Raises WorkerDied.
-        """
+        """Send a message to another worker (STAGE-RANK), directly; returns when it has room for it. Raises WorkerDied."""
         await self._host.send(message, to, tag)
 
     async def recv(self, source: str, tag: str = "") -> Any:

@@ -34,8 +34,9 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def worker_chunk(self, stage: str) -> int | None:
         """Items that one worker of a stage takes at once; None: all that come."""
         placed = self.stages[stage]
-        whole = placed.chunk or self.items
-        return None if whole is None else math.ceil(whole / len(placed.devices))
+        workers = len(placed.devices)
+        whole = placed.chunk or (self.items if workers > 1 else None)
+        return None if whole is None else math.ceil(whole / workers)
 
 
 class StageStep(msgspec.Struct, frozen=True, kw_only=True):

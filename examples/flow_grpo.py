@@ -1,0 +1,131 @@
+"""GRPO as a workflow: generate, score, train. With budget 0 it trains the same weights as `headway train`, bit by bit.
+
+Where its stages run is the plan's matter: any of these may be given, and no line below changes.
+
+    python examples/flow_grpo.py experiment.toml '{"generate": "cpu:0", "score": "cpu:0", "train": "cpu:1"}'
+    python examples/flow_grpo.py experiment.toml '{"generate": "cpu:0", "score": "cpu:0", "train": "cpu:0"}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from headway.algorithms.groups.batches import build_batch
+from headway.algorithms.groups.outcome import group_outcome
+from headway.algorithms.samples import lay_out
+from headway.api import Channel, Experiment, Flow, Worker, load_experiment, run
+from headway.records.generation import PublishedWeights
+from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.training import StepReport
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verification.verdicts import apply_verdict, to_verdict
+from headway.rollout.verification.verifiers import resolve_verifier
+from headway.runtime.clock import RealClock
+from headway.tasks.cursor import TaskCursor
+from headway.tasks.sources import load_tasks
+from headway.tokens.tokenizer import Tokenizer
+
+
+class Generate(Worker):
+    """Samples the members of groups."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        from headway.generator.local import LocalGenerator
+
+        self.generator = LocalGenerator(experiment, self.context)
+        tokenizer, seed = Tokenizer.load(experiment.model.path), experiment.run.seed
+        sample = self.generator.generate
+        self.rollouts = SingleTurn(TurnSampler(sample, tokenizer, experiment.rollout, RealClock(), run_seed=seed))
+
+    async def run(self, groups: Channel, answers: Channel) -> None:
+        async for chunk in groups.chunks():
+            async with self.turn():
+                sampled = await asyncio.gather(*(self.sample(group) for group in chunk))
+            await answers.put_all(zip(chunk, sampled, strict=True))
+
+    async def sample(self, group: Group) -> list[Rollout]:
+        members = (self.rollouts.generate_member(group, member) for member in range(group.size))
+        return await asyncio.gather(*members)
+
+    def update(self, weights: PublishedWeights) -> None:
+        self.generator.update_weights(weights)
+
+
+class Score(Worker):
+    """Verifies the members of groups."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.verify, self.limits = resolve_verifier(experiment.verifier), experiment.queue
+        self.tokenizer = Tokenizer.load(experiment.model.path)
+
+    async def run(self, answers: Channel, finished: Channel) -> None:
+        async for group, members in answers:
+            async with self.turn():
+                texts = [self.tokenizer.decode(rollout.response_ids) for rollout in members]
+                verdicts = [to_verdict(self.verify(group.task, text)) for text in texts]
+                judged = [apply_verdict(r, v, 0.0) for r, v in zip(members, verdicts, strict=True)]
+            if group_outcome(judged, size=group.size, limits=self.limits).ending is None:
+                await finished.put(FinishedGroup(group=group, rollouts=tuple(judged)))
+
+
+class Train(Worker):
+    """Takes a step for all groups of a channel, in parts as they come."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        from headway.trainer.service import TrainerService
+
+        values = experiment.model_dump(mode="json")
+        self.trainer = TrainerService(self.context, experiment=values, run_id="flow-grpo")
+        self.experiment, self.close = experiment, self.trainer.close
+
+    async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights]:
+        async for part in finished.chunks():
+            batch = lay_out(build_batch(self.trainer.version, part, self.experiment))
+            async with self.turn():
+                report = self.trainer.forward_backward(batch) if self.chunk else self.trainer.train_step(batch)
+        async with self.turn():
+            report = self.trainer.optim_step() if self.chunk else report
+            return report, self.trainer.publish(report.version)
+
+    def save(self, path: str) -> None:
+        self.trainer.save_weights(path)
+
+
+async def grpo(flow: Flow, experiment: Experiment, output: str) -> list[StepReport]:
+    """Train ``run.steps`` steps; returns the report of each."""
+    generate = await flow.workers("generate", Generate, experiment)
+    score = await flow.workers("score", Score, experiment)
+    train = await flow.workers("train", Train, experiment)
+    tokenizer = Tokenizer.load(experiment.model.path)
+    tasks = TaskCursor(load_tasks(experiment.tasks.train, experiment.run.seed), experiment.run.seed)
+    reports: list[StepReport] = []
+    size, count = experiment.rollout.group_size, experiment.queue.groups_per_step
+    async for step in flow.steps(experiment.run.steps):
+        groups, answers, finished = (flow.channel(name) for name in ("groups", "answers", "finished"))
+        for index in range(step * count, (step + 1) * count):
+            task = tasks.next()
+            prompt = tokenizer.render(task.prompt, experiment.model.template)
+            await groups.put(
+                Group(index=index, task=task, prompt_ids=prompt, size=size, admitted_version=step, admitted_s=0.0)
+            )
+        groups.close()
+        generating, scoring = generate.run(groups, answers), score.run(answers, finished)
+        training = train.run(finished)
+        await generating
+        answers.close()
+        await scoring
+        finished.close()
+        report, weights = (await training)[0]
+        await generate.update(weights)
+        reports.append(report)
+        print(f"step {report.version}: loss {report.metrics['loss']:+.6f}, {report.samples} samples", flush=True)
+    await train.on(0).save(output)
+    return reports
+
+
+if __name__ == "__main__":
+    experiment = load_experiment(sys.argv[1], [])
+    run(grpo, json.loads(sys.argv[2]), experiment, sys.argv[3] if len(sys.argv) > 3 else "flow-grpo-model")

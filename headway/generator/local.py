@@ -1,0 +1,79 @@
+"""`LocalGenerator`: an engine in the caller's own process and event loop, for workers of workflows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+from headway.config.schema import Experiment
+from headway.generator.engines.select import EngineSettings, build_engine
+from headway.generator.routing.calls import OpenRequest
+from headway.generator.routing.replica import replica_spec
+from headway.records.clients import Watch
+from headway.records.errors import HeadwayError
+from headway.records.generation import AppliedWeights, GenerationRequest, GenerationResult, PublishedWeights
+from headway.runtime.child import WorkerContext
+
+
+class LocalGenerator:
+    """Samples responses by the engine that an experiment's ``[generator]`` names, as one replica of it would.
+
+    Decodes while there are requests, one step of the event loop for each step of the engine; between them the others of
+    the loop get their turn. ``generate`` is what `TurnSampler` takes.
+    """
+
+    def __init__(self, experiment: Experiment, context: WorkerContext) -> None:
+        """``context``: the worker's. Raises ConfigurationError when the engine can't be built."""
+        arguments: dict[str, Any] = replica_spec(0, str(context.device), experiment, None).arguments
+        self.engine = build_engine(EngineSettings(**arguments), context)
+        self._open: dict[str, OpenRequest] = {}
+        self._numbers = itertools.count()
+        self._decoding: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
+        """Sample one response: see `headway.records.clients.Generator.generate`."""
+        call = OpenRequest(request, asyncio.get_running_loop().create_future(), watch)
+        call.ticket = f"{request.request_id}#{next(self._numbers)}"
+        self._open[call.ticket] = call
+        try:
+            self.engine.submit([call.resubmission()])
+            if self._decoding is None or self._decoding.done():
+                self._decoding = asyncio.create_task(self._decode(), name="decoding")
+            return await call.future
+        finally:
+            if self._open.pop(call.ticket, None) is not None:
+                self.engine.abort([call.ticket])
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with its tokens so far. Unknown ids: no-op."""
+        self.engine.abort([ticket for ticket, call in self._open.items() if call.request.request_id == request_id])
+
+    def tokens_so_far(self, request_id: str) -> int:
+        """Response tokens of an open request; 0 for an unknown id."""
+        return next((call.tokens for call in self._open.values() if call.request.request_id == request_id), 0)
+
+    def update_weights(self, published: PublishedWeights) -> AppliedWeights:
+        """Sample with other weights from now on. Raises WeightsCorrupt, with nothing changed."""
+        return self.engine.apply(published, "keep")
+
+    async def _decode(self) -> None:
+        """Decode until no request is open. An error of the engine fails all of them."""
+        try:
+            while self._open:
+                self.engine.step()
+                for delta in self.engine.take_deltas():
+                    call = self._open.get(delta.request_id)
+                    if call is None:
+                        continue
+                    call.absorb(delta, time.monotonic())
+                    call.notify_watch()
+                    if delta.finish_reason is not None:
+                        del self._open[delta.request_id]
+                        call.finish(delta.finish_reason, delta.error, refused=delta.refused)
+                await asyncio.sleep(0)
+        except Exception as error:  # the boundary of the engine: whoever waits for it must hear
+            for call in self._open.values():
+                call.fail(HeadwayError(f"the engine failed: {type(error).__name__}: {error}"))
+            self._open.clear()
