@@ -87,7 +87,8 @@ class WorkerGroup:
         """``died(name)``: wait until a worker's death has been dealt with."""
         self.stage = stage
         self.slots: list[WorkerSlot] = []
-        self.running = 0  # calls
+        self.busy: set[str] = set()  # workers that have a call
+        self.ended = 0  # calls
         self._kind = kind
         self._died = died
         self._fail = fail
@@ -155,7 +156,7 @@ class WorkerGroup:
     async def _call(self, rank: int, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
         """Call one worker; again in its successor, while its stage may restart it."""
         slot = self.slots[rank]
-        self.running += 1
+        self.busy.add(slot.name)
         try:
             while True:
                 if (worker := slot.live) is None and (worker := await self._revived(slot)) is None:
@@ -165,7 +166,8 @@ class WorkerGroup:
                 except WorkerDied:
                     await self._died(slot.name)
         finally:
-            self.running -= 1
+            self.ended += 1
+            self.busy.discard(slot.name)
 
     async def _revived(self, slot: WorkerSlot) -> Any:
         """A successor of a worker that has died. Raises WorkerDied when it may have none."""

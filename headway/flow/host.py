@@ -110,12 +110,12 @@ class WorkerHost:
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
         with self.turns.transferring():
             refs = [await self._linked(self.hub.hold(item, f"channel {name}, put by {self.name}")) for item in items]
-        async with self.turns.waiting():
+        async with self.turns.waiting(f"a place in channel {name}"):
             if not await self.ask_driver("put", self.name, number, refs, list(weights)):
                 raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
-        async with self.turns.waiting():
+        async with self.turns.waiting(f"items of channel {name}"):
             refs: list[PayloadRef] = await self.ask_driver("get", self.name, number, weight)
             with self.turns.transferring():
                 items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
@@ -130,12 +130,12 @@ class WorkerHost:
 
     async def send(self, message: Any, to: str, tag: str) -> None:
         """See `Worker.send`."""
-        async with self.turns.waiting():
+        async with self.turns.waiting(f"room for a message at {to}"):
             await self._linked(self.hub.send(to, message, tag))
 
     async def recv(self, source: str, tag: str) -> Any:
         """See `Worker.recv`."""
-        async with self.turns.waiting():
+        async with self.turns.waiting(f"a message of {source}"):
             return await self._linked(self.hub.recv(source, tag))
 
     async def ask_driver(self, method: str, *arguments: Any) -> Any:
@@ -211,6 +211,10 @@ class _Services:
     async def recall(self) -> None:
         """Give the devices up at the next wait: another stage wants them."""
         await self._host.on_loop(self._host.turns.recall())
+
+    async def waits_for(self) -> str:
+        """What the worker's call waits for; empty: it computes."""
+        return self._host.turns.waits_for
 
     async def release(self, incarnation: str, numbers: Sequence[int]) -> None:
         """Forget payloads that nobody needs any more, unless they were another process's of this name."""

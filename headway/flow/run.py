@@ -19,6 +19,7 @@ from headway.flow.host import WorkerSetup
 from headway.flow.peers import Hub, new_folder
 from headway.flow.process import enter
 from headway.flow.steps import StepBook
+from headway.flow.watch import Watch
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
@@ -33,6 +34,7 @@ Result = TypeVar("Result")
 PlanLike = ExecutionPlan | Mapping[str, str | Sequence[str]]
 _FACTORY = "headway.flow.host:WorkerHost"
 _STOP_GRACE_S = 10.0
+STALL_S = 120.0
 
 
 class Workflow(Protocol):
@@ -46,15 +48,17 @@ def run(
     plan: PlanLike,
     *arguments: Any,
     directory: str | Path | None = None,
+    stall_s: float = STALL_S,
     launcher: Callable[[Clock, EventCallback, Waits], Launcher] | None = None,
 ) -> Result:
     """Run ``workflow(flow, *arguments)`` to its end and return its result.
 
     ``plan``: which stage is on which devices, or ``{"generate": "cpu:0", "train": ["cpu:1", "cpu:2"]}``.
-    ``directory``: where logs, events and steps are written. Raises what the workflow raises; ConfigurationError for a
+    ``directory``: where logs, events and steps are written. ``stall_s``: when nothing has moved for so long and all
+    workers wait, the workflow ends with what they wait for. Raises what the workflow raises; ConfigurationError for a
     plan that doesn't fit it; RemoteError with the traceback of a worker's method; WorkerDied.
     """
-    return asyncio.run(run_async(workflow, plan, *arguments, directory=directory, launcher=launcher))
+    return asyncio.run(run_async(workflow, plan, *arguments, directory=directory, stall_s=stall_s, launcher=launcher))
 
 
 async def run_async(
@@ -62,10 +66,11 @@ async def run_async(
     plan: PlanLike,
     *arguments: Any,
     directory: str | Path | None = None,
+    stall_s: float = STALL_S,
     launcher: Callable[[Clock, EventCallback, Waits], Launcher] | None = None,
 ) -> Result:
     """`run`, inside an event loop."""
-    async with Flow(_plan_of(plan), directory, launcher) as flow:
+    async with Flow(_plan_of(plan), directory, stall_s, launcher) as flow:
         return await flow.play(workflow, arguments)
 
 
@@ -86,6 +91,7 @@ class Flow:
         self,
         plan: ExecutionPlan,
         directory: str | Path | None,
+        stall_s: float,
         launcher: Callable[[Clock, EventCallback, Waits], Launcher] | None,
     ) -> None:
         self.plan = plan
@@ -100,6 +106,7 @@ class Flow:
         self._failure: BaseException | None = None
         self._playing: asyncio.Task[Any] | None = None
         self._stack = AsyncExitStack()
+        self._stall_s = stall_s
         self._logs = None if directory is None else Path(directory) / "logs"
 
     async def __aenter__(self) -> Flow:
@@ -127,6 +134,8 @@ class Flow:
     async def play(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
         """Run the workflow; what fails outside of it ends it."""
         self._playing = asyncio.ensure_future(_awaited(workflow(self, *arguments)))
+        watch = Watch(self._groups, self._channels, self._hub, self._clock, self._stall_s, self._fail)
+        watching = asyncio.create_task(watch.loop(), name="watch")
         try:
             return await self._playing
         except asyncio.CancelledError:
@@ -134,6 +143,8 @@ class Flow:
                 raise self._failure from None
             self._playing.cancel()
             raise
+        finally:
+            watching.cancel()
 
     async def workers(self, stage: str, kind: type[Worker], *positional: Any, restarts: int = 0, **named: Any) -> Any:
         """Start the workers of a stage, one on each of its devices, each built as ``kind(*positional, **named)``; returns

@@ -120,6 +120,7 @@ class Turns:
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
         self.has = False  # the devices are its own until it gives them up
+        self.waits_for = ""  # "": nothing
         self.times = StageTimes()
         self._inside = 0  # turns under way
         self._waiting = 0
@@ -148,9 +149,10 @@ class Turns:
             await self._give_up_if_wanted()
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
-        """Register the block as a wait for data: the devices may go meanwhile, and are back at its end."""
-        started = time.monotonic()
+    async def waiting(self, what: str) -> AsyncIterator[None]:
+        """Register the block as a wait for ``what``: the devices may go meanwhile, and are back at its end."""
+        started, before = time.monotonic(), self.waits_for
+        self.waits_for = what
         if self._inside:
             self.times.busy_s += started - self._since_s
         self._waiting += 1
@@ -159,6 +161,7 @@ class Turns:
             yield
         finally:
             self._waiting -= 1
+            self.waits_for = before
             self.times.data_wait_s += time.monotonic() - started
             if self._inside:
                 with contextlib.suppress(BaseException) if self._host.ending else contextlib.nullcontext():
@@ -192,8 +195,9 @@ class Turns:
             return
         started, switched_s = time.monotonic(), self.times.switch_s
         self._recalled = False  # a recall that comes before the answer stays
+        before, self.waits_for = self.waits_for, f"its devices ({self._host.setup.device})"
         await self._host.ask_driver("acquire", self._host.name)
-        self.has = True
+        self.has, self.waits_for = True, before
         self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)
 
     async def _give_up_if_wanted(self) -> None:
