@@ -34,7 +34,7 @@ _SHORTEST_KEY = 32  # characters
 _LENGTH = struct.Struct("<H")
 _LONGEST_MESSAGE_BYTES = 4096
 
-Purpose = Literal["node", "worker", "mirror"]
+Purpose = Literal["node", "worker", "mirror", "peer"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -61,7 +61,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     protocol: int = PROTOCOL
     purpose: Purpose
-    subject: str  # the node's name; the token of the worker that is awaited; the mirror's path
+    subject: str  # the node's name; the token of the worker that is awaited; the mirror's path; the peer
     epoch: int = 0  # that it belongs to; 0: none yet
     software: dict[str, str] = {}  # versions, of a node
     nonce: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))

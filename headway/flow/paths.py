@@ -1,0 +1,115 @@
+"""Paths of payloads between two processes: which there are, which one a pair takes, and process groups of pairs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headway.flow.packing import block_bytes, slices
+from headway.runtime.addresses import split_address
+
+_JOINED = timedelta(seconds=60)
+_PATIENCE = timedelta(hours=1)  # a dead peer is noticed by its connection, not here
+INLINE_BYTES = 64 << 10  # smaller messages always go in a frame of the link
+PayloadPath = Literal["reference", "shared memory", "cuda ipc", "nccl", "gloo", "link"]
+"""Paths: the object itself within a process; one copy within a machine; handles of a GPU's memory within a GPU; process
+groups of torch.distributed, between GPUs and where they are asked for; frames over the connection."""
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The address of a process of a workflow, and what its paths depend on."""
+
+    name: str  # unique in the workflow; a restarted process has its predecessor's
+    incarnation: str  # unique: of this start of the process
+    machine: str  # processes of one machine share its /dev/shm
+    unix: str  # path of its socket, for processes of its machine
+    tcp: str = ""  # HOST:PORT for the others; empty: the workflow has one machine
+    device: str = "cpu:0"
+    pid: int
+
+
+class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A payload that its owner holds until it is released; small, picklable, and good in every process."""
+
+    owner: str  # name of the process that holds it
+    incarnation: str  # of that process
+    machine: str  # of that process
+    id: int  # number of the payload in that process
+    size_bytes: int  # of header and block
+    segment: str = ""  # path of the shared memory that it is in; empty: with the owner alone, or inline
+    inline: bytes = b""  # header and block of a small one
+
+
+def machine_identity() -> str:
+    """Identity of this machine as shared memory sees it: containers with a /dev/shm of their own are others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/dev/shm').st_dev}"
+
+
+def choose_path(sender: PeerAddress, receiver: PeerAddress, forced: PayloadPath | None = None) -> PayloadPath:
+    """The path of payloads between two processes by where they are."""
+    if sender.incarnation == receiver.incarnation:
+        return "reference"
+    if forced is not None:
+        return forced
+    here = sender.machine == receiver.machine
+    devices = [address.device.rpartition("/")[2] for address in (sender, receiver)]
+    if all(device.startswith("cuda") for device in devices):
+        return "cuda ipc" if here and devices[0] == devices[1] else "nccl"
+    return "shared memory" if here else "link"
+
+
+class PairGroup:
+    """A process group of two that carries tensors one way: rank 0 sends, rank 1 receives.
+
+    The same code for gloo and NCCL, which is not yet run on a GPU. All but the constructor blocks, and belongs into a
+    thread.
+    """
+
+    def __init__(self, backend: Literal["gloo", "nccl"], rank: int, rendezvous: str, host: str) -> None:
+        """``rendezvous``: path of a file that both can write, or HOST:PORT where rank 1 listens (port 0 takes any).
+        ``host``: address of this machine; empty: both are on it."""
+        self._torch: Any = importlib.import_module("torch")
+        self._distributed: Any = importlib.import_module("torch.distributed")
+        self._backend, self._rank, self._host = backend, rank, host or "127.0.0.1"
+        self.rendezvous = rendezvous
+        if rendezvous.startswith("/"):
+            self._store = self._distributed.FileStore(rendezvous, 2)
+        else:
+            name, port = split_address(rendezvous)
+            self._store = self._distributed.TCPStore(name, port, 2, rank == 1, _JOINED, wait_for_workers=False)
+            self.rendezvous = f"{name}:{self._store.port}"
+
+    def join(self) -> None:
+        """Wait for the other rank."""
+        if self._backend == "nccl":
+            self._device = f"cuda:{self._torch.cuda.current_device()}"
+            self._group = self._distributed.ProcessGroupNCCL(self._store, self._rank, 2, _PATIENCE)
+            return
+        self._device = "cpu"
+        gloo = self._distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = _JOINED  # then that of operations is set
+        options._devices = [gloo.create_device(hostname=self._host)]
+        self._group = gloo(self._store, self._rank, 2, options)
+
+    def send(self, tensors: Sequence[Any]) -> None:
+        """Send tensors of bytes as one."""
+        torch = self._torch
+        sizes = [tensor.nbytes for tensor in tensors]
+        flat = torch.empty(block_bytes(sizes), dtype=torch.uint8, device=self._device)
+        for place, tensor in zip(slices(sizes, flat), tensors, strict=True):
+            place.copy_(tensor)
+        self._group.send([flat], 1, 0).wait(_PATIENCE)
+
+    def receive(self, sizes: Sequence[int]) -> list[Any]:
+        """Receive tensors of bytes of these sizes."""
+        flat = self._torch.empty(block_bytes(sizes), dtype=self._torch.uint8, device=self._device)
+        self._group.recv([flat], 0, 0).wait(_PATIENCE)
+        return slices(sizes, flat)

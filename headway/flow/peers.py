@@ -1,0 +1,605 @@
+"""A process's end of all connections to the other processes of a workflow: calls, messages, payloads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.flow.inbox import Inbox
+from headway.flow.packing import Arguments, load, split
+from headway.flow.paths import PairGroup, PayloadPath, PayloadRef, PeerAddress, choose_path, machine_identity
+from headway.flow.payloads import Payloads
+from headway.flow.segments import WorkflowFolder, read
+from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
+from headway.runtime.addresses import split_address
+from headway.runtime.bounded_queue import BoundedQueue
+from headway.runtime.link import Link
+from headway.runtime.nodes.dial import dial, outlast
+from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, NotAdmitted, admit
+from headway.runtime.nodes.listener import Listener
+from headway.runtime.stalls.waits import Waits
+
+FIND_S = 60.0  # that a process may take to be there, or there again
+_BACKLOG = 256
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class _Peer:
+    """Another process as this one knows it: its present incarnation, and what waits for it."""
+
+    def __init__(self, name: str, most: int, most_bytes: int) -> None:
+        self.name = name
+        self.address: PeerAddress | None = None  # of its last incarnation that isn't known to be dead
+        self.link: Link | None = None
+        self.gone: dict[str, str] = {}  # cause of the end, by incarnation
+        self.connecting = asyncio.Lock()
+        self.collecting = asyncio.Lock()
+        self.group: PairGroup | None = None  # that carries tensors from it to here
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # at the end of an incarnation
+        self._inboxes: dict[str, Inbox] = {}
+        self._limits = most, most_bytes
+
+    def inbox(self, tag: str) -> Inbox:
+        if tag not in self._inboxes:
+            self._inboxes[tag] = Inbox(*self._limits)
+        return self._inboxes[tag]
+
+    def died(self) -> WorkerDied:
+        """The last death as an error."""
+        return WorkerDied(self.name, next(reversed(self.gone.values()), "isn't there"))
+
+    def fail(self) -> None:
+        """End all that waits for the incarnation that has just ended."""
+        self.address = self.link = self.group = None
+        self.lost.set_result(None)
+        self.lost = asyncio.get_running_loop().create_future()
+        for inbox in self._inboxes.values():
+            inbox.fail(self.died())
+
+
+class _Connection:
+    """A connection: what its other end can call. Other names than these are those of the user's services."""
+
+    def __init__(self, hub: Hub, sock: socket.socket, name: str) -> None:
+        self._hub = hub
+        self.peer: PeerAddress | None = None  # once it has introduced itself
+        self.registered = False
+        events: BoundedQueue[Any] = BoundedQueue(1)
+        end = self._end
+        self.link = Link(name, sock, events, end, end, serves=self, waits=hub._waits)
+
+    def _end(self, reason: str) -> None:
+        self._hub._connections.discard(self)
+        if self.peer is None:
+            self.link.close(WorkerDied(self.link.name, reason))
+        else:
+            self._hub._lose(self.peer.name, self.peer.incarnation, reason)
+
+    async def introduce(self, theirs: PeerAddress) -> PeerAddress:
+        """Exchange addresses: the first call on a connection."""
+        self._hub._joined(self, theirs)
+        return self._hub.address
+
+    async def register(self) -> None:
+        """Register the process with the driver."""
+        self.registered = True
+        self._hub._register(self._other)
+
+    async def find(self, name: str, besides: list[str], timeout_s: float) -> PeerAddress | None:
+        """The address of a process that isn't one of these incarnations; None when it wasn't there in time."""
+        return await self._hub._registered(name, besides, timeout_s)
+
+    async def lost(self, name: str, incarnation: str, cause: str) -> None:
+        """Take notice of the end of another process."""
+        self._hub._lose(name, incarnation, cause)
+
+    async def forget(self, incarnation: str) -> None:
+        """Remove what a dead process left on this machine."""
+        self._hub._folder.forget(incarnation)
+
+    async def run(self, method: str, ref: PayloadRef) -> PayloadRef:
+        """Run a method of the user's services."""
+        hub = self._hub
+        call: Arguments = await hub.fetch(ref)
+        result = await hub._run(method, call)
+        return await hub._hold_for(self._other, result, f"result of {hub.name}.{method}")
+
+    async def deliver(self, tag: str, ref: PayloadRef) -> None:
+        """Take a message; returns when there is room for it."""
+        inbox = self._hub._peer(self._other.name).inbox(tag)
+        await inbox.accept(ref.size_bytes, lambda: self._hub.fetch(ref))
+
+    async def payload(self, number: int) -> tuple[Any, list[Any]]:
+        """Header and buffers of a payload that is held here."""
+        return self._hub._payloads.parts(number)
+
+    async def collect(
+        self, number: int, backend: Literal["gloo", "nccl"], rendezvous: str, new: bool
+    ) -> tuple[Any, list[Any]]:
+        """Header and buffers of a payload; in the place of its tensors, which follow by a process group, their sizes."""
+        header, buffers = self._hub._payloads.parts(number)
+        aside = [part for part in buffers if hasattr(part, "dtype")]
+        if aside or new:
+            self._hub._spawn(self._hub._send_aside(backend, rendezvous, aside))
+        return header, [part.nbytes if hasattr(part, "dtype") else part for part in buffers]
+
+    async def release(self, number: int) -> None:
+        """Release a payload that is held here."""
+        self._hub._payloads.release(number)
+
+    @property
+    def _other(self) -> PeerAddress:
+        if self.peer is None:
+            raise ConnectionRefused("a connection whose other end hasn't introduced itself")
+        return self.peer
+
+
+class Hub:
+    """A process's end of all connections to the other processes of a workflow.
+
+    Lifecycle: *made* -> *started* (it listens, and is registered with the driver) -> *closed*. It belongs to the event
+    loop that it is started in. Connections are made with the first message, and anew after the other process's
+    restart. Within a machine they are Unix sockets in a folder that only this user can enter; between machines TCP,
+    after the handshake with the run's key and epoch, encrypted where the run is.
+
+    A dead process is an error, never a hang: what waits for it raises WorkerDied; what is begun afterwards waits for
+    its successor, at most ``find_s``.
+
+    Example: in process "a" ``await hub.send("b", {"x": tensor})``, in process "b" ``await hub.recv("a")``;
+    ``await hub.call("b", "score", texts)`` runs ``await services.score(texts)`` in "b".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        driver: PeerAddress | None,
+        key: str,
+        epoch: int,
+        folder: str | Path,
+        device: str = "cpu:0",
+        host: str = "",
+        ports: Sequence[int] = (0,),
+        certificate: str = "",
+        services: object = None,
+        forced_path: PayloadPath | None = None,
+        machine: str = "",
+        find_s: float = FIND_S,
+        orphan_s: float = 60.0,
+        most_unreceived: int = 64,
+        most_unreceived_bytes: int = 1 << 30,
+        waits: Waits | None = None,
+        on_lost: Callable[[str, str], object] = lambda name, cause: None,
+        on_path: Callable[[str, str, PayloadPath], object] = lambda sender, receiver, path: None,
+    ) -> None:
+        """``driver``: None: this process is, and keeps the registry. ``folder``: the workflow's on each machine, see
+        `new_folder`. ``host``: address of this machine for others, where it has any; it listens on the first of
+        ``ports`` that is free. ``services``: whose coroutine methods others can call. ``forced_path``: of payloads, in
+        the place of what placement says. ``machine``: in the place of its identity. ``most_unreceived``: messages of
+        one peer and tag. ``on_lost(name, cause)``, ``on_path(sender, receiver, path)``: called once for each end of a
+        process, and once for each pair."""
+        self.name = name
+        self._driver = driver
+        self._key, self._epoch, self._certificate, self._orphan_s = key, epoch, certificate, orphan_s
+        self._folder_path, self._device = Path(folder), device
+        self._host, self._ports = host, ports
+        self._services, self._forced, self._machine = services, forced_path, machine
+        self._find_s, self._limits, self._waits = find_s, (most_unreceived, most_unreceived_bytes), waits
+        self._on_lost, self._on_path = on_lost, on_path
+        self._peers: dict[str, _Peer] = {}
+        self._connections: set[_Connection] = set()
+        self._registry: dict[str, PeerAddress] = {}  # of the driver
+        self._names: dict[str, str] = {}  # by incarnation, of the driver
+        self._paths: dict[tuple[str, str], PayloadPath] = {}  # by incarnations of sender and receiver
+        self._groups: dict[str, tuple[PairGroup, asyncio.Lock]] = {}  # that carry tensors from here, by rendezvous
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._listener: Listener | None = None
+        self._closing = False
+
+    # --- start and end --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen, and register with the driver. Raises ConfigurationError for a port, ConnectionRefused by the driver."""
+        self._news = asyncio.Event()  # of the registry
+        self._folder = WorkflowFolder(self._folder_path)
+        incarnation = secrets.token_hex(8)
+        path = self._folder.path / f"{incarnation}.sock"
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unix.setblocking(False)
+        self._unix.bind(str(path))
+        self._unix.listen(_BACKLOG)
+        self._spawn(self._accept())
+        tcp = await self._listen() if self._host else ""
+        self.address = PeerAddress(
+            name=self.name,
+            incarnation=incarnation,
+            machine=self._machine or machine_identity(),
+            unix=str(path),
+            tcp=tcp,
+            device=self._device,
+            pid=os.getpid(),
+        )
+        self._payloads = Payloads(self.address, self._folder.path)
+        if self._driver is not None:
+            try:
+                link = await self._connect(self._driver)
+                await link.call("register")
+            except BaseException:
+                await self.close()
+                raise
+
+    async def close(self) -> None:
+        """Close all connections and release all payloads; what others have fetched they keep."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._listener is not None:
+            await self._listener.close()
+        for connection in list(self._connections):
+            connection.link.close(WorkerDied(connection.link.name, "this process closed its connections"))
+        for state in self._peers.values():
+            state.gone.setdefault("", "this process closed its connections")
+            state.fail()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._unix.close()
+        self._payloads.close()
+        self._folder.forget(self.address.incarnation)
+        self._folder.close()
+
+    async def _listen(self) -> str:
+        for port in self._ports:
+            address = f"{self._host}:{port}"
+            found = Listener(address, self._key, self._epoch, self._take, certificate=self._certificate)
+            try:
+                await found.open()
+            except ConfigurationError as error:
+                reason = error
+            else:
+                self._listener = found
+                return found.address
+        raise ConfigurationError(f"no port of {self._ports} is free for {self.name} ({reason})")
+
+    async def _take(self, sock: socket.socket, hello: Hello, source: str) -> None:
+        """Take a process of another machine: see `OnClient`."""
+        if hello.purpose != "peer":
+            raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
+        outlast(sock, self._orphan_s)
+        await admit(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
+        self._connections.add(_Connection(self, sock, hello.subject))
+
+    async def _accept(self) -> None:
+        """Take processes of this machine."""
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(self._unix)
+            if _uid(sock) != os.getuid():
+                sock.close()
+            else:
+                self._connections.add(_Connection(self, sock, "a process of this machine"))
+
+    # --- who is there ---------------------------------------------------------------------------------------
+
+    async def find(self, name: str, timeout_s: float | None = None) -> PeerAddress:
+        """The address of a process, waiting until it is there, again where it has ended. Raises WorkerDied after
+        ``timeout_s`` (default: the hub's ``find_s``)."""
+        timeout_s = self._find_s if timeout_s is None else timeout_s
+        state, besides = self._peer(name), list(self._peer(name).gone)
+        if name == self.name:
+            return self.address
+        if self._driver is None:
+            address = await self._registered(name, besides, timeout_s)
+        elif name == self._driver.name:
+            address = None if self._driver.incarnation in state.gone else self._driver
+        else:
+            link, _ = await self._link(self._driver.name)
+            address = await self._ask(link, "find", name, besides, timeout_s)
+        if address is None:
+            if state.gone:
+                raise state.died()
+            raise WorkerDied(name, f"isn't there: no process of this name has started within {timeout_s:g} s")
+        if state.address is None and address.incarnation not in state.gone:
+            state.address = address
+        return address
+
+    def forget(self, incarnation: str, cause: str = "") -> None:
+        """Take notice that a process has ended, and remove what it left in shared memory on all machines. For the
+        driver."""
+        if (name := self._names.pop(incarnation, None)) is not None:
+            self._lose(name, incarnation, cause or "ended")
+        self._folder.forget(incarnation)
+        self._tell("forget", incarnation)
+
+    def _register(self, address: PeerAddress) -> None:
+        self._registry[address.name] = address
+        self._names[address.incarnation] = address.name
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _registered(self, name: str, besides: list[str], timeout_s: float) -> PeerAddress | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while (found := self._registry.get(name)) is None or found.incarnation in besides:
+                    await self._news.wait()
+                return found
+        return None
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of all registered processes, without waiting."""
+        for connection in self._connections:
+            if connection.registered:
+                self._spawn(self._ask(connection.link, method, *args))
+
+    def _lose(self, name: str, incarnation: str, cause: str) -> None:
+        """Take notice of the end of a process: fail what waits for it."""
+        state = self._peer(name)
+        if self._closing or incarnation in state.gone:
+            return
+        state.gone[incarnation] = cause
+        for connection in [c for c in self._connections if c.peer and c.peer.incarnation == incarnation]:
+            self._connections.discard(connection)
+            connection.link.close(WorkerDied(name, cause))
+        if state.address is None or state.address.incarnation == incarnation:
+            state.fail()
+        self._payloads.release_of(incarnation)
+        if (known := self._registry.get(name)) is not None and known.incarnation == incarnation:
+            del self._registry[name]
+            self._tell("lost", name, incarnation, cause)
+        self._on_lost(name, cause)
+
+    # --- connections ----------------------------------------------------------------------------------------
+
+    def _peer(self, name: str) -> _Peer:
+        if name not in self._peers:
+            self._peers[name] = _Peer(name, *self._limits)
+        return self._peers[name]
+
+    async def _link(self, name: str) -> tuple[Link, PeerAddress]:
+        """The connection to a process, made now where there is none. Raises WorkerDied as `find` does."""
+        state = self._peer(name)
+        async with state.connecting:
+            while state.link is None or state.address is None:
+                address = state.address or await self.find(name)
+                try:
+                    await self._connect(address)
+                except (OSError, ConnectionRefused, WorkerDied) as error:
+                    self._lose(name, address.incarnation, f"can't be connected to: {error}")
+            return state.link, state.address
+
+    async def _connect(self, address: PeerAddress) -> Link:
+        """Connect to a process and exchange addresses. Raises OSError, ConnectionRefused, WorkerDied."""
+        if address.machine == self.address.machine:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                await asyncio.get_running_loop().sock_connect(sock, address.unix)
+                if _uid(sock) != os.getuid():
+                    raise ConnectionRefused(f"{address.unix} belongs to another user")
+            except BaseException:
+                sock.close()
+                raise
+        else:
+            if not address.tcp:
+                raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
+            hello = Hello(purpose="peer", subject=self.name, epoch=self._epoch)
+            sock, _ = await dial(
+                address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate)
+            )
+        connection = _Connection(self, sock, address.name)
+        self._connections.add(connection)
+        theirs = await connection.link.call("introduce", self.address)
+        if theirs.incarnation != address.incarnation:
+            raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+        self._joined(connection, theirs)
+        return connection.link
+
+    def _joined(self, connection: _Connection, theirs: PeerAddress) -> None:
+        """Take notice of a process at the other end of a connection."""
+        state = self._peer(theirs.name)
+        if state.address is not None and state.address.incarnation != theirs.incarnation:
+            self._lose(theirs.name, state.address.incarnation, "another process of its name has started")
+        connection.peer, connection.link.name = theirs, theirs.name
+        state.address = theirs
+        state.link = state.link or connection.link
+
+    async def _ask(self, link: Link, method: str, *args: Any) -> Any:
+        """Call a method of the other end's `_Connection`. Raises WorkerDied, also when it is closed already."""
+        if link.events.closed:
+            raise self._peer(link.name).died()
+        try:
+            return await link.call(method, *args)
+        except RemoteError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+
+    # --- calls ----------------------------------------------------------------------------------------------
+
+    async def call(self, peer: str, method: str, /, *args: Any, **named: Any) -> Any:
+        """Run a coroutine method of a process's services and return its result. Raises RemoteError with the remote
+        traceback (``__cause__`` is the exception itself where it is a HeadwayError), WorkerDied, ConfigurationError
+        for arguments that can't be sent."""
+        if peer == self.name:
+            return await self._run(method, Arguments(args, named))
+        link, address = await self._link(peer)
+        ref = await self._hold_for(address, Arguments(args, named), f"call of {peer}.{method}")
+        try:
+            if link.events.closed:
+                raise self._peer(peer).died()
+            answer: PayloadRef = await link.call("run", method, ref)
+        except RemoteError as error:
+            named_error = RemoteError(peer, method, error.error, error.traceback)
+            named_error.add_note(error.traceback)
+            raise named_error from error.__cause__
+        finally:
+            self._payloads.release(ref.id)
+        try:
+            return await self.fetch(answer)
+        finally:
+            if not answer.inline:
+                self._spawn(self._ask(link, "release", answer.id))
+
+    async def _run(self, method: str, call: Arguments) -> Any:
+        if self._services is None or method.startswith("_"):
+            raise AttributeError(f"{self.name} has no public method {method}")
+        return await getattr(self._services, method)(*call.arguments, **call.named)
+
+    # --- payloads -------------------------------------------------------------------------------------------
+
+    def path_to(self, peer: str) -> PayloadPath | None:
+        """The path of payloads to a process; None before the first message to it."""
+        address = self._peer(peer).address
+        return None if address is None else self._paths.get((self.address.incarnation, address.incarnation))
+
+    async def hold(self, message: Any, label: str = "", *, near: bool = False) -> PayloadRef:
+        """Hold a message until ``release(ref.id)``, for any number of fetches by any process: in shared memory, where it
+        outlasts this process until the driver forgets that. ``near``: by reference, which costs no copy where it is
+        fetched in this process. Raises ConfigurationError that names what can't be pickled; ``label``: of which call
+        or channel."""
+        return await self._payloads.hold(message, label, "reference" if near else "shared memory")
+
+    def release(self, number: int) -> None:
+        """Release a payload of this process; who has fetched it keeps it. No-op for one that is released already."""
+        self._payloads.release(number)
+
+    async def fetch(self, ref: PayloadRef) -> Any:
+        """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
+        with its owner alone, and that has ended."""
+        if ref.inline:
+            return load(*split(memoryview(bytearray(ref.inline))))
+        if ref.incarnation == self.address.incarnation:
+            if (held := self._payloads.message(ref.id)) is not None:
+                return held[0]
+            return read(ref.segment, ref.id) if ref.segment else load(*self._payloads.parts(ref.id))
+        if ref.segment and ref.machine == self.address.machine:
+            return read(ref.segment, ref.id)
+        link, address = await self._link(ref.owner)
+        if address.incarnation != ref.incarnation:
+            raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
+        path = self._path(address, self.address)
+        if path in ("gloo", "nccl"):
+            return await self._collect(link, address, ref, path)
+        return load(*await self._ask(link, "payload", ref.id))
+
+    def _path(self, sender: PeerAddress, receiver: PeerAddress) -> PayloadPath:
+        pair = (sender.incarnation, receiver.incarnation)
+        if pair not in self._paths:
+            self._paths[pair] = choose_path(sender, receiver, self._forced)
+            self._on_path(sender.name, receiver.name, self._paths[pair])
+        return self._paths[pair]
+
+    async def _hold_for(self, reader: PeerAddress, message: Any, label: str) -> PayloadRef:
+        return await self._payloads.hold(message, label, self._path(self.address, reader), reader.incarnation)
+
+    async def _collect(
+        self, link: Link, owner: PeerAddress, ref: PayloadRef, backend: Literal["gloo", "nccl"]
+    ) -> Any:
+        """Fetch a payload whose tensors come by a process group."""
+        state = self._peer(owner.name)
+        async with state.collecting:
+            group, state.group = state.group, None  # a transfer that is cut off leaves it in no known state
+            if new := group is None:
+                here = owner.machine == self.address.machine
+                place = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
+                host = "" if here else split_address(self.address.tcp)[0]
+                group = PairGroup(backend, 1, place if here else f"{host}:0", host)
+            header, buffers = await self._ask(link, "collect", ref.id, backend, group.rendezvous, new)
+            sizes = [part for part in buffers if isinstance(part, int)]
+            if new:
+                await self._unless_lost(state, asyncio.to_thread(group.join))
+            if sizes:
+                tensors = iter(await self._unless_lost(state, asyncio.to_thread(group.receive, sizes)))
+                buffers = [next(tensors) if isinstance(part, int) else part for part in buffers]
+            state.group = group
+        return load(header, buffers)
+
+    async def _send_aside(self, backend: Literal["gloo", "nccl"], rendezvous: str, tensors: list[Any]) -> None:
+        """Send tensors by a process group, after those before."""
+        if new := rendezvous not in self._groups:
+            host = "" if rendezvous.startswith("/") else split_address(self.address.tcp)[0]
+            self._groups[rendezvous] = PairGroup(backend, 0, rendezvous, host), asyncio.Lock()
+        group, sending = self._groups[rendezvous]
+        async with sending:
+            if new:
+                await asyncio.to_thread(group.join)
+            if tensors:
+                await asyncio.to_thread(group.send, tensors)
+
+    async def _unless_lost(self, state: _Peer, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``work`` in a thread, unless the process at its other end ends. Raises WorkerDied."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, state.lost), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise state.died()
+        return task.result()
+
+    # --- point to point -------------------------------------------------------------------------------------
+
+    async def send(self, peer: str, message: Any, tag: str = "") -> None:
+        """Send a message to a process, in order with those of the same tag before. Returns when it is there; waits
+        while too much is there that hasn't been received. The message may be changed afterwards. Raises WorkerDied,
+        ConfigurationError for what can't be sent."""
+        inbox = self._peer(peer).inbox(tag)
+        if peer == self.name:
+            return await inbox.accept(0, lambda: _as_is(message))
+        async with inbox.window:
+            async with inbox.sending:
+                link, address = await self._link(peer)
+                ref = await self._hold_for(address, message, f"send to {peer}{f' ({tag})' if tag else ''}")
+                delivery = asyncio.ensure_future(self._ask(link, "deliver", tag, ref))
+            try:
+                await delivery
+            finally:
+                self._payloads.release(ref.id)
+
+    async def recv(self, peer: str, tag: str = "") -> Any:
+        """Receive the next message of a process with this tag, in the order in which it sent them. Raises WorkerDied
+        when the process ends meanwhile, or isn't there; later calls receive from its successor."""
+        state = self._peer(peer)
+        inbox = state.inbox(tag)
+        async with inbox.receiving:
+            while (found := inbox.pop()) is None:
+                if state.address is None and peer != self.name:
+                    # After a death a successor has to be there already: nobody else says when to give up.
+                    await self.find(peer, 0.0 if state.gone else None)
+                    continue
+                await inbox.changed()
+        return found[0]
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine of the hub's own; that a process has ended, or refuses it, is noticed elsewhere."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {coroutine.__name__}")
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                task.exception()
+
+        task.add_done_callback(done)
+
+
+async def _as_is(message: Any) -> Any:
+    return message
+
+
+def _uid(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1]
+
+
+def new_folder() -> Path:
+    """A path for the folder of a new workflow, the same on all of its machines."""
+    from headway.flow.segments import FOLDER_PREFIX, SHARED_MEMORY
+
+    return SHARED_MEMORY / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"

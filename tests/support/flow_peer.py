@@ -1,0 +1,167 @@
+"""A worker whose process has a `Hub` in a thread of its own, and what the tests of links between workers share."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.flow.peers import Hub, new_folder
+from headway.runtime.child import WorkerContext
+from headway.runtime.clock import RealClock
+from headway.runtime.nodes.handshake import make_key
+from headway.runtime.workers import LocalLauncher, WorkerHandle, WorkerSpec
+
+KEY = make_key()
+
+
+class Services:
+    """What peers may call."""
+
+    def __init__(self) -> None:
+        self.hub: Hub
+
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    async def fail(self, text: str) -> None:
+        raise KeyError(text)
+
+    async def relay(self, peer: str, value: Any) -> Any:
+        return await self.hub.call(peer, "echo", value)
+
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    async def digest(self, value: Any) -> str:
+        return digest(value)
+
+
+class FlowPeer:
+    """A worker with a hub."""
+
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="hub", daemon=True).start()
+        services = Services()
+        self.hub = services.hub = Hub(context.name, services=services, **settings)
+        self._run(self.hub.start())
+        self._kept: dict[str, Any] = {}
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def address(self) -> Any:
+        return self.hub.address
+
+    def call_peer(self, peer: str, method: str, *args: Any) -> Any:
+        return self._run(self.hub.call(peer, method, *args))
+
+    def keep(self, name: str, value: Any) -> None:
+        self._kept[name] = value
+
+    def make(self, name: str, seed: int, count: int, size: int) -> str:
+        self._kept[name] = tensors(seed, count, size)
+        return digest(self._kept[name])
+
+    def drop(self, name: str) -> None:
+        del self._kept[name]
+
+    def give(self, name: str) -> Any:
+        return self._kept[name]
+
+    def send(self, peer: str, name: str, tag: str = "") -> None:
+        self._run(self.hub.send(peer, self._kept[name], tag))
+
+    def recv(self, peer: str, name: str = "", tag: str = "") -> str:
+        message = self._run(self.hub.recv(peer, tag))
+        if name:
+            self._kept[name] = message
+        return digest(message)
+
+    def bounce(self, peer: str, rounds: int) -> None:
+        """Receive messages and drop them, each answered."""
+        for _ in range(rounds):
+            self._run(self.hub.recv(peer))
+            self._run(self.hub.send(peer, None))
+
+    def hold(self, name: str) -> Any:
+        return self._run(self.hub.hold(self._kept[name]))
+
+    def release(self, number: int) -> None:
+        self.loop.call_soon_threadsafe(self.hub.release, number)
+
+    def fetch(self, ref: Any) -> str:
+        return digest(self._run(self.hub.fetch(ref)))
+
+    def path_to(self, peer: str) -> str | None:
+        return self.hub.path_to(peer)
+
+    def segments(self) -> int:
+        return len(list(Path(self.hub.address.unix).parent.glob(f"{self.hub.address.incarnation}*.segment")))
+
+    def close(self) -> None:
+        self._run(self.hub.close())
+
+
+def tensors(seed: int, count: int, size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"t{index}": torch.randn(size, generator=generator) for index in range(count)}
+
+
+def digest(value: Any) -> str:
+    """The same for equal structures of tensors and arrays."""
+    state = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, dict):
+            for key, child in part.items():
+                state.update(repr(key).encode())
+                add(child)
+        elif isinstance(part, list | tuple):
+            state.update(f"{type(part).__name__} {len(part)}".encode())
+            for child in part:
+                add(child)
+        elif isinstance(part, torch.Tensor):
+            state.update(f"{part.dtype} {tuple(part.shape)} {part.requires_grad}".encode())
+            state.update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(part, np.ndarray):
+            state.update(f"{part.dtype} {part.shape}".encode())
+            state.update(part.tobytes())
+        else:
+            state.update(repr(part).encode())
+
+    add(value)
+    return state.hexdigest()
+
+
+@asynccontextmanager
+async def workflow(
+    *names: str, driver: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Hub, dict[str, WorkerHandle], Any]]:
+    """A driver's hub, workers with hubs by name, and a function that starts one more. ``settings``: of every hub."""
+    common: dict[str, Any] = {"key": KEY, "epoch": 1, "folder": new_folder()} | settings
+    services = Services()
+    hub = services.hub = Hub("driver", driver=None, services=services, **(common | (driver or {})))
+    await hub.start()
+    launcher = LocalLauncher(RealClock())
+    workers: dict[str, WorkerHandle] = {}
+
+    async def start(name: str, **more: Any) -> WorkerHandle:
+        arguments = common | {"driver": hub.address} | more
+        workers[name] = await launcher.start(WorkerSpec(name=name, factory="flow_peer:FlowPeer", arguments=arguments))
+        return workers[name]
+
+    try:
+        await asyncio.gather(*(start(name) for name in names))
+        yield hub, workers, start
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in workers.values()))
+        await hub.close()
