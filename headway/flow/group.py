@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
 
 from headway.flow.host import CallReport
+from headway.flow.packing import Arguments, pack
 from headway.records.errors import ConfigurationError, HeadwayError, WorkerDied
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 
@@ -89,6 +91,7 @@ class WorkerGroup:
         self.slots: list[WorkerSlot] = []
         self.busy: set[str] = set()  # workers that have a call
         self.ended = 0  # calls
+        self.abandoned: set[str] = set()  # workers whose call nobody waits for any more: it still runs
         self._kind = kind
         self._died = died
         self._fail = fail
@@ -165,6 +168,12 @@ class WorkerGroup:
                     return await worker.call("call", method, positional, named)
                 except WorkerDied:
                     await self._died(slot.name)
+                except (AttributeError, TypeError, pickle.PicklingError):
+                    pack(Arguments(positional, named), f"call of {slot.name}.{method}")  # says what can't be pickled
+                    raise
+                except asyncio.CancelledError:
+                    self.abandoned.add(slot.name)
+                    raise
         finally:
             self.ended += 1
             self.busy.discard(slot.name)

@@ -104,6 +104,7 @@ class Flow:
         self._groups: dict[str, WorkerGroup] = {}
         self._deaths: dict[str, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
+        self._failed = False
         self._playing: asyncio.Task[Any] | None = None
         self._stack = AsyncExitStack()
         self._stall_s = stall_s
@@ -122,8 +123,12 @@ class Flow:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for group in self._groups.values():
-            await stop_all(group.slots, 0.0 if self._failure else _STOP_GRACE_S)
+        stops = [
+            slot.stop(0.0 if self._failed or slot.name in group.abandoned else _STOP_GRACE_S)
+            for group in self._groups.values()
+            for slot in group.slots
+        ]
+        await asyncio.gather(*stops)
         for death in self._deaths.values():
             death.cancel()
         await self._hub.close()
@@ -136,8 +141,11 @@ class Flow:
         self._playing = asyncio.ensure_future(_awaited(workflow(self, *arguments)))
         watch = Watch(self._groups, self._channels, self._hub, self._clock, self._stall_s, self._fail)
         watching = asyncio.create_task(watch.loop(), name="watch")
+        self._failed = True  # until it has ended well: then workers are given time to end
         try:
-            return await self._playing
+            result = await self._playing
+            self._failed = False
+            return result
         except asyncio.CancelledError:
             if self._failure is not None:
                 raise self._failure from None

@@ -1,0 +1,179 @@
+"""Workflows in real processes: calls, channels, messages, deaths, and errors that say where."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import flow_workers
+import numpy as np
+import pytest
+from flow_workers import Doubles, double_all
+
+from headway.flow.run import Flow, run
+from headway.flow.segments import FOLDER_PREFIX
+from headway.flow.worker import Worker
+from headway.records.errors import ConfigurationError, NoProgress, RemoteError, WorkerDied
+
+ONE = {"double": "cpu:0"}
+TWO = {"double": ["cpu:0", "cpu:1"]}
+
+
+@pytest.mark.parametrize("plan", [ONE, TWO])
+def test_items_go_through_workers_and_come_back(plan: dict[str, Any]):
+    assert sorted(run(double_all, plan, 20)) == [2 * number for number in range(20)]
+
+
+def test_calls_go_to_all_to_one_or_in_shares():
+    async def workflow(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        assert len(group) == 2
+        call = group.sleep(0.05)
+        assert await call == [0.05, 0.05]
+        assert all(0.05 <= seconds < 5 for seconds in call.durations)
+        assert await group.on(1).sleep(0.0) == 0.0
+        rated = await group.sharded("texts", key="id").rate(texts=[{"id": n} for n in "abc"])
+        assert [one["rank"] for one in rated] == [0, 1, 1]
+        assert await group.sharded("matrix").rows(matrix=np.zeros((5, 2))) == [2, 3]
+        with pytest.raises(ConfigurationError, match=r"flow_workers.py:\d+\): rank 1 returned another order of samples"):
+            await group.sharded("texts", key="id").reversed_rate(texts=[{"id": n} for n in "abc"])
+        with pytest.raises(AttributeError, match="Doubles has no method 'rnu'; valid: .*rate"):
+            group.rnu()
+        with pytest.raises(ConfigurationError, match="there is no rank 2; it has 2"):
+            group.on(2)
+
+    run(workflow, TWO)
+
+
+def test_workers_swap_messages_without_the_workflow():
+    async def workflow(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        first, second = group.on(0).swap("double-1", {"x": np.arange(3)}), group.on(1).swap("double-0", "y" * 100_000)
+        assert await first == "y" * 100_000
+        assert (await second)["x"].tolist() == [0, 1, 2]
+
+    run(workflow, TWO)
+
+
+def test_an_error_carries_the_workers_traceback():
+    async def awaited(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        with pytest.raises(RemoteError, match="ValueError: no such text") as caught:
+            await group.fail("no such text")
+        assert "flow_workers.py" in caught.value.traceback
+
+    async def unawaited(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        group.fail("seen at once")
+        await flow.channel("never").get()
+
+    run(awaited, ONE)
+    with pytest.raises(RemoteError, match="seen at once"):
+        run(unawaited, ONE)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_dead_worker_is_an_event_and_its_items_are_delivered_again(tmp_path: Path, restarts: int):
+    arguments = (6, str(tmp_path / "died"))
+    if not restarts:
+        with pytest.raises(WorkerDied, match="double-0 died: killed by SIGKILL"):
+            run(double_all, ONE, 20, arguments, 0)
+        return
+    doubled = Counter(run(double_all, ONE, 20, arguments, 1, directory=tmp_path / "run"))
+    assert set(doubled) == {2 * number for number in range(20)}  # each at least once
+    events = (tmp_path / "run" / "workflow.jsonl").read_text()
+    assert "items that double-0 had got are delivered again" in events
+    assert "double_restarted" in events
+
+
+def test_a_call_of_a_worker_killed_from_outside_fails_at_once():
+    async def workflow(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        call = group.on(0).pause(60.0)
+        await asyncio.sleep(0.2)
+        os.kill(group.slots[0].worker.pid, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            with pytest.raises(WorkerDied):
+                await call
+        assert await group.on(1).sleep(0.0) == 0.0
+
+    run(workflow, TWO)
+
+
+def test_what_waits_for_ever_is_named(tmp_path: Path):
+    async def unread(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        await group.fill(flow.channel("answers", items=4), 10)
+
+    async def empty(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        await group.take(flow.channel("prompts"), 1)
+
+    async def computing(flow: Flow) -> float:
+        group = await flow.workers("double", Doubles)
+        return await group.on(0).sleep(3.0)
+
+    with pytest.raises(NoProgress, match=r"double-0 waits for a place in channel answers; nobody reads channel answers"):
+        run(unread, ONE, stall_s=1.0)
+    with pytest.raises(NoProgress, match=r"double-0 waits for items of channel prompts"):
+        run(empty, ONE, stall_s=1.0)
+    assert run(computing, ONE, stall_s=1.0) == 3.0
+
+
+def test_plans_and_arguments_that_do_not_fit_are_refused():
+    async def undeclared(flow: Flow) -> None:
+        await flow.workers("judge", Doubles)
+
+    async def other_stages(flow: Flow) -> None:
+        await flow.workers("double", Doubles)
+        async for _ in flow.steps(1):
+            pass
+
+    async def unpicklable(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        await group.sleep({"seconds": [lambda: 1]})
+
+    async def too_large(flow: Flow) -> None:
+        await flow.channel("small", bytes=10).put("more than ten bytes")
+
+    async def local_class(flow: Flow) -> None:
+        class Local(Worker):
+            pass
+
+        await flow.workers("double", Local)
+
+    async def no_worker(flow: Flow) -> None:
+        await flow.workers("double", flow_workers.Flow)  # pyright: ignore[reportArgumentType]
+
+    for workflow, plan, message in (
+        (undeclared, ONE, r"stage 'judge' \(.*test_flow.py:\d+\): the plan has no devices for it; it has: double"),
+        (other_stages, {**ONE, "judge": "cpu:1"}, r"the plan has stages that the workflow doesn't: judge; it has: dou"),
+        (unpicklable, ONE, r"double-0\.sleep.*seconds.*can't be (sent|pickled)"),
+        (too_large, ONE, r"channel small: an item of \d+ bytes is larger than the channel \(10 bytes\)"),
+        (local_class, ONE, r"Local .*must be defined at the top level of a module"),
+        (no_worker, ONE, r"must extend headway.flow.Worker"),
+        (double_all, {"double": "cpu:99"}, r"cpu:99"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            run(workflow, plan, *([3] if workflow is double_all else []))
+
+
+def test_nothing_is_left_in_shared_memory(tmp_path: Path):
+    before = set(os.listdir("/dev/shm"))
+
+    async def workflow(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        channel = flow.channel("arrays")
+        for _ in range(3):
+            await channel.put(np.ones(1_000_000))
+        held = group.on(0).hold(channel)
+        await asyncio.sleep(0.3)
+        os.kill(group.slots[1].worker.pid, signal.SIGKILL)
+        held.cancel()
+
+    run(workflow, TWO)
+    assert {name for name in os.listdir("/dev/shm") if name.startswith(FOLDER_PREFIX)} <= before

@@ -1,0 +1,87 @@
+"""Workers and workflows that the tests of `headway.flow` run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.flow.channel import Channel
+from headway.flow.run import Flow
+from headway.flow.worker import Worker
+
+
+class Doubles(Worker):
+    """Doubles numbers; told to die at one, it dies once."""
+
+    def __init__(self, dies_at: int = -1, once: str = "") -> None:
+        self.dies_at, self.once = dies_at, once
+        self.memory = np.ones(0)
+
+    async def run(self, numbers: Channel, doubled: Channel) -> int:
+        seen = 0
+        async for chunk in numbers.chunks(2):
+            async with self.turn():
+                if self.dies_at in chunk and not Path(self.once).exists():
+                    Path(self.once).touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen += len(chunk)
+            await doubled.put_all([2 * number for number in chunk])
+        return seen
+
+    async def swap(self, other: str, message: Any) -> Any:
+        await self.send(message, other)
+        return await self.recv(other)
+
+    def rate(self, texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"id": text["id"], "rank": self.rank} for text in texts]
+
+    def reversed_rate(self, texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return texts[::-1]
+
+    def rows(self, matrix: np.ndarray) -> int:
+        return len(matrix)
+
+    def fail(self, text: str) -> None:
+        raise ValueError(text)
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def fill(self, channel: Channel, count: int) -> None:
+        for number in range(count):
+            await channel.put(number)
+
+    async def take(self, channel: Channel, limit: int) -> list[Any]:
+        return [await channel.get() for _ in range(limit)]
+
+    async def hold(self, channel: Channel) -> None:
+        await channel.get()
+        await asyncio.sleep(3600)
+
+
+async def double_all(flow: Flow, numbers: int, arguments: tuple[Any, ...] = (), restarts: int = 0) -> list[int]:
+    doubles = await flow.workers("double", Doubles, *arguments, restarts=restarts)
+    source, result = flow.channel("numbers"), flow.channel("doubled", items=3)
+    running = doubles.run(source, result)
+    await source.put_all(range(numbers))
+    source.close()
+    collected: list[int] = []
+
+    async def collect() -> None:
+        collected.extend([item async for item in result])
+
+    collecting = asyncio.create_task(collect())
+    await running
+    result.close()
+    await collecting
+    return collected
