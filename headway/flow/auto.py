@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +15,7 @@ from headway.control.placement.options import SearchSettings
 from headway.control.placement.search import place
 from headway.control.placement.written import pipelines_of
 from headway.records.errors import ConfigurationError
-from headway.records.execution import ExecutionPlan, StagePlacement
+from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
 from headway.records.plan import (
     DevicePool,
     PlacementPlan,
@@ -28,10 +30,120 @@ _DEVICE = "device"  # the one class: a workflow's devices are taken to be alike
 _SEARCH = SearchSettings(tolerance=0.01, expansions=200_000)
 
 
-class MeasuredStage(msgspec.Struct, frozen=True, kw_only=True):
+WARM_UP, PROFILE = 1, 3  # steps that aren't counted, and after which the plan is made
+_DRIFTED = 0.25  # relative, of a step's time against the expected one ...
+_STEPS = 3  # ... in so many steps in a row: then the plan is made anew
+_GAIN = 0.10  # of a step's time, that another plan must bring
+
+
+class Planner(Protocol):
+    """Changes a workflow's plan between its steps."""
+
+    def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
+        """The plan when a stage is declared, which may have ``most`` workers."""
+        ...
+
+    def take(
+        self,
+        step: FlowStep,
+        turns: Mapping[str, Sequence[tuple[int, float]]],
+        edges: Iterable[tuple[str, str]],
+        movable: Iterable[str],
+    ) -> None:
+        """Take a step's measurements: ``turns``, (items, seconds) of single ones by stage; ``edges``, from which stage
+        to which items have gone; ``movable``, stages that can be moved."""
+        ...
+
+    def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
+        """The plan from this step on; None: as before."""
+        ...
+
+
+class AutoPlanner:
+    """Plans a workflow out of its own steps.
+
+    Steps 0 and 1 take all items at once, step 2 a quarter, on all devices in turns; from what their turns took, but for
+    the first's, the plan is made. Later, when steps take longer or shorter than expected, the curves are scaled by
+    what turns take now, and the plan is made anew.
+    """
+
+    def __init__(self, devices: Sequence[str], items: int) -> None:
+        self._devices = devices
+        self._items = items
+        self._most: dict[str, int | None] = {}
+        self._turns: dict[str, list[tuple[int, float]]] = {}
+        self._switches: dict[str, tuple[float, int]] = {}  # seconds, turns
+        self._edges: set[tuple[str, str]] = set()
+        self._movable: set[str] = set()
+        self._curves: dict[str, Curve] = {}
+        self._planned_at = 0  # step
+
+    def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
+        """See `Planner.with_stage`: it is on all devices that it can use."""
+        self._most[stage] = most
+        placed = StagePlacement(devices=tuple(self._devices[:most]))
+        return msgspec.structs.replace(plan, stages={**plan.stages, stage: placed})
+
+    def take(
+        self,
+        step: FlowStep,
+        turns: Mapping[str, Sequence[tuple[int, float]]],
+        edges: Iterable[tuple[str, str]],
+        movable: Iterable[str],
+    ) -> None:
+        """See `Planner.take`."""
+        self._edges, self._movable = set(edges), set(movable)
+        if step.step < WARM_UP:
+            return
+        for stage, found in turns.items():
+            self._turns.setdefault(stage, []).extend(found)
+            seconds, count = self._switches.get(stage, (0.0, 0))
+            self._switches[stage] = (seconds + step.stages[stage].switch_s, count + step.stages[stage].turns)
+
+    def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
+        """See `Planner.plan_for`. Raises ConfigurationError for a stage that can't be planned."""
+        if step == PROFILE - 1:
+            quarter = max(1, self._items // 4)
+            stages = {name: msgspec.structs.replace(placed, chunk=quarter) for name, placed in plan.stages.items()}
+            return msgspec.structs.replace(plan, stages=stages)
+        if step == PROFILE:
+            self._curves = {stage: Curve(stage, turns) for stage, turns in self._turns.items()}
+            return self._planned(step, plan)
+        if step < PROFILE + _STEPS or step - self._planned_at < _STEPS or plan.expected_s is None:
+            return None
+        last = history[-_STEPS:]
+        ratios = [one.seconds / plan.expected_s for one in last]
+        if min(ratios) < 1 + _DRIFTED and max(ratios) > 1 / (1 + _DRIFTED):
+            self._turns.clear()
+            return None
+        self._curves = {stage: curve.scaled(self._turns.get(stage, ())) for stage, curve in self._curves.items()}
+        better = self._planned(step, plan)
+        took_s = median(one.seconds for one in last)
+        if better.expected_s is None or better.expected_s > took_s * (1 - _GAIN):
+            return msgspec.structs.replace(plan, expected_s=took_s)
+        return better
+
+    def _planned(self, step: int, plan: ExecutionPlan) -> ExecutionPlan:
+        self._planned_at = step
+        self._turns.clear()
+        measured = {
+            stage: MeasuredStage(curve=self._curves[stage], switch_s=seconds / max(1, count), most=self._most[stage])
+            for stage, (seconds, count) in ((name, self._switches.get(name, (0.0, 0))) for name in plan.stages)
+        }
+        found = fastest_plan(measured, self._edges, self._items, self._devices)
+        kept = {  # it would lose what it holds
+            name: msgspec.structs.replace(placed, devices=plan.stages[name].devices)
+            for name, placed in found.stages.items()
+            if name not in self._movable
+        }
+        return msgspec.structs.replace(found, stages=found.stages | kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStage:
     """What is known of a stage: how long a worker's turns took, and what it costs to begin one on shared devices."""
 
-    turns: tuple[tuple[int, float], ...]  # (items, seconds)
+    curve: Curve
     switch_s: float = 0.0  # load before and offload after a turn
     most: int | None = None  # workers that it can have
 
@@ -76,7 +188,7 @@ def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices:
 
 def _stage(name: str, found: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
     """A stage's times on every number of devices: the slowest of its workers, each with its share of a chunk."""
-    curve = _Curve(name, found.turns)
+    curve = found.curve
     points = [
         TimePoint(device=_DEVICE, devices=count, items=chunk, seconds=curve.seconds(math.ceil(chunk / count)))
         for count in range(1, min(devices, found.most or devices) + 1)
@@ -85,7 +197,7 @@ def _stage(name: str, found: MeasuredStage, chunks: Sequence[int], items: int, d
     return WorkflowStage(name=name, times=tuple(points), switch_s=found.switch_s)
 
 
-class _Curve:
+class Curve:
     """Seconds of a worker's turn by its items: between the sizes that were measured on straight lines, beyond them by
     proportion, but for one size alone, which says nothing of the others but that proportion."""
 
@@ -100,6 +212,12 @@ class _Curve:
                 "planned; give it devices of its own in a plan"
             )
         self._points = sorted((items, median(seconds)) for items, seconds in by_size.items())
+
+    def scaled(self, turns: Sequence[tuple[int, float]]) -> Curve:
+        """The curve, scaled by what turns took since."""
+        ratios = [seconds / self.seconds(items) for items, seconds in turns if items > 0 and self.seconds(items) > 0]
+        factor = median(ratios) if ratios else 1.0
+        return Curve("", [(items, seconds * factor) for items, seconds in self._points])
 
     def seconds(self, items: int) -> float:
         """Seconds of a turn with ``items`` items."""

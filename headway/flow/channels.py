@@ -37,6 +37,7 @@ class Channels:
         self._made = 0
         self._open: dict[int, asyncio.Future[None]] = {}  # by identity of the put or get that waits
         self._releases: set[asyncio.Task[None]] = set()
+        self.edges: set[tuple[str, str]] = set()  # from which stage to which items went
         self.changes = 0  # puts and gets that were settled
 
     def make(self, name: str, items: int, size: int, balance: Balance | None, consumers: Sequence[str]) -> Channel:
@@ -78,6 +79,8 @@ class Channels:
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
         await self._settled(state, get, f"items of channel {state.name}", consumer)
+        to = consumer.rpartition("-")[0]
+        self.edges |= {(item.producer.rpartition("-")[0], to) for item in get.items}
         return [item.payload for item in get.items]
 
     def acknowledge(self, consumer: str) -> None:

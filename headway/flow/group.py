@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import pickle
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from headway.flow.host import CallReport
@@ -199,12 +200,11 @@ class WorkerGroup:
                 raise ConfigurationError(
                     f"{where} ({line}): rank {rank} returned {len(value)} results for {len(share)} items"
                 )
-            if key is not None and (mixed := [_key(v, key) != _key(s, key) for v, s in zip(value, share, strict=True)]):
-                if any(mixed):
-                    place = mixed.index(True)
+            for place, (result, item) in enumerate(zip(value, share, strict=True) if key is not None else ()):
+                if _key(result, key) != _key(item, key):
                     raise ConfigurationError(
                         f"{where} ({line}): rank {rank} returned another order of samples: result {place} has {key} "
-                        f"{_key(value[place], key)!r}, its item {_key(share[place], key)!r}"
+                        f"{_key(result, key)!r}, its item {_key(item, key)!r}"
                     )
         return [result for value in values for result in value]
 
@@ -219,9 +219,9 @@ def _shares(whole: Any, axis: int, count: int) -> list[Any]:
     ends = [length * part // count for part in range(count + 1)]
     cut = (slice(None),) * axis
     if hasattr(whole, "shape"):
-        return [whole[(*cut, slice(first, last))] for first, last in zip(ends, ends[1:], strict=False)]
-    return [whole[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+        return [whole[(*cut, slice(first, last))] for first, last in pairwise(ends)]
+    return [whole[first:last] for first, last in pairwise(ends)]
 
 
-def _key(item: Any, key: str) -> Any:
+def _key(item: Any, key: Any) -> Any:
     return item.get(key) if isinstance(item, dict) else getattr(item, key, None)

@@ -390,9 +390,7 @@ class Hub:
             if not address.tcp:
                 raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
             hello = Hello(purpose="peer", subject=self.name, epoch=self._epoch)
-            sock, _ = await dial(
-                address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate)
-            )
+            sock, _ = await dial(address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
         connection = _Connection(self, sock, address.name)
         self._connections.add(connection)
         theirs = await connection.link.call("introduce", self.address)
@@ -499,9 +497,7 @@ class Hub:
     async def _hold_for(self, reader: PeerAddress, message: Any, label: str) -> PayloadRef:
         return await self._payloads.hold(message, label, self._path(self.address, reader), reader.incarnation)
 
-    async def _collect(
-        self, link: Link, owner: PeerAddress, ref: PayloadRef, backend: Literal["gloo", "nccl"]
-    ) -> Any:
+    async def _collect(self, link: Link, owner: PeerAddress, ref: PayloadRef, backend: Literal["gloo", "nccl"]) -> Any:
         """Fetch a payload whose tensors come by a process group."""
         state = self._peer(owner.name)
         async with state.collecting:

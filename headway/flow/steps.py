@@ -15,7 +15,6 @@ from headway.flow.worker import StageTimes
 from headway.records.errors import RemoteError, WorkerDied
 from headway.records.execution import ExecutionPlan, FlowStep, StageStep
 from headway.records.ledger import EventRecord
-from headway.records.plan import Mode
 from headway.runtime.clock import Clock
 from headway.runtime.line_file import LineFile
 from headway.telemetry.trace_file import TraceFile
@@ -23,6 +22,7 @@ from headway.telemetry.trace_file import TraceFile
 if TYPE_CHECKING:
     from headway.flow.group import WorkerGroup
 
+Turns = dict[str, list[tuple[int, float]]]  # stage -> (items, busy seconds) of single turns of its workers
 WORKFLOW_FILE = "workflow.jsonl"  # in a workflow's folder: its steps and events
 
 
@@ -31,7 +31,6 @@ class StepBook:
 
     def __init__(self, directory: str | Path | None, clock: Clock) -> None:
         self.events: list[EventRecord] = []
-        self.measured: dict[str, list[tuple[int, float]]] = {}  # stage -> (items, seconds) of a worker's turns
         self._clock = clock
         self._opened_s = self._began_s = clock.now()
         self._step = -1
@@ -60,20 +59,21 @@ class StepBook:
         """A step begins; ``idle_s``: of the device locks so far."""
         self._step, self._began_s, self._idle_s = step, self._clock.now(), idle_s
 
-    async def end(self, plan: ExecutionPlan, mode: Mode, groups: Mapping[str, WorkerGroup], idle_s: float) -> FlowStep:
+    async def end(self, plan: ExecutionPlan, groups: Mapping[str, WorkerGroup], idle_s: float) -> FlowStep:
         """The step has ended: ask all workers for their times."""
         now = self._clock.now()
         stages: dict[str, StageStep] = {}
+        turns: Turns = {}
         for stage, group in groups.items():
             found = await asyncio.gather(*(_times(slot.live) for slot in group.slots))
-            self.measured.setdefault(stage, []).extend(sample for one in found for sample in one.samples)
+            turns[stage] = [sample for one in found for sample in one.samples]
             placed = plan.stages[stage]
             sums = {name: sum(getattr(one, name) for one in found) for name in _SUMMED}
             stages[stage] = StageStep(devices=placed.devices, expected_s=placed.expected_s, **sums)
         record = FlowStep(
             step=self._step,
             seconds=now - self._began_s,
-            mode=mode,
+            mode=plan.mode,
             stages=stages,
             expected_s=plan.expected_s,
             lock_idle_s=idle_s - self._idle_s,
@@ -81,7 +81,7 @@ class StepBook:
         )
         self._moved_s = 0.0
         self._write(record)
-        return record
+        return record, turns
 
     def close(self) -> None:
         """Close the files."""

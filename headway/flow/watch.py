@@ -24,7 +24,7 @@ class Watch:
 
     def __init__(
         self,
-        groups: Mapping[str, WorkerGroup],
+        groups: Callable[[], Mapping[str, WorkerGroup]],
         channels: Channels,
         hub: Hub,
         clock: Clock,
@@ -39,8 +39,8 @@ class Watch:
         seen, since_s = -1, self._clock.now()
         while True:
             await self._clock.sleep(self._stall_s / _LOOKS)
-            moved = self._channels.changes + sum(group.ended for group in self._groups.values())
-            if moved != seen or not any(group.busy for group in self._groups.values()):
+            moved = self._channels.changes + sum(group.ended for group in self._groups().values())
+            if moved != seen or not any(group.busy for group in self._groups().values()):
                 seen, since_s = moved, self._clock.now()
             elif self._clock.now() - since_s >= self._stall_s:
                 waits = await self._waits()
@@ -51,7 +51,7 @@ class Watch:
 
     async def _waits(self) -> list[str] | None:
         """What the workers that have a call wait for; None: one of them doesn't wait."""
-        names = [slot.name for group in self._groups.values() for slot in group.slots if slot.name in group.busy]
+        names = [slot.name for group in self._groups().values() for slot in group.slots if slot.name in group.busy]
         found = await asyncio.gather(*(self._wait_of(name) for name in names))
         waiting = [f"{name} waits for {what}" for name, what in zip(names, found, strict=True) if what]
         return waiting if len(waiting) == len(names) else None

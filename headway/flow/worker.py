@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -44,6 +44,10 @@ class Worker:
     channel, a message, or at the turn's end), and has them back before it goes on. ``offload`` then frees the devices'
     memory, if the class has it, and ``onload`` brings it back; both may be ``async``.
 
+    A plan that changes during the run moves a stage to other devices by building new workers there. They are given what
+    the old ones' ``state()`` returned by ``restore(state)``; a class without these two is left where it is, unless it
+    says that it keeps nothing: ``stateless = True``.
+
     Example::
 
         class Score(Worker):
@@ -56,6 +60,8 @@ class Worker:
                         scored = self.model(chunk)
                     await scores.put_all(scored)
     """
+
+    stateless: ClassVar[bool] = False
 
     _host: WorkerHost  # set before __init__ runs
 

@@ -1,0 +1,215 @@
+"""A stage of a workflow on the devices of its plan: its workers are started there, moved, and replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.flow.channels import Channels
+from headway.flow.group import WorkerGroup
+from headway.flow.host import WorkerSetup
+from headway.flow.peers import Hub
+from headway.flow.steps import StepBook
+from headway.flow.worker import Worker
+from headway.records.errors import ConfigurationError
+from headway.records.execution import ExecutionPlan
+from headway.runtime.clock import Clock
+from headway.runtime.device_lock import DeviceLocks
+from headway.runtime.worker_slots import WorkerSlot, start_all
+from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
+
+_FACTORY = "headway.flow.host:WorkerHost"
+STOP_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the stages of a workflow have in common."""
+
+    hub: Hub
+    key: str
+    folder: str
+    launcher: Launcher
+    clock: Clock
+    channels: Channels
+    locks: DeviceLocks
+    book: StepBook
+    fail: Callable[[BaseException], None]
+    logs: Path | None
+
+
+class Stage:
+    """A stage: the class of its workers, how they are built, and its `WorkerGroup`, which stays the same when they move.
+
+    Lifecycle: *declared* -> ``start`` -> *running*, here or elsewhere (``move``) -> ``stop``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: type[Worker],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        around: Surroundings,
+        *,
+        order: int = 0,
+        restarts: int = 0,
+        most: int | None = None,
+        where: str = "",
+    ) -> None:
+        """``order``: its place in the workflow, upstream first. ``most``: workers that it can have. ``where``: file and
+        line of its declaration."""
+        self._order = order
+        self.name = name
+        self.kind = kind
+        self.most = most
+        self.group = WorkerGroup(name, kind, self._dealt_with, around.fail)
+        self._factory, self._script = _factory_of(kind, where)
+        self._arguments = arguments
+        self._around = around
+        self._restarts = restarts
+        self._where = where
+        self._deaths: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its workers can be moved: they keep nothing, or hand it on."""
+        return self.kind.stateless or (hasattr(self.kind, "state") and hasattr(self.kind, "restore"))
+
+    async def start(self, plan: ExecutionPlan) -> None:
+        """Start one worker on each of the plan's devices. Raises ConfigurationError, and the errors of building them."""
+        devices = plan.stages[self.name].devices
+        if self.most is not None and len(devices) > self.most:
+            raise ConfigurationError(
+                f"stage {self.name!r} ({self._where}): the plan gives it {len(devices)} devices; it can have {self.most} "
+                "worker(s), one on each"
+            )
+        slots = [self._slot(plan, rank, device) for rank, device in enumerate(devices)]
+        self.group.slots[:] = slots
+        await start_all(slots)
+
+    async def leave(self, before: ExecutionPlan, plan: ExecutionPlan) -> list[Any]:
+        """Leave the devices, where another plan gives it others; returns its workers' states."""
+        if plan.stages[self.name].devices == before.stages[self.name].devices:
+            return []
+        if not self.keeps_state:
+            raise ConfigurationError(
+                f"stage {self.name!r} ({self._where}) can't be moved: its class has no state() and restore(), and isn't "
+                "stateless"
+            )
+        states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
+        await self.stop()
+        return states
+
+    async def arrive(self, before: ExecutionPlan, plan: ExecutionPlan, states: list[Any]) -> None:
+        """Take another plan's part: on other devices new workers take over the old ones' states."""
+        if plan.stages[self.name].devices != before.stages[self.name].devices:
+            await self.start(plan)
+            for rank, slot in enumerate(self.group.slots if states else []):
+                await self._ask(slot, "restore", states[min(rank, len(states) - 1)])
+            return
+        for rank, slot in enumerate(self.group.slots):
+            setup = self._setup(plan, rank, plan.stages[self.name].devices[rank])
+            slot.spec.arguments["setup"] = setup
+            self._around.locks.remove(slot.name)
+            self._add_party(setup, loaded=True)
+            if slot.live is not None:
+                await slot.live.call("place", setup.chunk, setup.shares)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop all workers; those whose call nobody waits for at once."""
+        slots = self.group.slots
+        await asyncio.gather(*(slot.stop(0.0 if slot.name in self.group.abandoned else grace_s) for slot in slots))
+        for slot in slots:
+            if (death := self._deaths.pop(slot.name, None)) is not None:
+                await asyncio.wait((death,), timeout=STOP_GRACE_S)
+            self._around.locks.remove(slot.name)
+
+    async def _ask(self, slot: WorkerSlot, method: str, *arguments: Any) -> Any:
+        assert slot.live is not None
+        return (await slot.live.call("call", method, arguments, {})).value
+
+    def _setup(self, plan: ExecutionPlan, rank: int, device: str) -> WorkerSetup:
+        around = self._around
+        return WorkerSetup(
+            stage=self.name,
+            rank=rank,
+            world_size=len(plan.stages[self.name].devices),
+            device=device,
+            driver=around.hub.address,
+            key=around.key,
+            epoch=0,
+            folder=around.folder,
+            chunk=plan.worker_chunk(self.name),
+            shares=plan.shares(self.name, device),
+            script=self._script,
+        )
+
+    def _slot(self, plan: ExecutionPlan, rank: int, device: str) -> WorkerSlot:
+        setup = self._setup(plan, rank, device)
+        name = f"{self.name}-{rank}"
+        spec = WorkerSpec(
+            name=name,
+            factory=_FACTORY,
+            arguments={"setup": setup, "factory": self._factory, "arguments": self._arguments},
+            device=device,
+            log_path=None if self._around.logs is None else self._around.logs / f"{name}.log",
+        )
+        self._add_party(setup, loaded=False)
+
+        async def watch(worker: WorkerHandle) -> None:
+            self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
+
+        around = self._around
+        return WorkerSlot(spec, around.launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch)
+
+    def _add_party(self, setup: WorkerSetup, *, loaded: bool) -> None:
+        """Have a worker whose devices are others' too take turns on them."""
+        if not setup.shares:
+            return
+        name, hub = f"{setup.stage}-{setup.rank}", self._around.hub
+
+        async def offload() -> None:
+            seconds, freed = await hub.call(name, "offload")
+            if not freed:
+                self._around.book.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
+
+        self._around.locks.add(
+            name,
+            setup.stage,
+            [setup.device],
+            self._order,
+            recall=lambda: hub.call(name, "recall"),
+            onload=lambda: hub.call(name, "onload"),
+            offload=offload,
+            loaded=loaded,
+        )
+
+    async def _on_death(self, name: str, worker: WorkerHandle) -> None:
+        """What follows from a worker's death: its devices are free, what it had got is delivered again."""
+        await worker.died
+        self._around.locks.died(name)
+        if returned := self._around.channels.bring_back(name):
+            what = f"{returned} items that {name} had got are delivered again"
+            self._around.book.event("items_returned", what, worker=name)
+
+    async def _dealt_with(self, name: str) -> None:
+        await asyncio.shield(self._deaths[name])
+
+
+def _factory_of(kind: type[Worker], where: str) -> tuple[str, str]:
+    """A class as a worker's process finds it, and the module of the script that was started, if it is defined there."""
+    if not (isinstance(kind, type) and issubclass(kind, Worker)):
+        raise ConfigurationError(f"{kind!r} ({where}): must be a class that extends headway.flow.Worker")
+    if "<locals>" in kind.__qualname__:
+        raise ConfigurationError(f"{kind.__qualname__} ({where}): must be defined at the top level of a module")
+    module, script = kind.__module__, ""
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        module = script = spec.name if spec is not None else Path(str(main.__file__)).stem
+        sys.modules.setdefault(module, main)  # what comes back from workers is of these classes
+    return f"{module}:{kind.__qualname__}", script
