@@ -44,6 +44,10 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     epoch: int
     folder: str  # scratch folder of its machine
+    host: str = ""  # address of its machine for others; "": the workflow has one machine
+    ports: tuple[int, ...] = ()  # on one of which it listens there
+    certificate: str = ""  # of encrypted connections
+    orphan_s: float = 60.0  # outages of the network that connections outlast
     chunk: int | None = None  # items that the plan has it take at once; None: all
     shares: bool = False  # its devices are other stages' too
     script: str = ""  # module that the workflow was started as
@@ -156,6 +160,10 @@ class WorkerHost:
             epoch=setup.epoch,
             device=setup.device,
             folder=setup.folder,
+            host=setup.host,
+            ports=setup.ports,
+            certificate=setup.certificate,
+            orphan_s=setup.orphan_s,
             services=_Services(self),
         )
         await hub.start()

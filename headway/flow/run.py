@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from headway.config.cluster import ClusterConfig
 from headway.control.channel_state import Balance
 from headway.flow.auto import AutoPlanner, Planner
 from headway.flow.channel import BYTES, ITEMS, Channel
 from headway.flow.channels import Channels
 from headway.flow.group import WorkerGroup
-from headway.flow.peers import Hub, new_folder
+from headway.flow.machines import EPOCH, open_machines
+from headway.flow.peers import Hub
 from headway.flow.process import enter
 from headway.flow.stage import STOP_GRACE_S, Stage, Surroundings
 from headway.flow.steps import StepBook
@@ -43,6 +45,7 @@ class FlowOptions(NamedTuple):
     directory: str | Path | None = None
     stall_s: float = STALL_S
     launcher: MakeLauncher | None = None
+    cluster: ClusterConfig | None = None
 
 
 def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any) -> Result:
@@ -53,7 +56,8 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     (or a `Planner` of your own).
     Options: ``devices``; ``items`` of a step, which "auto" needs, as do several workers that share all of them;
     ``directory``, where logs, events and steps are written; ``stall_s``: when nothing has moved for so long and all
-    workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, this machine by default.
+    workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, this machine by default;
+    ``cluster``: the other machines, whose agents (`headway node`) somebody starts.
 
     Raises what the workflow raises; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback of
     a worker's method; WorkerDied.
@@ -101,30 +105,41 @@ class Flow:
         self._locks = DeviceLocks(self._clock, self._waits)
         self._channels = Channels(self._clock, self._waits)
         self._stages: dict[str, Stage] = {}
+        self._stack = AsyncExitStack()
         self._failure: BaseException | None = None
         self._failed = False
         self._playing: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Flow:
-        key, folder = secrets.token_hex(16), str(new_folder())
-        services = _Services(self._channels, self._locks)
-        hub = Hub("driver", driver=None, key=key, epoch=0, folder=folder, services=services)
-        self._channels.hub = hub
-        await hub.start()
-        enter(self._channels)
-        directory = self._options.directory
+        options = self._options
+        local = (options.launcher or _local)(self._clock, self._book.event, self._waits)
+        opened = open_machines(options.cluster, local, self._clock, self._book.event)
+        machines = await self._stack.enter_async_context(opened)
         self._around = Surroundings(
-            hub=hub,
-            key=key,
-            folder=folder,
-            launcher=(self._options.launcher or _local)(self._clock, self._book.event, self._waits),
+            hub=Hub(
+                "driver",
+                driver=None,
+                key=machines.key,
+                epoch=EPOCH,
+                folder=machines.folder,
+                host=machines.host_of(""),
+                ports=machines.ports or (0,),
+                certificate=machines.certificate,
+                services=_Services(self._channels, self._locks),
+                waits=self._waits,
+                on_path=self._on_path,
+            ),
             clock=self._clock,
             channels=self._channels,
             locks=self._locks,
             book=self._book,
             fail=self._fail,
-            logs=None if directory is None else Path(directory) / "logs",
+            logs=None if options.directory is None else Path(options.directory) / "logs",
+            machines=machines,
         )
+        self._channels.hub = self._around.hub
+        await self._around.hub.start()
+        enter(self._channels)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -132,6 +147,7 @@ class Flow:
         await asyncio.gather(*(stage.stop(grace_s) for stage in self._stages.values()))
         await self._around.hub.close()
         enter(None)
+        await self._stack.aclose()
         self._book.close()
 
     async def play(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
@@ -227,6 +243,9 @@ class Flow:
         self._book.event(
             "plan_changed", f"{before.text} -> {plan.text}{expected}; took {seconds:.1f} s", seconds=seconds
         )
+
+    def _on_path(self, sender: str, receiver: str, path: str) -> None:
+        self._book.event("path", f"{sender} -> {receiver}: {path}", worker=receiver)
 
     def _groups(self) -> Mapping[str, WorkerGroup]:
         return {name: stage.group for name, stage in self._stages.items()}

@@ -12,6 +12,7 @@ from typing import Any
 from headway.flow.channels import Channels
 from headway.flow.group import WorkerGroup
 from headway.flow.host import WorkerSetup
+from headway.flow.machines import EPOCH, FlowMachines
 from headway.flow.peers import Hub
 from headway.flow.steps import StepBook
 from headway.flow.worker import Worker
@@ -20,7 +21,7 @@ from headway.records.execution import ExecutionPlan
 from headway.runtime.clock import Clock
 from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.worker_slots import WorkerSlot, start_all
-from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
+from headway.runtime.workers import WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.flow.host:WorkerHost"
 STOP_GRACE_S = 10.0
@@ -31,15 +32,13 @@ class Surroundings:
     """What the stages of a workflow have in common."""
 
     hub: Hub
-    key: str
-    folder: str
-    launcher: Launcher
     clock: Clock
     channels: Channels
     locks: DeviceLocks
     book: StepBook
     fail: Callable[[BaseException], None]
     logs: Path | None
+    machines: FlowMachines
 
 
 class Stage:
@@ -140,9 +139,13 @@ class Stage:
             world_size=len(plan.stages[self.name].devices),
             device=device,
             driver=around.hub.address,
-            key=around.key,
-            epoch=0,
-            folder=around.folder,
+            key=around.machines.key,
+            epoch=EPOCH,
+            folder=around.machines.folder,
+            host=around.machines.host_of(device),
+            ports=around.machines.ports,
+            certificate=around.machines.certificate,
+            orphan_s=around.machines.orphan_s,
             chunk=plan.worker_chunk(self.name),
             shares=plan.shares(self.name, device),
             script=self._script,
@@ -164,7 +167,9 @@ class Stage:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
 
         around = self._around
-        return WorkerSlot(spec, around.launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch)
+        return WorkerSlot(
+            spec, around.machines.launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch
+        )
 
     def _add_party(self, setup: WorkerSetup, *, loaded: bool) -> None:
         """Have a worker whose devices are others' too take turns on them."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import flow_workers
 import numpy as np
 import pytest
 from flow_workers import Doubles, double_all
+from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.flow.run import Flow, run
 from headway.flow.segments import FOLDER_PREFIX
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError, NoProgress, RemoteError, WorkerDied
+from headway.runtime.nodes.handshake import KEY_VARIABLE
 
 ONE = {"double": "cpu:0"}
 TWO = {"double": ["cpu:0", "cpu:1"]}
@@ -155,7 +159,7 @@ def test_plans_and_arguments_that_do_not_fit_are_refused():
         (unpicklable, ONE, r"double-0\.sleep.*seconds.*can't be (sent|pickled)"),
         (too_large, ONE, r"channel small: an item of \d+ bytes is larger than the channel \(10 bytes\)"),
         (local_class, ONE, r"Local .*must be defined at the top level of a module"),
-        (no_worker, ONE, r"must extend headway.flow.Worker"),
+        (no_worker, ONE, r"must be a class that extends headway.flow.Worker"),
         (double_all, {"double": "cpu:99"}, r"cpu:99"),
     ):
         with pytest.raises(ConfigurationError, match=message):
@@ -177,3 +181,33 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path):
 
     run(workflow, TWO)
     assert {name for name in os.listdir("/dev/shm") if name.startswith(FOLDER_PREFIX)} <= before
+
+
+@pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
+@pytest.mark.parametrize("encryption", ["none", "tls"])
+def test_workers_on_two_machines(tmp_path: Path, encryption: str):
+    """In network namespaces, whose /dev/shm is one, so that payloads take shared memory; calls and items cross TCP."""
+    program = f"""
+from flow_workers import double_all
+from headway.config.cluster import ClusterConfig
+from headway.flow.run import run
+cluster = ClusterConfig(address="10.77.0.1:7400", nodes={{"b": ""}}, encryption={encryption!r})
+print(sorted(run(double_all, {{"double": ["cpu:0", "b/cpu:0"]}}, 20, cluster=cluster)))
+"""
+    with namespaces() as (here, there):
+        agent = start_agent("10.77.0.1:7400", "b", log=tmp_path / "agent.log", namespace=there)
+        try:
+            environment = os.environ | {KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join(sys.path)}
+            done = subprocess.run(
+                ["ip", "netns", "exec", here, sys.executable, "-c", program],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        finally:
+            agent.kill()
+            agent.wait()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == str([2 * number for number in range(20)])
