@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Protocol
 
 import msgspec
@@ -187,19 +189,20 @@ def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices:
 
 
 def _stage(name: str, found: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
-    """A stage's times on every number of devices: the slowest of its workers, each with its share of a chunk."""
-    curve = found.curve
-    points = [
-        TimePoint(device=_DEVICE, devices=count, items=chunk, seconds=curve.seconds(math.ceil(chunk / count)))
-        for count in range(1, min(devices, found.most or devices) + 1)
-        for chunk in chunks
-    ]
+    """A stage's times on every number of devices. Its workers share a step's chunks as they come, so that only the last
+    of a step waits for the slowest worker: each chunk is charged its share of that."""
+    points: list[TimePoint] = []
+    for count in range(1, min(devices, found.most or devices) + 1):
+        for chunk in chunks:
+            mean, slowest = found.curve.seconds(math.ceil(chunk / count), count)
+            seconds = mean + (slowest - mean) * chunk / items
+            points.append(TimePoint(device=_DEVICE, devices=count, items=chunk, seconds=seconds))
     return WorkflowStage(name=name, times=tuple(points), switch_s=found.switch_s)
 
 
 class Curve:
     """Seconds of a worker's turn by its items: between the sizes that were measured on straight lines, beyond them by
-    proportion, but for one size alone, which says nothing of the others but that proportion."""
+    proportion; and how much longer the slowest of several workers takes than the mean."""
 
     def __init__(self, stage: str, turns: Sequence[tuple[int, float]]) -> None:
         by_size: defaultdict[int, list[float]] = defaultdict(list)
@@ -211,26 +214,41 @@ class Curve:
                 f"stage {stage}: none of its turns took items from a channel, so its share of the devices can't be "
                 "planned; give it devices of its own in a plan"
             )
-        self._points = sorted((items, median(seconds)) for items, seconds in by_size.items())
+        self._points = sorted((items, mean(seconds)) for items, seconds in by_size.items())
+        self._spread = {
+            items: sorted(one / mean(seconds) for one in seconds)
+            for items, seconds in by_size.items()
+            if mean(seconds) > 0
+        }
 
     def scaled(self, turns: Sequence[tuple[int, float]]) -> Curve:
         """The curve, scaled by what turns took since."""
-        ratios = [seconds / self.seconds(items) for items, seconds in turns if items > 0 and self.seconds(items) > 0]
-        factor = median(ratios) if ratios else 1.0
-        return Curve("", [(items, seconds * factor) for items, seconds in self._points])
+        ratios = [seconds / self.seconds(items)[0] for items, seconds in turns if items > 0 and self.seconds(items)[0]]
+        factor, scaled = (mean(ratios) if ratios else 1.0), copy(self)
+        scaled._points = [(items, seconds * factor) for items, seconds in self._points]
+        return scaled
 
-    def seconds(self, items: int) -> float:
-        """Seconds of a turn with ``items`` items."""
-        points = self._points
-        if len(points) == 1 or items >= points[-1][0]:
-            last, last_s = points[-1]
-            before, before_s = points[-2] if len(points) > 1 else (0, 0.0)
-            slope = max(0.0, (last_s - before_s) / (last - before))
-            return last_s + slope * (items - last) if items >= last else last_s * items / last
-        at = next(place for place, (size, _) in enumerate(points) if size >= items)
-        right, right_s = points[at]
-        left, left_s = points[at - 1] if at else (right, right_s)
-        if not at:  # below the smallest: along the line of the two smallest, but never below its share
-            (a, a_s), (b, b_s) = points[0], points[1]
-            return max(a_s * items / a, a_s - (b_s - a_s) / (b - a) * (a - items))
-        return left_s + (right_s - left_s) * (items - left) / (right - left)
+    def seconds(self, items: int, workers: int = 1) -> tuple[float, float]:
+        """Expected seconds of a turn with ``items`` items, and of the slowest of ``workers`` such turns."""
+        expected = self._mean(items)
+        nearest = min(self._spread, key=lambda size: abs(size - items), default=None)
+        return expected, expected * (1.0 if nearest is None else _largest(self._spread[nearest], workers))
+
+    def _mean(self, items: int) -> float:
+        sizes = [size for size, _ in self._points]
+        if len(sizes) == 1:
+            return self._points[0][1] * items / sizes[0]
+        at = min(max(bisect_left(sizes, items), 1), len(sizes) - 1)
+        (left, left_s), (right, right_s) = self._points[at - 1], self._points[at]
+        slope = max(0.0, (right_s - left_s) / (right - left))
+        line = left_s + slope * (items - left)
+        return max(line, left_s * items / left) if items < left else line
+
+
+def _largest(ratios: Sequence[float], count: int) -> float:
+    """The expectation of the largest of ``count`` draws from sorted values."""
+    number = len(ratios)
+    return sum(
+        value * ((place / number) ** count - ((place - 1) / number) ** count)
+        for place, value in enumerate(ratios, start=1)
+    )

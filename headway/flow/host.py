@@ -101,6 +101,7 @@ class WorkerHost:
         """Take another part of the plan: its devices stay."""
         self.setup = msgspec.structs.replace(self.setup, chunk=chunk, shares=shares)
         self.chunk = chunk
+        self.turns.has = False  # the lock begins anew with every plan
 
     def close(self) -> None:
         """End: the user's ``close``, if there is one, then the links."""

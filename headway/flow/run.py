@@ -187,7 +187,9 @@ class Flow:
         if stage in self._stages:
             raise ConfigurationError(f"stage {stage!r} ({where}): it has its workers already")
         if self._planner is not None:
-            self.plan = self._planner.with_stage(self.plan, stage, most_workers)
+            before, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
+            for other in self._stages.values():  # it may share their devices
+                await other.arrive(before, self.plan, [])
         if stage not in self.plan.stages:
             valid = ", ".join(self.plan.stages)
             raise ConfigurationError(f"stage {stage!r} ({where}): the plan has no devices for it; it has: {valid}")
