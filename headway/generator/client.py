@@ -98,7 +98,6 @@ class GeneratorPool:
         self._newest: PublishedWeights | None = None
         self._updates = 0  # announced so far; versions may go back
         self._updating = asyncio.Lock()
-        self._lent = False
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
         self._hopeless: HeadwayError | None = None  # what no restart mends
@@ -162,13 +161,13 @@ class GeneratorPool:
             return min(versions)
         return self._newest.version if self._newest is not None else 0
 
-    async def lend_devices(self) -> None:
-        """See :class:`headway.records.clients.Generator`."""
-        await self._set_lent(True)
+    async def pause_replicas(self, indices: Collection[int]) -> None:
+        """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
+        await self._set_lent(indices, lent=True)
 
-    async def reclaim_devices(self) -> None:
+    async def resume_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        await self._set_lent(False)
+        await self._set_lent(indices, lent=False)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -260,9 +259,7 @@ class GeneratorPool:
             await replica.slot.stop(0.0)
             self._fail_without_replicas()
             raise own_cause(error) from None
-        replica.lent = self._lent and replica.shared
         self._go_live(replica, worker)
-        await self._tell_lent(replica)
         self._settle()
         self._on_event("generator_joined", f"{replica.name} on {device}: version {replica.version}")
         return replica.name
@@ -475,17 +472,17 @@ class GeneratorPool:
     def _tell(self, name: str, detail: str, /, **data: Any) -> None:
         self._on_event(name, detail, **data)
 
-    async def _set_lent(self, lent: bool) -> None:
-        self._lent = lent
-        for replica in self._replicas:
-            replica.lent = lent and replica.shared
-        await asyncio.gather(*(self._tell_lent(replica) for replica in self._replicas if replica.live))
+    async def _set_lent(self, indices: Collection[int], *, lent: bool) -> None:
+        chosen = [replica for replica in self._replicas if replica.index in indices]
+        for replica in chosen:
+            replica.lent = lent
+        await asyncio.gather(*(self._tell_lent(replica) for replica in chosen if replica.live))
         self._settle()
 
     async def _tell_lent(self, replica: Replica) -> None:
-        if replica.shared and replica.worker is not None:
+        if replica.worker is not None:
             with contextlib.suppress(WorkerDied):  # its successor is notified when it is live
-                await call_replica(replica.worker, "lend", self._lent)
+                await call_replica(replica.worker, "lend", replica.lent)
 
     async def _refresh(self, replica: Replica) -> None:
         """Fetch a replica's counters. Raises WorkerDied or RemoteError."""

@@ -16,7 +16,7 @@ from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.bounded_queue import BoundedQueue
-from headway.runtime.devices import alike, lends
+from headway.runtime.devices import alike, sharing
 from headway.telemetry.ledger import EVENT_CONTROL
 
 _LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
@@ -75,10 +75,9 @@ class RateControl:
 
     def __init__(self, run: RunContext) -> None:
         devices, ranks = run.experiment.generator.devices, run.experiment.trainer.devices
-        shared = [index for index, device in enumerate(devices) if lends(device, ranks)]
         self._run = run
         self._mode = run.experiment.control.mode
-        self._limits = limits_of(run.experiment, shared, alike=alike([*devices, *ranks]))
+        self._limits = limits_of(run.experiment, sharing(devices, ranks), alike=alike([*devices, *ranks]))
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs

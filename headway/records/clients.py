@@ -63,13 +63,13 @@ class Generator(Protocol):
         """Lowest version applied by any live replica."""
         ...
 
-    async def lend_devices(self) -> None:
-        """Stop decoding on every device that the trainer uses too; requests stay in flight, weights can still be
-        updated. Replicas with devices of their own keep decoding."""
+    async def pause_replicas(self, indices: Collection[int]) -> None:
+        """Stop decoding on these replicas between two steps: their devices are another's for the moment (*lent*).
+        Requests stay in flight, weights can still be updated. All others keep decoding."""
         ...
 
-    async def reclaim_devices(self) -> None:
-        """Resume decoding on the devices that were lent to the trainer."""
+    async def resume_replicas(self, indices: Collection[int]) -> None:
+        """Resume decoding on replicas that were paused."""
         ...
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
