@@ -100,12 +100,12 @@ class PairGroup:
         self._group = gloo(self._store, self._rank, 2, options)
 
     def send(self, tensors: Sequence[Any]) -> None:
-        """Send tensors of bytes as one."""
+        """Send tensors as one of bytes."""
         torch = self._torch
         sizes = [tensor.nbytes for tensor in tensors]
         flat = torch.empty(block_bytes(sizes), dtype=torch.uint8, device=self._device)
         for place, tensor in zip(slices(sizes, flat), tensors, strict=True):
-            place.copy_(tensor)
+            place.copy_(tensor.reshape(-1).view(torch.uint8))
         self._group.send([flat], 1, 0).wait(_PATIENCE)
 
     def receive(self, sizes: Sequence[int]) -> list[Any]:

@@ -44,7 +44,7 @@ class Payloads:
         if path == "reference":
             self._held[number] = _Held(reader, message=message)
         elif size_bytes <= INLINE_BYTES:
-            if path in _TENSORS:
+            if packed.aside:
                 packed = pack(message, label)
             flat = bytearray(packed.flat_bytes)
             packed.write(memoryview(flat))
@@ -86,17 +86,16 @@ class Payloads:
         held = self._find(number)
         return (held.message,) if held.packed is None and not held.segment else None
 
-    def parts(self, number: int) -> tuple[Any, list[Any]]:
-        """Header and buffers, as they can be put in a frame; tensors that were left aside are there as such. Raises
+    def parts(self, number: int) -> tuple[Any, list[Any], list[Any]]:
+        """Header and parts, as they can be put in a frame, and the tensors that travel by themselves. Raises
         PayloadReleased."""
         held = self._find(number)
         if held.segment:
-            header, buffers = read_buffers(held.segment, number)
-        else:
-            packed = held.packed or pack(held.message)
-            header, buffers = packed.header, packed.buffers
-        framed = [pickle.PickleBuffer(part) if isinstance(part, memoryview) else part for part in buffers]
-        return pickle.PickleBuffer(header), framed
+            header, memory = read_buffers(held.segment, number)
+            return pickle.PickleBuffer(header), list(map(pickle.PickleBuffer, memory)), []
+        packed = held.packed or pack(held.message)
+        aside = packed.tensors if packed.aside else []
+        return packed.header, list(map(pickle.PickleBuffer, packed.memory())), aside
 
     def close(self) -> None:
         """Forget all."""

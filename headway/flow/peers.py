@@ -72,12 +72,12 @@ class _Connection:
         self.peer: PeerAddress | None = None  # once it has introduced itself
         self.registered = False
         events: BoundedQueue[Any] = BoundedQueue(1)
-        end = self._end
-        self.link = Link(name, sock, events, end, end, serves=self, waits=hub._waits)
+        self.link = Link(name, sock, events, self.end, self.end, serves=self, waits=hub._waits)
 
-    def _end(self, reason: str) -> None:
-        self._hub._connections.discard(self)
+    def end(self, reason: str) -> None:
+        """Close the connection: it has ended, or must."""
         if self.peer is None:
+            self._hub._connections.discard(self)
             self.link.close(WorkerDied(self.link.name, reason))
         else:
             self._hub._lose(self.peer.name, self.peer.incarnation, reason)
@@ -117,18 +117,17 @@ class _Connection:
         await inbox.accept(ref.size_bytes, lambda: self._hub.fetch(ref))
 
     async def payload(self, number: int) -> tuple[Any, list[Any]]:
-        """Header and buffers of a payload that is held here."""
-        return self._hub._payloads.parts(number)
+        """Header and parts of a payload that is held here."""
+        return self._hub._payloads.parts(number)[:2]
 
     async def collect(
         self, number: int, backend: Literal["gloo", "nccl"], rendezvous: str, new: bool
-    ) -> tuple[Any, list[Any]]:
-        """Header and buffers of a payload; in the place of its tensors, which follow by a process group, their sizes."""
-        header, buffers = self._hub._payloads.parts(number)
-        aside = [part for part in buffers if hasattr(part, "dtype")]
+    ) -> tuple[Any, list[Any], list[int]]:
+        """Header and parts of a payload, and the bytes of its tensors that follow by a process group."""
+        header, parts, aside = self._hub._payloads.parts(number)
         if aside or new:
             self._hub._spawn(self._hub._send_aside(backend, rendezvous, aside))
-        return header, [part.nbytes if hasattr(part, "dtype") else part for part in buffers]
+        return header, parts, [tensor.nbytes for tensor in aside]
 
     async def release(self, number: int) -> None:
         """Release a payload that is held here."""
@@ -395,9 +394,13 @@ class Hub:
             )
         connection = _Connection(self, sock, address.name)
         self._connections.add(connection)
-        theirs = await connection.link.call("introduce", self.address)
-        if theirs.incarnation != address.incarnation:
-            raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+        try:
+            theirs = await connection.link.call("introduce", self.address)
+            if theirs.incarnation != address.incarnation:
+                raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+        except BaseException as error:
+            connection.end(f"refused: {error}")
+            raise
         self._joined(connection, theirs)
         return connection.link
 
@@ -478,7 +481,7 @@ class Hub:
         if ref.incarnation == self.address.incarnation:
             if (held := self._payloads.message(ref.id)) is not None:
                 return held[0]
-            return read(ref.segment, ref.id) if ref.segment else load(*self._payloads.parts(ref.id))
+            return read(ref.segment, ref.id) if ref.segment else load(*self._payloads.parts(ref.id)[:2])
         if ref.segment and ref.machine == self.address.machine:
             return read(ref.segment, ref.id)
         link, address = await self._link(ref.owner)
@@ -511,15 +514,13 @@ class Hub:
                 place = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
                 host = "" if here else split_address(self.address.tcp)[0]
                 group = PairGroup(backend, 1, place if here else f"{host}:0", host)
-            header, buffers = await self._ask(link, "collect", ref.id, backend, group.rendezvous, new)
-            sizes = [part for part in buffers if isinstance(part, int)]
+            header, parts, sizes = await self._ask(link, "collect", ref.id, backend, group.rendezvous, new)
             if new:
                 await self._unless_lost(state, asyncio.to_thread(group.join))
             if sizes:
-                tensors = iter(await self._unless_lost(state, asyncio.to_thread(group.receive, sizes)))
-                buffers = [next(tensors) if isinstance(part, int) else part for part in buffers]
+                parts += await self._unless_lost(state, asyncio.to_thread(group.receive, sizes))
             state.group = group
-        return load(header, buffers)
+        return load(header, parts)
 
     async def _send_aside(self, backend: Literal["gloo", "nccl"], rendezvous: str, tensors: list[Any]) -> None:
         """Send tensors by a process group, after those before."""
