@@ -1,6 +1,6 @@
 """What links between workers of a workflow cost: point to point over relayed, many tensors over one.
 
-    python -m benchmarks.parts.flow_links [--pairs 15]
+python -m benchmarks.parts.flow_links [--pairs 15]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
-from flow_peer import tensors, workflow
+from flow_peer import workflow
 
 SIZE_BYTES = 100 << 20
 WARM_UP = 2  # pairs, in which memory is taken

@@ -84,8 +84,7 @@ class Packed:
         """The parts as memory, without the tensors where they travel by themselves."""
         if self.aside:
             return self.buffers
-        torch: Any = sys.modules.get("torch")
-        return [*self.buffers, *(t.reshape(-1).view(torch.uint8).numpy().data for t in self.tensors)]
+        return [*self.buffers, *(as_bytes(tensor).numpy().data for tensor in self.tensors)]
 
 
 def pack(message: Any, label: str = "", tensors: Tensors = "copy") -> Packed:
@@ -143,6 +142,12 @@ def slices(sizes: Sequence[int], block: Any) -> list[Any]:
         found.append(block[at : at + size])
         at += size + -size % ALIGNMENT
     return found
+
+
+def as_bytes(tensor: Any) -> Any:
+    """A contiguous tensor's memory as a tensor of bytes."""
+    torch: Any = importlib.import_module("torch")
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of single elements are arbitrary
 
 
 def block_bytes(sizes: Sequence[int]) -> int:

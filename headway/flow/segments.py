@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 import threading
 from collections import deque
@@ -24,13 +25,18 @@ from headway.records.errors import HeadwayError
 from headway.runtime.scratch import remove_unlocked
 
 SHARED_MEMORY = Path("/dev/shm")
-FOLDER_PREFIX = "headway-flow-"
+_FOLDER_PREFIX = "headway-flow-"
 _SPARE = 8  # released segments that are kept for the next payloads
 _NUMBER = struct.Struct("<Q")  # at the start of a segment: of the payload in it
 
 
 class PayloadReleased(HeadwayError):
     """A payload was fetched after its owner had released it, or was forgotten."""
+
+
+def new_folder() -> Path:
+    """A path for the folder of a new workflow, the same on all of its machines."""
+    return SHARED_MEMORY / f"{_FOLDER_PREFIX}{secrets.token_hex(8)}"
 
 
 class WorkflowFolder:
@@ -42,7 +48,7 @@ class WorkflowFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        remove_unlocked(self.path.parent, f"{FOLDER_PREFIX}*")
+        remove_unlocked(self.path.parent, f"{_FOLDER_PREFIX}*")
 
     def forget(self, incarnation: str) -> None:
         """Remove what a dead process left."""

@@ -14,8 +14,8 @@ import torch
 from flow_peer import KEY, digest, tensors, workflow
 from worker_processes import run
 
-from headway.flow.peers import Hub, new_folder
-from headway.flow.segments import PayloadReleased
+from headway.flow.peers import Hub
+from headway.flow.segments import PayloadReleased, new_folder
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.runtime.nodes.handshake import ConnectionRefused, make_key
 
@@ -76,7 +76,7 @@ def test_messages_of_many_tensors_arrive_equal_and_in_order(settings: dict[str, 
 def test_two_machines_use_the_link_with_the_runs_key():
     async def main() -> None:
         elsewhere = {"machine": "another", "host": "127.0.0.1"}
-        async with workflow("a", driver={"host": "127.0.0.1"}) as (hub, workers, start):
+        async with workflow("a", driver={"host": "127.0.0.1"}) as (hub, _, start):
             b = await start("b", **elsewhere)
             assert await hub.call("a", "echo", 1) == 1
             big = tensors(0, *BIG)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.flow.peers import Hub, new_folder
+from headway.flow.peers import Hub
+from headway.flow.segments import new_folder
 from headway.runtime.child import WorkerContext
 from headway.runtime.clock import RealClock
 from headway.runtime.nodes.handshake import make_key
@@ -154,7 +155,9 @@ def digest(value: Any) -> str:
                 add(child)
         elif isinstance(part, torch.Tensor):
             state.update(f"{part.dtype} {tuple(part.shape)} {part.requires_grad}".encode())
-            state.update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            plain = part.detach().to_dense().resolve_conj().resolve_neg()
+            plain = plain.clone(memory_format=torch.contiguous_format)
+            state.update(plain.reshape(-1).view(torch.uint8).numpy())
         elif isinstance(part, np.ndarray):
             state.update(f"{part.dtype} {part.shape}".encode())
             state.update(part.tobytes())
