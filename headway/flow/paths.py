@@ -41,6 +41,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str  # of that process
     machine: str  # of that process
     id: int  # number of the payload in that process
+    reader: str = ""  # incarnation of the only process that may fetch it; empty: any may
     size_bytes: int  # of header and block
     segment: str = ""  # path of the shared memory that it is in; empty: with the owner alone, or inline
     inline: bytes = b""  # header and block of a small one

@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.flow.packing import Arguments, load, split
+from headway.flow.packing import Arguments, load
 from headway.flow.paths import PairGroup, PayloadPath, PayloadRef, PeerAddress, choose_path, machine_identity
 from headway.flow.payloads import Payloads
 from headway.flow.peer_state import PeerState, Registry
-from headway.flow.segments import WorkflowFolder, read
+from headway.flow.segments import WorkflowFolder
 from headway.flow.sockets import connect_unix, is_own, listen, listening_unix
 from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.bounded_queue import BoundedQueue
@@ -400,14 +400,8 @@ class Hub:
     async def fetch(self, ref: PayloadRef) -> Any:
         """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
         with its owner alone, and that has ended."""
-        if ref.inline:
-            return load(*split(memoryview(bytearray(ref.inline))))
-        if ref.incarnation == self.address.incarnation:
-            if (held := self._payloads.message(ref.id)) is not None:
-                return held[0]
-            return read(ref.segment, ref.id) if ref.segment else load(*self._payloads.parts(ref.id)[:2])
-        if ref.segment and ref.machine == self.address.machine:
-            return read(ref.segment, ref.id)
+        if (found := self._payloads.read(ref)) is not None:
+            return found[0]
         link, address = await self._link(ref.owner)
         if address.incarnation != ref.incarnation:
             raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
