@@ -1,12 +1,13 @@
 """Messages as one header and one block: nested structures of many arrays and tensors, pickled out of band.
 
-NumPy arrays and torch tensors of any size leave the pickle; what is left of them there is their shape and dtype. The
-header holds the pickle and the buffers' sizes, the block their bytes, each aligned. So a message of 1,000 tensors costs
+NumPy arrays and torch tensors of any size leave the pickle. The header holds it, and the sizes, shapes and dtypes of
+what left it; the block their bytes, each aligned. So a message of 1,000 tensors costs
 little more than one tensor of as many bytes. torch is used where it is loaded, and never imported by packing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import pickle
@@ -40,15 +41,17 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A message as a header and the buffers of its block, which are views of the message's own memory."""
+    """A message as a header and the parts of its block, which are the message's own memory."""
 
     header: bytes
-    buffers: list[Any]  # memoryviews; a tensor where it was left aside
+    buffers: list[memoryview]
+    tensors: list[Any]  # contiguous
+    aside: bool  # the tensors travel by themselves
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the buffers."""
-        return _sizes(self.header)[0]
+        """Bytes of the parts: buffers, then tensors."""
+        return [part.nbytes for part in (*self.buffers, *self.tensors)]
 
     @property
     def size_bytes(self) -> int:
@@ -58,7 +61,7 @@ class Packed:
     @property
     def flat_bytes(self) -> int:
         """Bytes that ``write`` fills."""
-        return _aligned(_HEAD.size + len(self.header)) + sum(map(_aligned, self.sizes))
+        return _aligned(_HEAD.size + len(self.header)) + block_bytes(self.sizes)
 
     def write(self, target: memoryview) -> None:
         """Write header and block into ``target``, as ``split`` reads them."""
@@ -72,6 +75,16 @@ class Packed:
             else:
                 np.copyto(np.frombuffer(target[at:end], np.uint8), np.frombuffer(buffer, np.uint8))
             at = _aligned(end)
+        address = np.frombuffer(target, np.uint8).ctypes.data
+        for tensor in self.tensors:
+            ctypes.memmove(address + at, tensor.data_ptr(), size := tensor.nbytes)
+            at += _aligned(size)
+
+    def memory(self) -> list[memoryview]:
+        """The parts as memory, without the tensors where they travel by themselves."""
+        if self.aside:
+            return self.buffers
+        return [*self.buffers, *(as_bytes(tensor).numpy().data for tensor in self.tensors)]
 
 
 def pack(message: Any, label: str = "", tensors: Tensors = "copy") -> Packed:
@@ -88,42 +101,57 @@ def pack(message: Any, label: str = "", tensors: Tensors = "copy") -> Packed:
             f"{label or 'message'}: {where} = {_short(value)} can't be sent to another process "
             f"({type(error).__name__}: {error}); valid is what pickle takes: data, and functions and classes of modules"
         ) from error
-    aside = pickler.aside
-    buffers = [aside[id(buffer)] if id(buffer) in aside else buffer.raw() for buffer in pickler.buffers]
-    sizes = np.array([buffer.nbytes for buffer in buffers], dtype="<u8").tobytes()
-    return Packed(_COUNT.pack(len(buffers)) + sizes + file.getvalue(), buffers)
+    found, aside = pickler.tensors, tensors in ("cpu", "cuda")
+    grads = [tensor.requires_grad for tensor in found]
+    devices = [] if aside or all(tensor.is_cpu for tensor in found) else [str(tensor.device) for tensor in found]
+    parts = [tensor if tensor.is_contiguous() and not tensor.is_neg() else _contiguous(tensor) for tensor in found]
+    if devices:
+        parts = [tensor.cpu() for tensor in parts]
+    buffers = [buffer.raw() for buffer in pickler.buffers]
+    sizes = [part.nbytes for part in (*buffers, *parts)]
+    dtypes, shapes = [tensor.dtype for tensor in parts], [tuple(tensor.shape) for tensor in parts]
+    facts = pickle.dumps((sizes, dtypes, shapes, grads if any(grads) else [], devices), protocol=5)
+    header = _COUNT.pack(len(facts)) + facts + file.getvalue()
+    return Packed(header, buffers, [part.detach() for part in parts] if any(grads) else parts, aside)
 
 
 def unpack(header: bytes | memoryview, block: memoryview) -> Any:
     """Rebuild a message whose arrays are views of ``block``. Writable blocks give writable arrays."""
-    return load(header, slices(_sizes(header)[0], block))
+    facts, file = _facts(header)
+    return _load(facts, file, slices(facts[0], block))
 
 
-def load(header: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """Rebuild a message from its buffers: memory, or tensors of bytes for those that were left aside."""
-    return pickle.loads(_sizes(header)[1], buffers=buffers)
+def load(header: bytes | memoryview, parts: Sequence[Any]) -> Any:
+    """Rebuild a message from its parts: memory, or tensors of bytes for tensors that travelled by themselves."""
+    return _load(*_facts(header), parts)
 
 
 def split(flat: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Header and buffers of what ``Packed.write`` has written."""
-    header_bytes, block_bytes = _HEAD.unpack_from(flat)
+    """Header and parts of what ``Packed.write`` has written."""
+    header_bytes, content_bytes = _HEAD.unpack_from(flat)
     header = flat[_HEAD.size : _HEAD.size + header_bytes]
     first = _aligned(_HEAD.size + header_bytes)
-    return header, slices(_sizes(header)[0], flat[first : first + block_bytes])
+    return header, slices(_facts(header)[0][0], flat[first : first + content_bytes])
 
 
 def slices(sizes: Sequence[int], block: Any) -> list[Any]:
-    """The buffers in a block: of memory, or a tensor of bytes."""
+    """The parts of a block: of memory, or a tensor of bytes."""
     found: list[Any] = []
     at = 0
     for size in sizes:
         found.append(block[at : at + size])
-        at += _aligned(size)
+        at += size + -size % ALIGNMENT
     return found
 
 
+def as_bytes(tensor: Any) -> Any:
+    """A contiguous tensor's memory as a tensor of bytes."""
+    torch: Any = importlib.import_module("torch")
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of single elements are arbitrary
+
+
 def block_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of a block of buffers of these sizes."""
+    """Bytes of a block of parts of these sizes."""
     return sum(map(_aligned, sizes))
 
 
@@ -131,75 +159,86 @@ def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def _sizes(header: bytes | memoryview) -> tuple[list[int], memoryview]:
-    """The buffers' sizes, and the pickle behind them."""
+def _facts(header: bytes | memoryview) -> tuple[tuple[Any, ...], memoryview]:
+    """Sizes of parts and facts of tensors; the message's pickle behind them."""
     view = memoryview(header)
-    (count,) = _COUNT.unpack_from(view)
-    first = _COUNT.size * (count + 1)
-    return np.frombuffer(view, "<u8", count, _COUNT.size).tolist(), view[first:]
+    first = _COUNT.size + _COUNT.unpack_from(view)[0]
+    return pickle.loads(view[_COUNT.size : first]), view[first:]
+
+
+def _contiguous(tensor: Any) -> Any:
+    return tensor.resolve_neg().contiguous()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles with all arrays and tensors out of band."""
+    """Pickles with all arrays and tensors out of band: of a tensor the pickle says only that it is the next one."""
 
     def __init__(self, file: io.BytesIO, tensors: Tensors) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
-        self.aside: dict[int, Any] = {}  # tensors, by the id of the buffer in their place
-        self._tensors: Tensors = tensors
+        self.tensors: list[Any] = []
+        self._way: Tensors = tensors
         self._torch: Any = sys.modules.get("torch")
         self._tensor_type: Any = getattr(self._torch, "Tensor", None)
         super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any, /) -> Any:
         kind = cast("type[Any]", type(obj))
-        if kind is np.ndarray:
-            if obj.flags.forc or obj.dtype.hasobject:
-                return NotImplemented
-            return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         if kind is self._tensor_type:
-            return self._reduce_tensor(obj)
+            if obj.layout is not self._torch.strided or obj.is_quantized or obj.is_complex():
+                return NotImplemented  # torch's own way
+            if obj.is_cpu if self._way != "cuda" else obj.is_cuda:
+                self.tensors.append(obj)
+                return _NEXT
+            if obj.is_cuda and self._way == "copy":  # not yet run on a GPU, as all that follows
+                self.tensors.append(obj)
+                return _NEXT
+            if obj.is_cuda and self._way == "ipc":
+                return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(obj)
+        elif kind is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
+            return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         return NotImplemented
 
-    def _reduce_tensor(self, tensor: Any) -> Any:
-        """Reduce a tensor to its bytes. Those of CUDA are not yet run on a GPU."""
-        torch = self._torch
-        kind = tensor.device.type
-        if tensor.layout is not torch.strided or tensor.is_quantized or kind not in ("cpu", "cuda"):
-            return NotImplemented
-        grad, device = tensor.requires_grad, ""
-        if grad:
-            tensor = tensor.detach()
-        if kind == "cuda" and self._tensors == "ipc":
-            return torch.multiprocessing.reductions.reduce_tensor(tensor.requires_grad_(grad))
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        if kind == self._tensors:
-            place = pickle.PickleBuffer(bytearray())
-            self.aside[id(place)] = tensor.contiguous().reshape(-1).view(torch.uint8)
-            return _tensor, (place, dtype, shape, grad, "")
-        if kind == "cuda":
-            tensor, device = tensor.cpu(), str(tensor.device)
-        tensor = tensor.contiguous()
-        try:
-            memory = tensor.numpy()
-        except TypeError:  # a dtype that NumPy hasn't got
-            memory = tensor.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(memory), dtype, shape, grad, device)
+
+def _next_tensor() -> Any:
+    """The next tensor of a message; `_Unpickler` puts its own in this place."""
+    raise pickle.UnpicklingError("a message of a flow is read by headway.flow.packing alone")
 
 
-def _tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, device: str) -> Any:
-    """Rebuild a tensor on its bytes."""
-    torch: Any = sys.modules.get("torch") or importlib.import_module("torch")
-    if isinstance(buffer, torch.Tensor):
-        tensor = buffer.view(dtype).view(shape)
-    elif memoryview(buffer).nbytes:
-        tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
-    if device:
-        tensor = tensor.to(device if torch.cuda.is_available() else "cpu")
-    return tensor.requires_grad_() if requires_grad else tensor
+_NEXT = (_next_tensor, ())
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` wrote."""
+
+    def __init__(self, file: io.BytesIO, buffers: Sequence[Any], tensors: Iterator[Any]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._next = tensors.__next__
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == __name__ and global_name == _next_tensor.__name__:
+            return self._next
+        return super().find_class(module_name, global_name)
+
+
+def _load(facts: tuple[Any, ...], file: memoryview, parts: Sequence[Any]) -> Any:
+    _, dtypes, shapes, grads, devices = facts
+    first = len(parts) - len(dtypes)
+    found: list[Any] = []
+    if dtypes:
+        torch: Any = importlib.import_module("torch")
+        for part, dtype, shape in zip(parts[first:], dtypes, shapes, strict=True):
+            if isinstance(part, torch.Tensor):
+                tensor = part.view(dtype)
+            elif part:
+                tensor = torch.frombuffer(part, dtype=dtype)
+            else:
+                tensor = torch.empty(shape, dtype=dtype)
+            found.append(tensor if len(shape) == 1 else tensor.view(shape))
+        if devices and torch.cuda.is_available():
+            found = [tensor.to(device) for tensor, device in zip(found, devices, strict=True)]
+        for tensor, grad in zip(found, grads, strict=False):
+            tensor.requires_grad_(grad)
+    return _Unpickler(io.BytesIO(file), parts[:first], iter(found)).load()
 
 
 def _culprit(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:

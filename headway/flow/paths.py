@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.flow.packing import block_bytes, slices
+from headway.flow.packing import as_bytes, block_bytes, slices
 from headway.runtime.addresses import split_address
 
 _JOINED = timedelta(seconds=60)
@@ -41,6 +41,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str  # of that process
     machine: str  # of that process
     id: int  # number of the payload in that process
+    reader: str = ""  # incarnation of the only process that may fetch it; empty: any may
     size_bytes: int  # of header and block
     segment: str = ""  # path of the shared memory that it is in; empty: with the owner alone, or inline
     inline: bytes = b""  # header and block of a small one
@@ -68,17 +69,19 @@ def choose_path(sender: PeerAddress, receiver: PeerAddress, forced: PayloadPath 
 class PairGroup:
     """A process group of two that carries tensors one way: rank 0 sends, rank 1 receives.
 
-    The same code for gloo and NCCL, which is not yet run on a GPU. All but the constructor blocks, and belongs into a
-    thread.
+    The same code for gloo and NCCL, which is not yet run on a GPU. ``send`` and ``receive`` block, and belong into
+    a thread.
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"], rank: int, rendezvous: str, host: str) -> None:
         """``rendezvous``: path of a file that both can write, or HOST:PORT where rank 1 listens (port 0 takes any).
-        ``host``: address of this machine; empty: both are on it."""
+        ``host``: address of this machine for the other; empty: both are on it."""
         self._torch: Any = importlib.import_module("torch")
         self._distributed: Any = importlib.import_module("torch.distributed")
         self._backend, self._rank, self._host = backend, rank, host or "127.0.0.1"
         self.rendezvous = rendezvous
+        self._device = "cpu" if backend == "gloo" else f"cuda:{self._torch.cuda.current_device()}"
+        self._group: Any = None  # until the other rank has joined
         if rendezvous.startswith("/"):
             self._store = self._distributed.FileStore(rendezvous, 2)
         else:
@@ -86,30 +89,30 @@ class PairGroup:
             self._store = self._distributed.TCPStore(name, port, 2, rank == 1, _JOINED, wait_for_workers=False)
             self.rendezvous = f"{name}:{self._store.port}"
 
-    def join(self) -> None:
-        """Wait for the other rank."""
-        if self._backend == "nccl":
-            self._device = f"cuda:{self._torch.cuda.current_device()}"
-            self._group = self._distributed.ProcessGroupNCCL(self._store, self._rank, 2, _PATIENCE)
-            return
-        self._device = "cpu"
-        gloo = self._distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = _JOINED  # then that of operations is set
-        options._devices = [gloo.create_device(hostname=self._host)]
-        self._group = gloo(self._store, self._rank, 2, options)
-
     def send(self, tensors: Sequence[Any]) -> None:
-        """Send tensors of bytes as one."""
+        """Send tensors as one of bytes."""
         torch = self._torch
         sizes = [tensor.nbytes for tensor in tensors]
         flat = torch.empty(block_bytes(sizes), dtype=torch.uint8, device=self._device)
         for place, tensor in zip(slices(sizes, flat), tensors, strict=True):
-            place.copy_(tensor)
-        self._group.send([flat], 1, 0).wait(_PATIENCE)
+            place.copy_(as_bytes(tensor))
+        self._joined().send([flat], 1, 0).wait(_PATIENCE)
 
     def receive(self, sizes: Sequence[int]) -> list[Any]:
         """Receive tensors of bytes of these sizes."""
         flat = self._torch.empty(block_bytes(sizes), dtype=self._torch.uint8, device=self._device)
-        self._group.recv([flat], 0, 0).wait(_PATIENCE)
+        self._joined().recv([flat], 0, 0).wait(_PATIENCE)
         return slices(sizes, flat)
+
+    def _joined(self) -> Any:
+        """The group, which is made when both ranks are there."""
+        if self._group is None:
+            if self._backend == "nccl":
+                self._group = self._distributed.ProcessGroupNCCL(self._store, self._rank, 2, _PATIENCE)
+            else:
+                gloo = self._distributed.ProcessGroupGloo
+                options = gloo._Options()
+                options._timeout = _JOINED
+                options._devices = [gloo.create_device(hostname=self._host)]
+                self._group = gloo(self._store, self._rank, 2, options)
+        return self._group

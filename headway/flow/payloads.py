@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.flow.packing import Packed, Tensors, pack
+from headway.flow.packing import Packed, Tensors, load, pack, split
 from headway.flow.paths import INLINE_BYTES, PayloadPath, PayloadRef, PeerAddress
-from headway.flow.segments import PayloadReleased, Segments, read_buffers
+from headway.flow.segments import PayloadReleased, SegmentReader, Segments
 
 _BLOCKING_BYTES = 1 << 20  # larger payloads are copied in a thread
 _TENSORS: dict[PayloadPath, Tensors] = {"cuda ipc": "ipc", "nccl": "cuda", "gloo": "cpu"}
@@ -30,6 +30,7 @@ class Payloads:
     def __init__(self, address: PeerAddress, folder: Path) -> None:
         self._address = address
         self._segments = Segments(folder, address.incarnation)
+        self._reader = SegmentReader()
         self._held: dict[int, _Held] = {}
         self._numbers = 0
 
@@ -44,7 +45,7 @@ class Payloads:
         if path == "reference":
             self._held[number] = _Held(reader, message=message)
         elif size_bytes <= INLINE_BYTES:
-            if path in _TENSORS:
+            if packed.aside:
                 packed = pack(message, label)
             flat = bytearray(packed.flat_bytes)
             packed.write(memoryview(flat))
@@ -57,6 +58,7 @@ class Payloads:
             incarnation=self._address.incarnation,
             machine=self._address.machine,
             id=number,
+            reader=reader,
             size_bytes=size_bytes,
             segment=segment,
             inline=inline,
@@ -81,22 +83,28 @@ class Payloads:
         for number in [number for number, held in self._held.items() if held.reader == reader]:
             self.release(number)
 
-    def message(self, number: int) -> tuple[Any] | None:
-        """The object itself where it is held by reference, else None. Raises PayloadReleased."""
-        held = self._find(number)
-        return (held.message,) if held.packed is None and not held.segment else None
+    def read(self, ref: PayloadRef) -> tuple[Any] | None:
+        """The message of a payload that is in ``ref``, held here, or in shared memory; None where its owner has to be
+        asked. Raises PayloadReleased."""
+        if ref.inline:
+            return (load(*split(memoryview(bytearray(ref.inline)))),)
+        if ref.segment and ref.machine == self._address.machine:
+            return (load(*self._reader.read(ref.segment, ref.id, alone=bool(ref.reader))),)
+        if ref.incarnation != self._address.incarnation:
+            return None
+        held = self._find(ref.id)
+        return (load(*self.parts(ref.id)[:2]) if held.packed is not None else held.message,)
 
-    def parts(self, number: int) -> tuple[Any, list[Any]]:
-        """Header and buffers, as they can be put in a frame; tensors that were left aside are there as such. Raises
+    def parts(self, number: int) -> tuple[Any, list[Any], list[Any]]:
+        """Header and parts, as they can be put in a frame, and the tensors that travel by themselves. Raises
         PayloadReleased."""
         held = self._find(number)
         if held.segment:
-            header, buffers = read_buffers(held.segment, number)
-        else:
-            packed = held.packed or pack(held.message)
-            header, buffers = packed.header, packed.buffers
-        framed = [pickle.PickleBuffer(part) if isinstance(part, memoryview) else part for part in buffers]
-        return pickle.PickleBuffer(header), framed
+            header, memory = self._reader.read(held.segment, number, alone=False)
+            return pickle.PickleBuffer(header), list(map(pickle.PickleBuffer, memory)), []
+        packed = held.packed or pack(held.message)
+        aside = packed.tensors if packed.aside else []
+        return packed.header, list(map(pickle.PickleBuffer, packed.memory())), aside
 
     def close(self) -> None:
         """Forget all."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.flow.inbox import Inbox
-from headway.flow.packing import Arguments, load, split
+from headway.flow.packing import Arguments, load
 from headway.flow.paths import PairGroup, PayloadPath, PayloadRef, PeerAddress, choose_path, machine_identity
 from headway.flow.payloads import Payloads
-from headway.flow.segments import WorkflowFolder, read
-from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
-from headway.runtime.addresses import split_address
+from headway.flow.peer_state import PeerState, Registry
+from headway.flow.segments import WorkflowFolder
+from headway.flow.sockets import connect_unix, is_own, listen, listening_unix
+from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.link import Link
 from headway.runtime.nodes.dial import dial, outlast
@@ -27,41 +25,6 @@ from headway.runtime.nodes.listener import Listener
 from headway.runtime.stalls.waits import Waits
 
 FIND_S = 60.0  # that a process may take to be there, or there again
-_BACKLOG = 256
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-
-class _Peer:
-    """Another process as this one knows it: its present incarnation, and what waits for it."""
-
-    def __init__(self, name: str, most: int, most_bytes: int) -> None:
-        self.name = name
-        self.address: PeerAddress | None = None  # of its last incarnation that isn't known to be dead
-        self.link: Link | None = None
-        self.gone: dict[str, str] = {}  # cause of the end, by incarnation
-        self.connecting = asyncio.Lock()
-        self.collecting = asyncio.Lock()
-        self.group: PairGroup | None = None  # that carries tensors from it to here
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # at the end of an incarnation
-        self._inboxes: dict[str, Inbox] = {}
-        self._limits = most, most_bytes
-
-    def inbox(self, tag: str) -> Inbox:
-        if tag not in self._inboxes:
-            self._inboxes[tag] = Inbox(*self._limits)
-        return self._inboxes[tag]
-
-    def died(self) -> WorkerDied:
-        """The last death as an error."""
-        return WorkerDied(self.name, next(reversed(self.gone.values()), "isn't there"))
-
-    def fail(self) -> None:
-        """End all that waits for the incarnation that has just ended."""
-        self.address = self.link = self.group = None
-        self.lost.set_result(None)
-        self.lost = asyncio.get_running_loop().create_future()
-        for inbox in self._inboxes.values():
-            inbox.fail(self.died())
 
 
 class _Connection:
@@ -72,12 +35,12 @@ class _Connection:
         self.peer: PeerAddress | None = None  # once it has introduced itself
         self.registered = False
         events: BoundedQueue[Any] = BoundedQueue(1)
-        end = self._end
-        self.link = Link(name, sock, events, end, end, serves=self, waits=hub._waits)
+        self.link = Link(name, sock, events, self.end, self.end, serves=self, waits=hub._waits)
 
-    def _end(self, reason: str) -> None:
-        self._hub._connections.discard(self)
+    def end(self, reason: str) -> None:
+        """Close the connection: it has ended, or must."""
         if self.peer is None:
+            self._hub._connections.discard(self)
             self.link.close(WorkerDied(self.link.name, reason))
         else:
             self._hub._lose(self.peer.name, self.peer.incarnation, reason)
@@ -90,11 +53,11 @@ class _Connection:
     async def register(self) -> None:
         """Register the process with the driver."""
         self.registered = True
-        self._hub._register(self._other)
+        self._hub._registry.add(self._other)
 
     async def find(self, name: str, besides: list[str], timeout_s: float) -> PeerAddress | None:
         """The address of a process that isn't one of these incarnations; None when it wasn't there in time."""
-        return await self._hub._registered(name, besides, timeout_s)
+        return await self._hub._registry.find(name, besides, timeout_s)
 
     async def lost(self, name: str, incarnation: str, cause: str) -> None:
         """Take notice of the end of another process."""
@@ -117,18 +80,18 @@ class _Connection:
         await inbox.accept(ref.size_bytes, lambda: self._hub.fetch(ref))
 
     async def payload(self, number: int) -> tuple[Any, list[Any]]:
-        """Header and buffers of a payload that is held here."""
-        return self._hub._payloads.parts(number)
+        """Header and parts of a payload that is held here."""
+        return self._hub._payloads.parts(number)[:2]
 
-    async def collect(
-        self, number: int, backend: Literal["gloo", "nccl"], rendezvous: str, new: bool
-    ) -> tuple[Any, list[Any]]:
-        """Header and buffers of a payload; in the place of its tensors, which follow by a process group, their sizes."""
-        header, buffers = self._hub._payloads.parts(number)
-        aside = [part for part in buffers if hasattr(part, "dtype")]
-        if aside or new:
-            self._hub._spawn(self._hub._send_aside(backend, rendezvous, aside))
-        return header, [part.nbytes if hasattr(part, "dtype") else part for part in buffers]
+    async def collect(self, number: int, backend: Literal["gloo", "nccl"], meeting: str) -> tuple[Any, Any, list[int]]:
+        """Header and parts of a payload, and the bytes of its tensors that follow by a process group."""
+        header, parts, aside = self._hub._payloads.parts(number)
+        if aside:
+            groups = self._hub._peer(self._other.name).groups
+            if meeting not in groups:
+                groups[meeting] = PairGroup(backend, 0, meeting, self._hub._host)
+            self._hub._spawn(asyncio.to_thread(groups[meeting].send, aside))
+        return header, parts, [tensor.nbytes for tensor in aside]
 
     async def release(self, number: int) -> None:
         """Release a payload that is held here."""
@@ -190,15 +153,13 @@ class Hub:
         self._key, self._epoch, self._certificate, self._orphan_s = key, epoch, certificate, orphan_s
         self._folder_path, self._device = Path(folder), device
         self._host, self._ports = host, ports
-        self._services, self._forced, self._machine = services, forced_path, machine
+        self._services, self._machine = services, machine
+        self._forced: PayloadPath | None = forced_path
         self._find_s, self._limits, self._waits = find_s, (most_unreceived, most_unreceived_bytes), waits
         self._on_lost, self._on_path = on_lost, on_path
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, PeerState] = {}
         self._connections: set[_Connection] = set()
-        self._registry: dict[str, PeerAddress] = {}  # of the driver
-        self._names: dict[str, str] = {}  # by incarnation, of the driver
         self._paths: dict[tuple[str, str], PayloadPath] = {}  # by incarnations of sender and receiver
-        self._groups: dict[str, tuple[PairGroup, asyncio.Lock]] = {}  # that carry tensors from here, by rendezvous
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listener: Listener | None = None
         self._closing = False
@@ -206,23 +167,22 @@ class Hub:
     # --- start and end --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen, and register with the driver. Raises ConfigurationError for a port, ConnectionRefused by the driver."""
-        self._news = asyncio.Event()  # of the registry
+        """Listen, and register with the driver. Raises ConfigurationError (port), ConnectionRefused (by the driver)."""
+        self._registry = Registry()  # of the driver
         self._folder = WorkflowFolder(self._folder_path)
         incarnation = secrets.token_hex(8)
         path = self._folder.path / f"{incarnation}.sock"
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._unix.setblocking(False)
-        self._unix.bind(str(path))
-        self._unix.listen(_BACKLOG)
+        self._unix = listening_unix(path)
         self._spawn(self._accept())
-        tcp = await self._listen() if self._host else ""
+        if self._host:
+            listening = (self._host, self._ports, self._key, self._epoch, self._take, self._certificate)
+            self._listener = await listen(*listening)
         self.address = PeerAddress(
             name=self.name,
             incarnation=incarnation,
             machine=self._machine or machine_identity(),
             unix=str(path),
-            tcp=tcp,
+            tcp=self._listener.address if self._listener is not None else "",
             device=self._device,
             pid=os.getpid(),
         )
@@ -256,19 +216,6 @@ class Hub:
         self._folder.forget(self.address.incarnation)
         self._folder.close()
 
-    async def _listen(self) -> str:
-        for port in self._ports:
-            address = f"{self._host}:{port}"
-            found = Listener(address, self._key, self._epoch, self._take, certificate=self._certificate)
-            try:
-                await found.open()
-            except ConfigurationError as error:
-                reason = error
-            else:
-                self._listener = found
-                return found.address
-        raise ConfigurationError(f"no port of {self._ports} is free for {self.name} ({reason})")
-
     async def _take(self, sock: socket.socket, hello: Hello, source: str) -> None:
         """Take a process of another machine: see `OnClient`."""
         if hello.purpose != "peer":
@@ -281,10 +228,10 @@ class Hub:
         """Take processes of this machine."""
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(self._unix)
-            if _uid(sock) != os.getuid():
-                sock.close()
-            else:
+            if is_own(sock):
                 self._connections.add(_Connection(self, sock, "a process of this machine"))
+            else:
+                sock.close()
 
     # --- who is there ---------------------------------------------------------------------------------------
 
@@ -296,7 +243,7 @@ class Hub:
         if name == self.name:
             return self.address
         if self._driver is None:
-            address = await self._registered(name, besides, timeout_s)
+            address = await self._registry.find(name, besides, timeout_s)
         elif name == self._driver.name:
             address = None if self._driver.incarnation in state.gone else self._driver
         else:
@@ -313,24 +260,10 @@ class Hub:
     def forget(self, incarnation: str, cause: str = "") -> None:
         """Take notice that a process has ended, and remove what it left in shared memory on all machines. For the
         driver."""
-        if (name := self._names.pop(incarnation, None)) is not None:
+        if (name := self._registry.name_of(incarnation)) is not None:
             self._lose(name, incarnation, cause or "ended")
         self._folder.forget(incarnation)
         self._tell("forget", incarnation)
-
-    def _register(self, address: PeerAddress) -> None:
-        self._registry[address.name] = address
-        self._names[address.incarnation] = address.name
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def _registered(self, name: str, besides: list[str], timeout_s: float) -> PeerAddress | None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while (found := self._registry.get(name)) is None or found.incarnation in besides:
-                    await self._news.wait()
-                return found
-        return None
 
     def _tell(self, method: str, *args: Any) -> None:
         """Call a method of all registered processes, without waiting."""
@@ -350,16 +283,15 @@ class Hub:
         if state.address is None or state.address.incarnation == incarnation:
             state.fail()
         self._payloads.release_of(incarnation)
-        if (known := self._registry.get(name)) is not None and known.incarnation == incarnation:
-            del self._registry[name]
+        if self._registry.remove(name, incarnation):
             self._tell("lost", name, incarnation, cause)
         self._on_lost(name, cause)
 
     # --- connections ----------------------------------------------------------------------------------------
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> PeerState:
         if name not in self._peers:
-            self._peers[name] = _Peer(name, *self._limits)
+            self._peers[name] = PeerState(name, *self._limits)
         return self._peers[name]
 
     async def _link(self, name: str) -> tuple[Link, PeerAddress]:
@@ -377,15 +309,7 @@ class Hub:
     async def _connect(self, address: PeerAddress) -> Link:
         """Connect to a process and exchange addresses. Raises OSError, ConnectionRefused, WorkerDied."""
         if address.machine == self.address.machine:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            try:
-                await asyncio.get_running_loop().sock_connect(sock, address.unix)
-                if _uid(sock) != os.getuid():
-                    raise ConnectionRefused(f"{address.unix} belongs to another user")
-            except BaseException:
-                sock.close()
-                raise
+            sock = await connect_unix(address.unix)
         else:
             if not address.tcp:
                 raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
@@ -393,15 +317,20 @@ class Hub:
             sock, _ = await dial(address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
         connection = _Connection(self, sock, address.name)
         self._connections.add(connection)
-        theirs = await connection.link.call("introduce", self.address)
-        if theirs.incarnation != address.incarnation:
-            raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+        try:
+            theirs = await connection.link.call("introduce", self.address)
+            if theirs.incarnation != address.incarnation:
+                raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+        except BaseException as error:
+            connection.end(f"refused: {error}")
+            raise
         self._joined(connection, theirs)
         return connection.link
 
     def _joined(self, connection: _Connection, theirs: PeerAddress) -> None:
         """Take notice of a process at the other end of a connection."""
         state = self._peer(theirs.name)
+        state.gone.pop(theirs.incarnation, None)  # it was given up too early
         if state.address is not None and state.address.incarnation != theirs.incarnation:
             self._lose(theirs.name, state.address.incarnation, "another process of its name has started")
         connection.peer, connection.link.name = theirs, theirs.name
@@ -458,8 +387,8 @@ class Hub:
         return None if address is None else self._paths.get((self.address.incarnation, address.incarnation))
 
     async def hold(self, message: Any, label: str = "", *, near: bool = False) -> PayloadRef:
-        """Hold a message until ``release(ref.id)``, for any number of fetches by any process: in shared memory, where it
-        outlasts this process until the driver forgets that. ``near``: by reference, which costs no copy where it is
+        """Hold a message until ``release(ref.id)``, for any number of fetches by any process: in shared memory, where
+        it outlasts this process until the driver forgets that. ``near``: by reference, which costs no copy where it is
         fetched in this process. Raises ConfigurationError that names what can't be pickled; ``label``: of which call
         or channel."""
         return await self._payloads.hold(message, label, "reference" if near else "shared memory")
@@ -471,14 +400,8 @@ class Hub:
     async def fetch(self, ref: PayloadRef) -> Any:
         """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
         with its owner alone, and that has ended."""
-        if ref.inline:
-            return load(*split(memoryview(bytearray(ref.inline))))
-        if ref.incarnation == self.address.incarnation:
-            if (held := self._payloads.message(ref.id)) is not None:
-                return held[0]
-            return read(ref.segment, ref.id) if ref.segment else load(*self._payloads.parts(ref.id))
-        if ref.segment and ref.machine == self.address.machine:
-            return read(ref.segment, ref.id)
+        if (found := self._payloads.read(ref)) is not None:
+            return found[0]
         link, address = await self._link(ref.owner)
         if address.incarnation != ref.incarnation:
             raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
@@ -502,41 +425,15 @@ class Hub:
         state = self._peer(owner.name)
         async with state.collecting:
             group, state.group = state.group, None  # a transfer that is cut off leaves it in no known state
-            if new := group is None:
-                here = owner.machine == self.address.machine
-                place = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
-                host = "" if here else split_address(self.address.tcp)[0]
-                group = PairGroup(backend, 1, place if here else f"{host}:0", host)
-            header, buffers = await self._ask(link, "collect", ref.id, backend, group.rendezvous, new)
-            sizes = [part for part in buffers if isinstance(part, int)]
-            if new:
-                await self._unless_lost(state, asyncio.to_thread(group.join))
+            if group is None:
+                file = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
+                meeting = file if owner.machine == self.address.machine else f"{self._host}:0"
+                group = PairGroup(backend, 1, meeting, self._host)
+            header, parts, sizes = await self._ask(link, "collect", ref.id, backend, group.rendezvous)
             if sizes:
-                tensors = iter(await self._unless_lost(state, asyncio.to_thread(group.receive, sizes)))
-                buffers = [next(tensors) if isinstance(part, int) else part for part in buffers]
-            state.group = group
-        return load(header, buffers)
-
-    async def _send_aside(self, backend: Literal["gloo", "nccl"], rendezvous: str, tensors: list[Any]) -> None:
-        """Send tensors by a process group, after those before."""
-        if new := rendezvous not in self._groups:
-            host = "" if rendezvous.startswith("/") else split_address(self.address.tcp)[0]
-            self._groups[rendezvous] = PairGroup(backend, 0, rendezvous, host), asyncio.Lock()
-        group, sending = self._groups[rendezvous]
-        async with sending:
-            if new:
-                await asyncio.to_thread(group.join)
-            if tensors:
-                await asyncio.to_thread(group.send, tensors)
-
-    async def _unless_lost(self, state: _Peer, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of ``work`` in a thread, unless the process at its other end ends. Raises WorkerDied."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait((task, state.lost), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            raise state.died()
-        return task.result()
+                parts += await state.unless_lost(asyncio.to_thread(group.receive, sizes))
+                state.group = group
+        return load(header, parts)
 
     # --- point to point -------------------------------------------------------------------------------------
 
@@ -586,16 +483,3 @@ class Hub:
 
 async def _as_is(message: Any) -> Any:
     return message
-
-
-def _uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(credentials)[1]
-
-
-def new_folder() -> Path:
-    """A path for the folder of a new workflow, the same on all of its machines."""
-    from headway.flow.segments import FOLDER_PREFIX, SHARED_MEMORY
-
-    return SHARED_MEMORY / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"

@@ -11,26 +11,34 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from headway.flow.packing import ALIGNMENT, Packed, load, split
+import numpy as np
+
+from headway.flow.packing import ALIGNMENT, Packed, split
 from headway.records.errors import HeadwayError
 from headway.runtime.scratch import remove_unlocked
 
 SHARED_MEMORY = Path("/dev/shm")
-FOLDER_PREFIX = "headway-flow-"
+_FOLDER_PREFIX = "headway-flow-"
 _SPARE = 8  # released segments that are kept for the next payloads
 _NUMBER = struct.Struct("<Q")  # at the start of a segment: of the payload in it
 
 
 class PayloadReleased(HeadwayError):
     """A payload was fetched after its owner had released it, or was forgotten."""
+
+
+def new_folder() -> Path:
+    """A path for the folder of a new workflow, the same on all of its machines."""
+    return SHARED_MEMORY / f"{_FOLDER_PREFIX}{secrets.token_hex(8)}"
 
 
 class WorkflowFolder:
@@ -42,7 +50,7 @@ class WorkflowFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        remove_unlocked(self.path.parent, f"{FOLDER_PREFIX}*")
+        remove_unlocked(self.path.parent, f"{_FOLDER_PREFIX}*")
 
     def forget(self, incarnation: str) -> None:
         """Remove what a dead process left."""
@@ -143,22 +151,38 @@ class _Segment:
         os.close(self._descriptor)
 
 
-def read_buffers(path: str, number: int) -> tuple[memoryview, list[memoryview]]:
-    """Header and buffers of a payload in a segment of this machine. They are this process's own: what is written to
-    them changes no other reader's, and the segment isn't used again while one of them lives. Raises PayloadReleased."""
-    with suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with suppress(BlockingIOError):  # it is being written anew
+class SegmentReader:
+    """Reads the segments of this machine's processes."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, mmap.mmap] = {}  # of segments that were read by this process alone, and come again
+
+    def read(self, path: str, number: int, *, alone: bool) -> tuple[memoryview, list[memoryview]]:
+        """Header and parts of a payload, whose segment isn't used again while one of them lives. They are this process's
+        own: for a payload that it reads ``alone`` the segment itself, else memory that is copied where it is written
+        to. Raises PayloadReleased."""
+        with suppress(FileNotFoundError, BlockingIOError):  # removed, or being written anew
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)  # has a descriptor of its own
+                mapped = self._kept(path) if alone else mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
                 if _NUMBER.unpack_from(mapped)[0] == number:
-                    return split(memoryview(mapped)[ALIGNMENT:])
-        finally:
-            os.close(descriptor)
-    raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")
+                    content = np.frombuffer(mapped, np.uint8)
+                    weakref.finalize(content, os.close, os.dup(descriptor)).atexit = False  # with it goes the lock
+                    return split(memoryview(content)[ALIGNMENT:])
+            finally:
+                os.close(descriptor)
+        raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")
 
-
-def read(path: str, number: int) -> Any:
-    """The message of a payload in a segment of this machine: see `read_buffers`."""
-    return load(*read_buffers(path, number))
+    def _kept(self, path: str) -> mmap.mmap:
+        """The mapping of a segment, made once: to map 100 MB anew costs as much as to copy them."""
+        if path not in self._mapped:
+            gone = [known for known in self._mapped if not Path(known).exists()]
+            for known in (*gone, *list(self._mapped)[: len(self._mapped) - _SPARE + 1]):
+                self._mapped.pop(known, None)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # without the lock, which ends with the message
+            try:
+                self._mapped[path] = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        return self._mapped[path]

@@ -14,8 +14,8 @@ import torch
 from flow_peer import KEY, digest, tensors, workflow
 from worker_processes import run
 
-from headway.flow.peers import Hub, new_folder
-from headway.flow.segments import PayloadReleased
+from headway.flow.peers import Hub
+from headway.flow.segments import PayloadReleased, new_folder
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.runtime.nodes.handshake import ConnectionRefused, make_key
 
@@ -45,5 +45,126 @@ def test_calls_go_both_ways_and_carry_remote_tracebacks():
                 await hub.call("b", "_hidden")
             with pytest.raises(ConfigurationError, match=r"call of b\.echo: arguments\[1\]\['callback'\] = <function"):
                 await hub.call("b", "echo", 1, {"x": 2, "callback": lambda: None})
+
+    run(main)
+
+
+@pytest.mark.parametrize("settings", [{}, {"forced_path": "gloo"}, {"forced_path": "link"}], ids=str)
+def test_messages_of_many_tensors_arrive_equal_and_in_order(settings: dict[str, Any]):
+    async def main() -> None:
+        paths: list[Any] = []
+        noted = {"on_path": lambda *pair: paths.append(pair)}
+        async with workflow("a", "b", driver=noted, **settings) as (hub, workers, _):
+            a, b = workers["a"], workers["b"]
+            sent = [await a.call("make", name, 1, *shape) for name, shape in (("many", (1000, 26214)), ("big", BIG))]
+            await a.call("keep", "small", {"x": torch.ones(3, dtype=torch.bfloat16)})
+            sending = asyncio.gather(*(a.call("send", "b", name) for name in ("many", "small", "big", "many")))
+            received = [await b.call("recv", "a") for _ in range(4)]
+            await sending
+            assert received == [sent[0], digest({"x": torch.ones(3, dtype=torch.bfloat16)}), sent[1], sent[0]]
+            assert await a.call("path_to", "b") == settings.get("forced_path", "shared memory")
+            nested = {"a": [tensors(3, 2, 50_000), np.arange(50_000)], "b": (torch.ones(2, 3), None, "text")}
+            for _ in range(3):
+                assert digest(await hub.call("b", "echo", nested)) == digest(nested)
+            assert paths == [("driver", "b", settings.get("forced_path", "shared memory"))] or (
+                sorted(pair[2] for pair in paths) == sorted(2 * [settings.get("forced_path", "")])
+            )
+
+    run(main)
+
+
+def test_two_machines_use_the_link_with_the_runs_key():
+    async def main() -> None:
+        elsewhere = {"machine": "another", "host": "127.0.0.1"}
+        async with workflow("a", driver={"host": "127.0.0.1"}) as (hub, _, start):
+            b = await start("b", **elsewhere)
+            assert await hub.call("a", "echo", 1) == 1
+            big = tensors(0, *BIG)
+            assert digest(await hub.call("b", "echo", big)) == digest(big)
+            assert hub.path_to("b") == "link"
+            ref = await hub.hold(big)
+            assert await b.call("fetch", ref) == digest(big)
+            settings: dict[str, Any] = {"driver": hub.address, "folder": new_folder(), "machine": "third"}
+            for wrong in ({"key": make_key(), "epoch": 1}, {"key": KEY, "epoch": 2}):
+                intruder = Hub("intruder", **(settings | wrong))
+                with pytest.raises(ConnectionRefused):
+                    await intruder.start()
+            assert not left_in(settings["folder"])
+
+    run(main)
+
+
+def test_a_killed_peer_fails_what_waits_for_it_and_its_successor_is_reconnected():
+    async def main() -> None:
+        lost: list[tuple[str, str]] = []
+        async with workflow("a", "b", driver={"on_lost": lambda *end: lost.append(end)}) as (hub, workers, start):
+            a, b = workers["a"], workers["b"]
+            await a.call("keep", "x", torch.arange(100_000))
+            await a.call("send", "b", "x")
+            assert await b.call("recv", "a") == digest(torch.arange(100_000))
+            calls = [
+                asyncio.ensure_future(call)
+                for call in (hub.call("b", "hang"), a.call("call_peer", "b", "hang"), a.call("recv", "b"))
+            ]
+            await asyncio.sleep(0.3)
+            incarnation = (await hub.find("b")).incarnation
+            os.kill(b.pid, signal.SIGKILL)
+            async with asyncio.timeout(2):
+                ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(ends[0], WorkerDied)
+            assert all(isinstance(end, RemoteError) and "worker b died" in str(end) for end in ends[1:])
+            await b.died
+            hub.forget(incarnation, "killed by SIGKILL (9)")
+            with pytest.raises(RemoteError, match="worker b died"):
+                await a.call("recv", "b")
+            sending = asyncio.ensure_future(a.call("send", "b", "x"))  # waits for the successor
+            b = await start("b")
+            assert await b.call("recv", "a") == digest(torch.arange(100_000))
+            await sending
+            receiving = asyncio.ensure_future(a.call("recv", "b"))
+            await b.call("keep", "y", [1, 2])
+            await b.call("send", "a", "y")
+            assert await receiving == digest([1, 2])
+            assert await hub.call("a", "relay", "b", 7) == 7
+            assert [name for name, _ in lost] == ["b"]
+
+    run(main)
+
+
+def test_payloads_outlast_their_owner_until_it_is_forgotten_and_nothing_is_left():
+    async def main() -> None:
+        folder = new_folder()
+        async with workflow("a", "b", folder=folder) as (hub, workers, _):
+            a, b = workers["a"], workers["b"]
+            await a.call("make", "x", 5, 10, 100_000)
+            ref, other = [await a.call("hold", "x") for _ in range(2)]
+            assert await b.call("fetch", ref) == await b.call("fetch", ref) == digest(tensors(5, 10, 100_000))
+            mine = await hub.fetch(other)
+            mine["t0"][:] = 0  # this process's own: the next reader has what was sent
+            await a.call("release", other.id)
+            third = await a.call("hold", "x")  # not where somebody still reads
+            assert digest({**mine, "t0": tensors(5, 10, 100_000)["t0"]}) == digest(tensors(5, 10, 100_000))
+            assert await b.call("fetch", third) == digest(tensors(5, 10, 100_000))
+            assert await a.call("segments") == 3
+            del mine
+            await a.call("hold", "x")
+            assert await a.call("segments") == 3  # the released one is used again
+            with pytest.raises(PayloadReleased):
+                await hub.fetch(other)
+            os.kill(a.pid, signal.SIGKILL)
+            await a.died
+            assert digest(await hub.fetch(ref)) == digest(tensors(5, 10, 100_000))
+            hub.forget(ref.incarnation, "killed")
+            with pytest.raises(PayloadReleased):
+                await hub.fetch(ref)
+            assert not [name for name in left_in(folder) if name.startswith(ref.incarnation)]
+        assert not folder.exists()
+        killed = new_folder()
+        async with workflow("c", folder=killed, driver={"folder": new_folder()}) as (_, workers, _start):
+            os.kill(workers["c"].pid, signal.SIGKILL)
+            await workers["c"].died
+            assert left_in(killed)
+            async with workflow():  # the next one that starts here cleans up
+                assert not left_in(killed)
 
     run(main)

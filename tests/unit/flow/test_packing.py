@@ -1,0 +1,120 @@
+"""Packing: what comes out is what went in, arrays share the block's memory, errors name the culprit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flow_peer import digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.flow.packing import ALIGNMENT, Arguments, load, pack, split, unpack
+from headway.records.errors import ConfigurationError
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+]
+
+
+def there_and_back(message: Any) -> Any:
+    packed = pack(message)
+    flat = bytearray(packed.flat_bytes)
+    packed.write(memoryview(flat))
+    through_frames = load(packed.header, [bytearray(part) for part in packed.memory()])
+    through_block = load(*split(memoryview(flat)))
+    assert digest(through_frames) == digest(through_block)
+    return through_block
+
+
+def tensor(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, grad: bool) -> torch.Tensor:
+    made = (torch.arange(2 * int(np.prod(shape, dtype=int))) % 2).to(dtype).reshape(*shape, 2)
+    made = made[..., 1] if strided else made[..., 0].clone()
+    return made.requires_grad_() if grad and dtype.is_floating_point and dtype.itemsize > 1 else made
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+tensors = st.builds(tensor, st.sampled_from(DTYPES), shapes, st.booleans(), st.booleans())
+arrays = st.builds(
+    lambda kind, shape, step: np.arange(2 * int(np.prod(shape, dtype=int))).astype(kind)[::step],
+    st.sampled_from(["f8", "f4", "i2", "u1", "?", "c8", "U3", "M8[s]"]),
+    shapes,
+    st.sampled_from([1, 2]),
+)
+leaves = st.one_of(tensors, arrays, st.integers(), st.text(), st.none(), st.binary(), st.floats(allow_nan=False))
+messages = st.recursive(
+    leaves, lambda child: st.lists(child) | st.dictionaries(st.text(), child) | st.tuples(child, child), max_leaves=12
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(messages)
+def test_any_structure_comes_back_equal(message: Any):
+    assert digest(there_and_back(message)) == digest(message)
+
+
+def test_arrays_are_aligned_writable_views_of_the_block():
+    message = {"t": torch.arange(10), "a": np.arange(3, dtype=np.int8), "frozen": np.arange(5)}
+    message["frozen"].setflags(write=False)
+    packed = pack(message)
+    block = bytearray(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in packed.sizes))
+    at = 0
+    for part in packed.memory():
+        block[at : at + part.nbytes] = part
+        at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+    found = unpack(packed.header, memoryview(block))
+    assert digest(found) == digest(message)
+    found["t"][0] = 77
+    assert 77 in np.frombuffer(block, np.int64)
+    assert found["a"].flags.writeable
+    assert not found["frozen"].flags.writeable
+
+
+def test_identity_subclasses_and_other_layouts_survive():
+    shared = torch.arange(4.0)
+    sparse = torch.eye(3).to_sparse()
+    weights = torch.nn.Parameter(torch.ones(2, 2))
+    found = there_and_back(
+        [shared, shared, OrderedDict(w=weights), sparse, torch.ones(2, dtype=torch.complex64).conj()]
+    )
+    assert found[0] is found[1]
+    assert isinstance(found[2]["w"], torch.nn.Parameter)
+    assert torch.equal(found[2]["w"], weights)
+    assert torch.equal(found[3].to_dense(), torch.eye(3))
+    assert torch.equal(found[4].resolve_conj(), torch.ones(2, dtype=torch.complex64))
+    negative = torch.tensor([1 + 2j]).conj().imag  # its bytes have the other sign
+    assert negative.is_neg()
+    assert torch.equal(there_and_back(negative), torch.tensor([-2.0]))
+
+
+def test_tensors_left_aside_are_not_in_the_block():
+    packed = pack({"x": torch.arange(6).reshape(2, 3), "a": np.arange(3)}, tensors="cpu")
+    assert [part.nbytes for part in packed.memory()] == [24]
+    bytes_of = [part.reshape(-1).view(torch.uint8) for part in packed.tensors]
+    found = load(packed.header, [*(bytearray(part) for part in packed.memory()), *bytes_of])
+    assert torch.equal(found["x"], torch.arange(6).reshape(2, 3))
+
+
+class Holder:
+    """An object with a part that can't be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = (i for i in ())
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        (Arguments((1, {"callback": lambda: 0}), {}), r"arguments\[1\]\['callback'\] = <function"),
+        (Arguments((), {"handle": [(i for i in ())]}), r"named\['handle'\]\[0\] = generator"),
+        ([torch.ones(2), Holder()], r"message\[1\]\.lock = generator"),
+        (lambda: 0, r"message = <function"),
+    ],
+)
+def test_an_unpicklable_part_is_named(message: Any, where: str):
+    with pytest.raises(ConfigurationError, match=f"call of b.score: {where}"):
+        pack(message, "call of b.score")
