@@ -87,7 +87,7 @@ class Train(Worker):
             async with self.turn():
                 report = self.trainer.forward_backward(batch) if self.chunk else self.trainer.train_step(batch)
         async with self.turn():
-            report = self.trainer.optim_step() if self.chunk else report
+            report = report if isinstance(report, StepReport) else self.trainer.optim_step()
             return report, self.trainer.publish(report.version)
 
     def save(self, path: str) -> None:

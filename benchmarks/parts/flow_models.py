@@ -50,7 +50,9 @@ class Samples(Worker):
 
     async def _sample(self, group: Group) -> FinishedGroup:
         members = await asyncio.gather(*(self.rollouts.generate_member(group, n) for n in range(group.size)))
-        return FinishedGroup(group=group, rollouts=tuple(_rewarded(rollout, rollout.response_ids) for rollout in members))
+        return FinishedGroup(
+            group=group, rollouts=tuple(_rewarded(rollout, rollout.response_ids) for rollout in members)
+        )
 
     def update(self, weights: PublishedWeights) -> None:
         self.weights = weights
@@ -140,7 +142,9 @@ async def trained(
         for index in range(count):  # the same lengths in every step, so that plans can be compared
             prompt = tokenizer.render(tasks.next().prompt, experiment.model.template)
             task = load_tasks(experiment.tasks.train, experiment.run.seed)[0]
-            await groups.put(Group(index=index, task=task, prompt_ids=prompt, size=size, admitted_version=step, admitted_s=0.0))
+            await groups.put(
+                Group(index=index, task=task, prompt_ids=prompt, size=size, admitted_version=step, admitted_s=0.0)
+            )
         groups.close()
         sampling = samples.run(groups, sampled)
         judging = None if judges is None else judges.run(sampled, scored)

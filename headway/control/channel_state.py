@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-Balance = Literal["round_robin", "weight"] | Callable[[float, Mapping[str, float]], str]
-"""How items are assigned to consumers: in turn, to the one with the least weight so far, or as a function says, given an
-item's weight and the consumers' weights so far."""
+Chooses = Callable[[float, Mapping[str, float]], str]
+Balance = Literal["round_robin", "weight"] | Chooses
+"""How items are assigned to consumers: in turn, to the one with the least weight so far, or as a function says, given
+an item's weight and the consumers' weights so far."""
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +69,9 @@ class ChannelState:
     """The items of a channel, first in, first out, and those who wait at its two ends.
 
     An item is *waiting* with its producer while there is no place, then *in* the channel, then *got* by a consumer,
-    until that one's call ends (`acknowledge`) or it dies (`bring_back`: the item is the channel's first again). Items go
-    to the oldest request, or with ``balance`` to the consumer they are assigned to when they come in. A request for a
-    weight collects items as they come, so any capacity of at least one item will do.
+    until that one's call ends (`acknowledge`) or it dies (`bring_back`: the item is the channel's first again). Items
+    go to the oldest request, or with ``balance`` to the consumer they are assigned to when they come in. A request for
+    a weight collects items as they come, so any capacity of at least one item will do.
 
     Invariants: every item put is in exactly one of the four places, or acknowledged; at most ``capacity`` items and
     ``capacity_bytes`` are in the channel, but for those that were brought back.
@@ -259,18 +260,18 @@ class ChannelState:
 
     def _assign(self, item: Item) -> str:
         """The consumer that is to get an item that comes in."""
-        if self._balance is None:
+        balance, names = self._balance, list(self._weights)
+        if balance is None:
             return ""
-        names = list(self._weights)
-        if self._balance == "round_robin":
-            chosen = names[self._turn % len(names)]
-            self._turn += 1
-        elif self._balance == "weight":
-            chosen = min(names, key=self._weights.__getitem__)
-        else:
-            chosen = self._balance(item.weight, dict(self._weights))
+        if callable(balance):
+            chosen = balance(item.weight, dict(self._weights))
             if chosen not in self._weights:
                 raise ValueError(f"channel {self.name}: balance chose {chosen!r}; valid: {', '.join(names)}")
+        elif balance == "round_robin":
+            chosen = names[self._turn % len(names)]
+            self._turn += 1
+        else:
+            chosen = min(names, key=self._weights.__getitem__)
         self._weights[chosen] += item.weight
         return chosen
 

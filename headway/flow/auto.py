@@ -178,6 +178,7 @@ def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices:
     for pipeline in pipelines_of(plan.phases):
         for part in (part for level in pipeline.levels for part in level):
             for turn in (turn for turn in part.turns if turn.inside is None and turn.device is not None):
+                assert turn.device is not None
                 first, _ = part.devices[turn.device]
                 chunk = pipeline.items_per_chunk
                 placed[turn.name] = StagePlacement(

@@ -1,4 +1,4 @@
-"""`Channel`: a bounded queue between the workers of a workflow, whose items travel from producer to consumer directly."""
+"""`Channel`: a bounded queue between workers, whose items travel from producer to consumer directly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The process of a workflow's worker: builds the user's object, runs its methods, connects it to the others.
 
-The process has four threads: the main one takes calls (`runtime/child.py`), one runs the user's methods in an event loop
-that is always there, so that the devices can be given up between and inside calls, one serves the links to other
+The process has four threads: the main one takes calls (`runtime/child.py`), one runs the user's methods in an event
+loop that is always there, so that the devices can be given up between and inside calls, one serves the links to other
 processes, so that a worker that computes keeps nobody waiting, and one answers health checks.
 """
 

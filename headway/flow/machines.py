@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headway.config.cluster import ClusterConfig
-from headway.flow.peers import new_folder
+from headway.flow.segments import new_folder
 from headway.runtime.clock import Clock
 from headway.runtime.devices import split_node
 from headway.runtime.nodes.encryption import make_certificate

@@ -19,6 +19,7 @@ from headway.flow.channels import Channels
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import EPOCH, open_machines
 from headway.flow.peers import Hub
+from headway.flow.placement import text_of
 from headway.flow.process import enter
 from headway.flow.stage import STOP_GRACE_S, Stage, Surroundings
 from headway.flow.steps import StepBook
@@ -56,11 +57,11 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     (or a `Planner` of your own).
     Options: ``devices``; ``items`` of a step, which "auto" needs, as do several workers that share all of them;
     ``directory``, where logs, events and steps are written; ``stall_s``: when nothing has moved for so long and all
-    workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, this machine by default;
-    ``cluster``: the other machines, whose agents (`headway node`) somebody starts.
+    workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, by default this
+    machine; ``cluster``: the other machines, whose agents (`headway node`) somebody starts.
 
-    Raises what the workflow raises; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback of
-    a worker's method; WorkerDied.
+    Raises what the workflow raises; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
+    of a worker's method; WorkerDied.
     """
     return asyncio.run(run_async(workflow, plan, *arguments, **options))
 
@@ -102,7 +103,7 @@ class Flow:
         self._clock = RealClock()
         self._waits = Waits(self._clock.now)
         self._book = StepBook(options.directory, self._clock)
-        self._locks = DeviceLocks(self._clock, self._waits)
+        self._locks = DeviceLocks(self._clock, self._waits, on_event=self._book.event, on_span=self._book.span)
         self._channels = Channels(self._clock, self._waits)
         self._stages: dict[str, Stage] = {}
         self._stack = AsyncExitStack()
@@ -211,8 +212,8 @@ class Flow:
         balance: Balance | None = None,
         consumers: WorkerGroup | None = None,
     ) -> Channel:
-        """Make a channel of at most ``items`` items and ``bytes`` bytes. ``balance``: how ``consumers`` share its items;
-        by default whoever asks first gets the oldest."""
+        """Make a channel of at most ``items`` items and ``bytes`` bytes. ``balance``: how ``consumers`` share its
+        items; by default whoever asks first gets the oldest."""
         return self._channels.make(name, items, bytes, balance, [] if consumers is None else consumers.names)
 
     async def steps(self, count: int) -> AsyncIterator[int]:
@@ -224,9 +225,9 @@ class Flow:
                 and (better := self._planner.plan_for(step, self.plan, self.history)) is not None
             ):
                 await self._move(better)
-            self._book.begin(step, self._locks.idle_wanted_s)
+            self._book.begin(step, self._locks.statistics().idle_wanted_s)
             yield step
-            ended, turns = await self._book.end(self.plan, self._groups(), self._locks.idle_wanted_s)
+            ended, turns = await self._book.end(self.plan, self._groups(), self._locks.statistics().idle_wanted_s)
             self.history.append(ended)
             if self._planner is not None:
                 movable = {name for name, stage in self._stages.items() if stage.keeps_state}
@@ -243,7 +244,7 @@ class Flow:
         self._book.moved(seconds)
         expected = "" if plan.expected_s is None else f", expected {plan.expected_s:.3g} s a step"
         self._book.event(
-            "plan_changed", f"{before.text} -> {plan.text}{expected}; took {seconds:.1f} s", seconds=seconds
+            "plan_changed", f"{text_of(before)} -> {text_of(plan)}{expected}; took {seconds:.1f} s", seconds=seconds
         )
 
     def _on_path(self, sender: str, receiver: str, path: str) -> None:

@@ -1,4 +1,4 @@
-"""A stage of a workflow on the devices of its plan: its workers are started there, moved, and replaced when they die."""
+"""A stage of a workflow on the devices of its plan: its workers are started there, moved, and replaced."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.control.device_lock import Party
 from headway.flow.channels import Channels
 from headway.flow.group import WorkerGroup
 from headway.flow.host import WorkerSetup
 from headway.flow.machines import EPOCH, FlowMachines
 from headway.flow.peers import Hub
+from headway.flow.placement import shares
 from headway.flow.steps import StepBook
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan
 from headway.runtime.clock import Clock
 from headway.runtime.device_lock import DeviceLocks
+from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot, start_all
 from headway.runtime.workers import WorkerHandle, WorkerSpec
 
@@ -42,7 +45,7 @@ class Surroundings:
 
 
 class Stage:
-    """A stage: the class of its workers, how they are built, and its `WorkerGroup`, which stays the same when they move.
+    """A stage: the class of its workers, how they are built, and its `WorkerGroup`, which stays when they move.
 
     Lifecycle: *declared* -> ``start`` -> *running*, here or elsewhere (``move``) -> ``stop``.
     """
@@ -79,12 +82,12 @@ class Stage:
         return self.kind.stateless or (hasattr(self.kind, "state") and hasattr(self.kind, "restore"))
 
     async def start(self, plan: ExecutionPlan) -> None:
-        """Start one worker on each of the plan's devices. Raises ConfigurationError, and the errors of building them."""
+        """Start one worker on each of the plan's devices. Raises ConfigurationError, and what building them raises."""
         devices = plan.stages[self.name].devices
         if self.most is not None and len(devices) > self.most:
             raise ConfigurationError(
-                f"stage {self.name!r} ({self._where}): the plan gives it {len(devices)} devices; it can have {self.most} "
-                "worker(s), one on each"
+                f"stage {self.name!r} ({self._where}): the plan gives it {len(devices)} devices; it can have "
+                f"{self.most} worker(s), one on each"
             )
         slots = [self._slot(plan, rank, device) for rank, device in enumerate(devices)]
         self.group.slots[:] = slots
@@ -96,8 +99,8 @@ class Stage:
             return []
         if not self.keeps_state:
             raise ConfigurationError(
-                f"stage {self.name!r} ({self._where}) can't be moved: its class has no state() and restore(), and isn't "
-                "stateless"
+                f"stage {self.name!r} ({self._where}) can't be moved: its class has no state() and restore(), and "
+                "isn't stateless"
             )
         states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
         await self.stop()
@@ -147,7 +150,7 @@ class Stage:
             certificate=around.machines.certificate,
             orphan_s=around.machines.orphan_s,
             chunk=plan.worker_chunk(self.name),
-            shares=plan.shares(self.name, device),
+            shares=shares(plan, self.name, device),
             script=self._script,
         )
 
@@ -183,11 +186,8 @@ class Stage:
                 self._around.book.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
 
         self._around.locks.add(
-            name,
-            setup.stage,
-            [setup.device],
-            self._order,
-            recall=lambda: hub.call(name, "recall"),
+            Party(name=name, stage=setup.stage, devices=parse_device(setup.device).units(), order=self._order),
+            wanted=lambda: hub.call(name, "recall"),
             onload=lambda: hub.call(name, "onload"),
             offload=offload,
             loaded=loaded,

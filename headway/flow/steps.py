@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headway.flow.placement import mode_of
 from headway.flow.worker import StageTimes
 from headway.records.errors import RemoteError, WorkerDied
 from headway.records.execution import ExecutionPlan, FlowStep, StageStep
 from headway.records.ledger import EventRecord
+from headway.records.trace import Span
 from headway.runtime.clock import Clock
 from headway.runtime.line_file import LineFile
 from headway.telemetry.trace_file import TraceFile
@@ -51,6 +53,11 @@ class StepBook:
         self.events.append(record)
         self._write(record)
 
+    def span(self, device: str, party: str, what: str, start_s: float, end_s: float) -> None:
+        """Record that a worker was loaded or offloaded, on the device's track of the trace."""
+        if self._trace is not None:
+            self._trace.write(Span(track=device, name=f"{what} {party}", start_s=start_s, end_s=end_s, step=self._step))
+
     def moved(self, seconds: float) -> None:
         """The plan was changed, which took so long, before the next step."""
         self._moved_s += seconds
@@ -59,8 +66,10 @@ class StepBook:
         """A step begins; ``idle_s``: of the device locks so far."""
         self._step, self._began_s, self._idle_s = step, self._clock.now(), idle_s
 
-    async def end(self, plan: ExecutionPlan, groups: Mapping[str, WorkerGroup], idle_s: float) -> FlowStep:
-        """The step has ended: ask all workers for their times."""
+    async def end(
+        self, plan: ExecutionPlan, groups: Mapping[str, WorkerGroup], idle_s: float
+    ) -> tuple[FlowStep, Turns]:
+        """The step has ended: ask all workers for their times. Returns it, and what single turns took."""
         now = self._clock.now()
         stages: dict[str, StageStep] = {}
         turns: Turns = {}
@@ -73,7 +82,7 @@ class StepBook:
         record = FlowStep(
             step=self._step,
             seconds=now - self._began_s,
-            mode=plan.mode,
+            mode=mode_of(plan),
             stages=stages,
             expected_s=plan.expected_s,
             lock_idle_s=idle_s - self._idle_s,

@@ -19,8 +19,8 @@ _ASK_S = 10.0
 
 
 class Watch:
-    """Ends a workflow in which nothing has moved for ``stall_s`` while every worker that has a call waits: with the name
-    of what each waits for, and the channels that nobody reads. A worker that computes may take any time."""
+    """Ends a workflow in which nothing has moved for ``stall_s`` while every worker that has a call waits: with the
+    name of what each waits for, and the channels that nobody reads. A worker that computes may take any time."""
 
     def __init__(
         self,

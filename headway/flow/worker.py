@@ -108,7 +108,7 @@ class Worker:
         return self._host.turns.turn()
 
     async def send(self, message: Any, to: str, tag: str = "") -> None:
-        """Send a message to another worker (STAGE-RANK), directly; returns when it has room for it. Raises WorkerDied."""
+        """Send a message to another worker (STAGE-RANK), directly; returns when there is room. Raises WorkerDied."""
         await self._host.send(message, to, tag)
 
     async def recv(self, source: str, tag: str = "") -> Any:
@@ -119,8 +119,8 @@ class Worker:
 class Turns:
     """A worker's side of the lock of its devices, and its clock of busy and waiting time.
 
-    Lifecycle: *without* the devices -> *asks* -> *has* them, and keeps them between turns -> *recalled* by another stage
-    that wants them -> *without*, as soon as it waits. All methods run in the event loop of the worker.
+    Lifecycle: *without* the devices -> *asks* -> *has* them, and keeps them between turns -> *recalled* by another
+    stage that wants them -> *without*, as soon as it waits. All methods run in the event loop of the worker.
     """
 
     def __init__(self, host: WorkerHost) -> None:

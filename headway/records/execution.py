@@ -31,28 +31,6 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     items: Count | None = None  # of a step; needed where several workers take all of a step's items
     expected_s: float | None = None  # seconds of a step, by the planner
 
-    @property
-    def mode(self) -> Mode:
-        """Temporal: all stages have the same devices. Spatial: no two share any. Else hybrid."""
-        sets = {frozenset(placed.devices) for placed in self.stages.values()}
-        if len(self.stages) > 1 and len(sets) == 1:
-            return "temporal"
-        used = [device for placed in self.stages.values() for device in placed.devices]
-        return "spatial" if len(used) == len(set(used)) else "hybrid"
-
-    @property
-    def text(self) -> str:
-        """The plan in words."""
-        stages = (
-            f"{name} on {', '.join(placed.devices)}" + ("" if placed.chunk is None else f" by {placed.chunk}")
-            for name, placed in self.stages.items()
-        )
-        return f"{self.mode}: {'; '.join(stages)}"
-
-    def shares(self, stage: str, device: str) -> bool:
-        """Whether another stage has a stage's device too."""
-        return any(device in placed.devices for name, placed in self.stages.items() if name != stage)
-
     def worker_chunk(self, stage: str) -> int | None:
         """Items that one worker of a stage takes at once; None: all that come."""
         placed = self.stages[stage]

@@ -21,6 +21,7 @@ WAIT = "a device"  # the kind of wait under which a party waits for its devices
 @dataclass(frozen=True, kw_only=True)
 class _Moves:
     recall: Move | None
+    wanted: Move | None
     resume: Move | None
     onload: Move | None
     offload: Move | None
@@ -65,15 +66,18 @@ class DeviceLocks:
         party: Party,
         *,
         recall: Move | None = None,
+        wanted: Move | None = None,
         resume: Move | None = None,
         onload: Move | None = None,
         offload: Move | None = None,
+        loaded: bool = False,
     ) -> None:
         """Take in a party. ``recall`` and ``resume``: it is a standing one, already on its devices unless they are
-        held; ``recall`` returns when it computes no more. ``onload``, ``offload``: bring its state to its devices, and
-        away. Raises ValueError for a name that is taken."""
-        self._lock.add(party, loaded=recall is not None)
-        self._moves[party.name] = _Moves(recall=recall, resume=resume, onload=onload, offload=offload)
+        held; ``recall`` returns when it computes no more. ``wanted``: told that somebody wants what it holds, which it
+        gives up by `release` when it can. ``loaded``: it is on its devices. ``onload``, ``offload``: bring its state to
+        its devices, and away. Raises ValueError for a name that is taken."""
+        self._lock.add(party, loaded=loaded or recall is not None)
+        self._moves[party.name] = _Moves(recall=recall, wanted=wanted, resume=resume, onload=onload, offload=offload)
         if recall is not None:
             now = self._clock.now()
             changes = self._lock.ask(party.name, now)
@@ -126,6 +130,11 @@ class DeviceLocks:
         """Give a party's devices up; no-op for one that holds none."""
         self._follow(self._lock.release(name, self._clock.now()))
 
+    def remove(self, name: str) -> None:
+        """Forget a party that has left its devices; no-op for an unknown one."""
+        self._follow(self._lock.remove(name, self._clock.now()))
+        self._moves.pop(name, None)
+
     def died(self, name: str, *, memory_free: bool = True) -> None:
         """Note the death of a party's process. Without ``memory_free`` its devices stay taken: call again with it."""
         self._follow(self._lock.dead(name, self._clock.now()))
@@ -163,6 +172,8 @@ class DeviceLocks:
             moves = self._moves[name]
             if moves.recall is not None:
                 self._start(name, self._recall(name, moves.recall))
+            elif moves.wanted is not None:
+                self._start(name, moves.wanted())
 
     def _start(self, name: str, work: Awaitable[None]) -> None:
         before = [task for task, of in self._tasks.items() if of == name]

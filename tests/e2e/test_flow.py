@@ -18,11 +18,11 @@ from flow_workers import Doubles, double_all
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.flow.run import Flow, run
-from headway.flow.segments import FOLDER_PREFIX
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError, NoProgress, RemoteError, WorkerDied
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 
+FOLDER_PREFIX = "headway-flow-"
 ONE = {"double": "cpu:0"}
 TWO = {"double": ["cpu:0", "cpu:1"]}
 
@@ -43,9 +43,11 @@ def test_calls_go_to_all_to_one_or_in_shares():
         rated = await group.sharded("texts", key="id").rate(texts=[{"id": n} for n in "abc"])
         assert [one["rank"] for one in rated] == [0, 1, 1]
         assert await group.sharded("matrix").rows(matrix=np.zeros((5, 2))) == [2, 3]
-        with pytest.raises(ConfigurationError, match=r"flow_workers.py:\d+\): rank 1 returned another order of samples"):
+        with pytest.raises(
+            ConfigurationError, match=r"flow_workers.py:\d+\): rank 1 returned another order of samples"
+        ):
             await group.sharded("texts", key="id").reversed_rate(texts=[{"id": n} for n in "abc"])
-        with pytest.raises(AttributeError, match="Doubles has no method 'rnu'; valid: .*rate"):
+        with pytest.raises(AttributeError, match=r"Doubles has no method 'rnu'; valid: .*rate"):
             group.rnu()
         with pytest.raises(ConfigurationError, match="there is no rank 2; it has 2"):
             group.on(2)
@@ -121,7 +123,9 @@ def test_what_waits_for_ever_is_named(tmp_path: Path):
         group = await flow.workers("double", Doubles)
         return await group.on(0).sleep(3.0)
 
-    with pytest.raises(NoProgress, match=r"double-0 waits for a place in channel answers; nobody reads channel answers"):
+    with pytest.raises(
+        NoProgress, match=r"double-0 waits for a place in channel answers; nobody reads channel answers"
+    ):
         run(unread, ONE, stall_s=1.0)
     with pytest.raises(NoProgress, match=r"double-0 waits for items of channel prompts"):
         run(empty, ONE, stall_s=1.0)

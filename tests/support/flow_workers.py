@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ class Doubles(Worker):
         seen = 0
         async for chunk in numbers.chunks(2):
             async with self.turn():
-                if self.dies_at in chunk and not Path(self.once).exists():
-                    Path(self.once).touch()
+                if self.dies_at in chunk and not os.path.exists(self.once):  # noqa: ASYNC240
+                    open(self.once, "w").close()  # noqa: ASYNC230
                     os.kill(os.getpid(), signal.SIGKILL)
                 seen += len(chunk)
             await doubled.put_all([2 * number for number in chunk])
