@@ -94,31 +94,32 @@ class Train(Worker):
         self.trainer.save_weights(path)
 
 
+class Groups:
+    """The groups of step after step."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment, self.tokenizer = experiment, Tokenizer.load(experiment.model.path)
+        seed = experiment.run.seed
+        self.tasks = TaskCursor(load_tasks(experiment.tasks.train, seed), seed)
+
+    def of_step(self, step: int) -> list[Group]:
+        count = self.experiment.queue.groups_per_step
+        return [self.group(step, index) for index in range(step * count, (step + 1) * count)]
+
+    def group(self, step: int, index: int) -> Group:
+        task, size = self.tasks.next(), self.experiment.rollout.group_size
+        prompt = self.tokenizer.render(task.prompt, self.experiment.model.template)
+        return Group(index=index, task=task, prompt_ids=prompt, size=size, admitted_version=step, admitted_s=0.0)
+
+
 async def grpo(flow: Flow, experiment: Experiment, output: str) -> list[StepReport]:
     """Train ``run.steps`` steps; returns the report of each."""
     generate = await flow.workers("generate", Generate, experiment)
     score = await flow.workers("score", Score, experiment)
-    train = await flow.workers("train", Train, experiment)
-    tokenizer = Tokenizer.load(experiment.model.path)
-    tasks = TaskCursor(load_tasks(experiment.tasks.train, experiment.run.seed), experiment.run.seed)
-    reports: list[StepReport] = []
-    size, count = experiment.rollout.group_size, experiment.queue.groups_per_step
+    train = await flow.workers("train", Train, experiment, most_workers=1)
+    groups, reports = Groups(experiment), list[StepReport]()
     async for step in flow.steps(experiment.run.steps):
-        groups, answers, finished = (flow.channel(name) for name in ("groups", "answers", "finished"))
-        for index in range(step * count, (step + 1) * count):
-            task = tasks.next()
-            prompt = tokenizer.render(task.prompt, experiment.model.template)
-            await groups.put(
-                Group(index=index, task=task, prompt_ids=prompt, size=size, admitted_version=step, admitted_s=0.0)
-            )
-        groups.close()
-        generating, scoring = generate.run(groups, answers), score.run(answers, finished)
-        training = train.run(finished)
-        await generating
-        answers.close()
-        await scoring
-        finished.close()
-        report, weights = (await training)[0]
+        report, weights = (await flow.pipeline(groups.of_step(step), generate, score, train))[0]
         await generate.update(weights)
         reports.append(report)
         print(f"step {report.version}: loss {report.metrics['loss']:+.6f}, {report.samples} samples", flush=True)
@@ -127,5 +128,5 @@ async def grpo(flow: Flow, experiment: Experiment, output: str) -> list[StepRepo
 
 
 if __name__ == "__main__":
-    experiment = load_experiment(sys.argv[1], [])
-    run(grpo, json.loads(sys.argv[2]), experiment, sys.argv[3] if len(sys.argv) > 3 else "flow-grpo-model")
+    output = sys.argv[3] if len(sys.argv) > 3 else "flow-grpo-model"
+    run(grpo, json.loads(sys.argv[2]), load_experiment(sys.argv[1], []), output)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -215,6 +215,17 @@ class Flow:
         """Make a channel of at most ``items`` items and ``bytes`` bytes. ``balance``: how ``consumers`` share its
         items; by default whoever asks first gets the oldest."""
         return self._channels.make(name, items, bytes, balance, [] if consumers is None else consumers.names)
+
+    async def pipeline(self, items: Iterable[Any], *groups: WorkerGroup) -> list[Any]:
+        """Send items through a chain of stages, all at work at once: each group's ``run(source, result)``, the last
+        one's ``run(source)``. Returns what the last one's workers return."""
+        channels, results = [self.channel(f"to {group.stage}") for group in groups], list[Any]()
+        calls = [group.run(*channels[place : place + 2]) for place, group in enumerate(groups)]
+        await channels[0].put_all(items)
+        for channel, call in zip(channels, calls, strict=True):
+            channel.close()
+            results = await call
+        return results
 
     async def steps(self, count: int) -> AsyncIterator[int]:
         """Number the steps from 0; between two of them they are counted, and the plan may change."""
