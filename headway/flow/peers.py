@@ -241,6 +241,8 @@ class Hub:
         ``timeout_s`` (default: the hub's ``find_s``)."""
         timeout_s = self._find_s if timeout_s is None else timeout_s
         state, besides = self._peer(name), list(self._peer(name).gone)
+        if self._closing:
+            raise WorkerDied(name, "this process closed its connections")
         if name == self.name:
             return self.address
         if self._driver is None:
@@ -263,6 +265,7 @@ class Hub:
         driver."""
         if (name := self._registry.name_of(incarnation)) is not None:
             self._lose(name, incarnation, cause or "ended")
+            self._peer(name).gone[incarnation] = cause or self._peer(name).gone[incarnation]
         self._folder.forget(incarnation)
         self._tell("forget", incarnation)
 

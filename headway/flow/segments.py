@@ -169,7 +169,7 @@ class SegmentReader:
                 if _NUMBER.unpack_from(mapped)[0] == number:
                     content = np.frombuffer(mapped, np.uint8)
                     weakref.finalize(content, os.close, os.dup(descriptor)).atexit = False  # with it goes the lock
-                    return split(memoryview(content)[ALIGNMENT:])
+                    return split(content.data[ALIGNMENT:])
             finally:
                 os.close(descriptor)
         raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")

@@ -122,6 +122,8 @@ def test_a_killed_peer_fails_what_waits_for_it_and_its_successor_is_reconnected(
             hub.forget(incarnation, "killed by SIGKILL (9)")
             with pytest.raises(RemoteError, match="worker b died"):
                 await a.call("recv", "b")
+            with pytest.raises(WorkerDied, match="killed by SIGKILL"):  # the cause that the driver's owner knows
+                await hub.recv("b")
             sending = asyncio.ensure_future(a.call("send", "b", "x"))  # waits for the successor
             b = await start("b")
             assert await b.call("recv", "a") == digest(torch.arange(100_000))
@@ -132,6 +134,8 @@ def test_a_killed_peer_fails_what_waits_for_it_and_its_successor_is_reconnected(
             assert await receiving == digest([1, 2])
             assert await hub.call("a", "relay", "b", 7) == 7
             assert [name for name, _ in lost] == ["b"]
+        with pytest.raises(WorkerDied, match="closed its connections"):
+            await hub.call("a", "echo", 1)
 
     run(main)
 
