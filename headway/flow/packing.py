@@ -47,21 +47,18 @@ class Packed:
     buffers: list[memoryview]
     tensors: list[Any]  # contiguous
     aside: bool  # the tensors travel by themselves
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of the parts: buffers, then tensors."""
-        return [part.nbytes for part in (*self.buffers, *self.tensors)]
+    sizes: list[int]  # bytes of the parts: buffers, then tensors
+    block_bytes: int  # of the parts, each aligned
 
     @property
     def size_bytes(self) -> int:
         """Bytes of header and block together."""
-        return len(self.header) + sum(self.sizes)
+        return len(self.header) + self.block_bytes
 
     @property
     def flat_bytes(self) -> int:
         """Bytes that ``write`` fills."""
-        return _aligned(_HEAD.size + len(self.header)) + block_bytes(self.sizes)
+        return _aligned(_HEAD.size + len(self.header)) + self.block_bytes
 
     def write(self, target: memoryview) -> None:
         """Write header and block into ``target``, as ``split`` reads them."""
@@ -76,9 +73,10 @@ class Packed:
                 np.copyto(np.frombuffer(target[at:end], np.uint8), np.frombuffer(buffer, np.uint8))
             at = _aligned(end)
         address = np.frombuffer(target, np.uint8).ctypes.data
-        for tensor in self.tensors:
-            ctypes.memmove(address + at, tensor.data_ptr(), size := tensor.nbytes)
-            at += _aligned(size)
+        copy = ctypes.memmove
+        for tensor, size in zip(self.tensors, self.sizes[len(self.buffers) :], strict=True):
+            copy(address + at, tensor.data_ptr(), size)
+            at += size + -size % ALIGNMENT
 
     def memory(self) -> list[memoryview]:
         """The parts as memory, without the tensors where they travel by themselves."""
@@ -112,7 +110,8 @@ def pack(message: Any, label: str = "", tensors: Tensors = "copy") -> Packed:
     dtypes, shapes = [tensor.dtype for tensor in parts], [tuple(tensor.shape) for tensor in parts]
     facts = pickle.dumps((sizes, dtypes, shapes, grads if any(grads) else [], devices), protocol=5)
     header = _COUNT.pack(len(facts)) + facts + file.getvalue()
-    return Packed(header, buffers, [part.detach() for part in parts] if any(grads) else parts, aside)
+    parts = [part.detach() for part in parts] if any(grads) else parts
+    return Packed(header, buffers, parts, aside, sizes, block_bytes(sizes))
 
 
 def unpack(header: bytes | memoryview, block: memoryview) -> Any:
@@ -152,7 +151,7 @@ def as_bytes(tensor: Any) -> Any:
 
 def block_bytes(sizes: Sequence[int]) -> int:
     """Bytes of a block of parts of these sizes."""
-    return sum(map(_aligned, sizes))
+    return sum([size + -size % ALIGNMENT for size in sizes])
 
 
 def _aligned(size: int) -> int:
@@ -227,7 +226,7 @@ def _load(facts: tuple[Any, ...], file: memoryview, parts: Sequence[Any]) -> Any
     if dtypes:
         torch: Any = importlib.import_module("torch")
         for part, dtype, shape in zip(parts[first:], dtypes, shapes, strict=True):
-            if isinstance(part, torch.Tensor):
+            if not isinstance(part, memoryview | bytearray):
                 tensor = part.view(dtype)
             elif part:
                 tensor = torch.frombuffer(part, dtype=dtype)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from headway.flow.packing import Arguments, load
 from headway.flow.paths import PairGroup, PayloadPath, PayloadRef, PeerAddress, choose_path, machine_identity
 from headway.flow.payloads import Payloads
@@ -174,26 +176,25 @@ class Hub:
         path = self._folder.path / f"{incarnation}.sock"
         self._unix = listening_unix(path)
         self._spawn(self._accept())
-        if self._host:
-            listening = (self._host, self._ports, self._key, self._epoch, self._take, self._certificate)
-            self._listener = await listen(*listening)
         self.address = PeerAddress(
             name=self.name,
             incarnation=incarnation,
             machine=self._machine or machine_identity(),
             unix=str(path),
-            tcp=self._listener.address if self._listener is not None else "",
             device=self._device,
             pid=os.getpid(),
         )
         self._payloads = Payloads(self.address, self._folder.path)
-        if self._driver is not None:
-            try:
-                link = await self._connect(self._driver)
-                await link.call("register")
-            except BaseException:
-                await self.close()
-                raise
+        try:
+            if self._host:
+                listening = (self._host, self._ports, self._key, self._epoch, self._take, self._certificate)
+                self._listener = await listen(*listening)
+                self.address = msgspec.structs.replace(self.address, tcp=self._listener.address)
+            if self._driver is not None:
+                await (await self._connect(self._driver)).call("register")
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Close all connections and release all payloads; what others have fetched they keep."""
@@ -240,6 +241,8 @@ class Hub:
         ``timeout_s`` (default: the hub's ``find_s``)."""
         timeout_s = self._find_s if timeout_s is None else timeout_s
         state, besides = self._peer(name), list(self._peer(name).gone)
+        if self._closing:
+            raise WorkerDied(name, "this process closed its connections")
         if name == self.name:
             return self.address
         if self._driver is None:
@@ -262,6 +265,7 @@ class Hub:
         driver."""
         if (name := self._registry.name_of(incarnation)) is not None:
             self._lose(name, incarnation, cause or "ended")
+            self._peer(name).gone[incarnation] = cause or self._peer(name).gone[incarnation]
         self._folder.forget(incarnation)
         self._tell("forget", incarnation)
 

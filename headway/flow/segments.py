@@ -158,9 +158,9 @@ class SegmentReader:
         self._mapped: dict[str, mmap.mmap] = {}  # of segments that were read by this process alone, and come again
 
     def read(self, path: str, number: int, *, alone: bool) -> tuple[memoryview, list[memoryview]]:
-        """Header and parts of a payload, whose segment isn't used again while one of them lives. They are this process's
-        own: for a payload that it reads ``alone`` the segment itself, else memory that is copied where it is written
-        to. Raises PayloadReleased."""
+        """Header and parts of a payload, whose segment isn't used again while one of them lives. They are this
+        process's own: for a payload that it reads ``alone`` the segment itself, else memory that is copied where it is
+        written to. Raises PayloadReleased."""
         with suppress(FileNotFoundError, BlockingIOError):  # removed, or being written anew
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -169,7 +169,7 @@ class SegmentReader:
                 if _NUMBER.unpack_from(mapped)[0] == number:
                     content = np.frombuffer(mapped, np.uint8)
                     weakref.finalize(content, os.close, os.dup(descriptor)).atexit = False  # with it goes the lock
-                    return split(memoryview(content)[ALIGNMENT:])
+                    return split(content.data[ALIGNMENT:])
             finally:
                 os.close(descriptor)
         raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")

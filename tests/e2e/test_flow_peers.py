@@ -17,6 +17,7 @@ from worker_processes import run
 from headway.flow.peers import Hub
 from headway.flow.segments import PayloadReleased, new_folder
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
+from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import ConnectionRefused, make_key
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
@@ -73,15 +74,19 @@ def test_messages_of_many_tensors_arrive_equal_and_in_order(settings: dict[str, 
     run(main)
 
 
-def test_two_machines_use_the_link_with_the_runs_key():
+@pytest.mark.parametrize("way", ["link", "tls", "gloo"])
+def test_two_machines_use_the_link_with_the_runs_key(way: str):
     async def main() -> None:
         elsewhere = {"machine": "another", "host": "127.0.0.1"}
-        async with workflow("a", driver={"host": "127.0.0.1"}) as (hub, _, start):
+        common: dict[str, Any] = {"tls": {"certificate": make_certificate()}, "gloo": {"forced_path": "gloo"}}.get(
+            way, {}
+        )
+        async with workflow("a", driver={"host": "127.0.0.1"}, **common) as (hub, _, start):
             b = await start("b", **elsewhere)
             assert await hub.call("a", "echo", 1) == 1
             big = tensors(0, *BIG)
             assert digest(await hub.call("b", "echo", big)) == digest(big)
-            assert hub.path_to("b") == "link"
+            assert hub.path_to("b") == ("gloo" if way == "gloo" else "link")
             ref = await hub.hold(big)
             assert await b.call("fetch", ref) == digest(big)
             settings: dict[str, Any] = {"driver": hub.address, "folder": new_folder(), "machine": "third"}
@@ -117,6 +122,8 @@ def test_a_killed_peer_fails_what_waits_for_it_and_its_successor_is_reconnected(
             hub.forget(incarnation, "killed by SIGKILL (9)")
             with pytest.raises(RemoteError, match="worker b died"):
                 await a.call("recv", "b")
+            with pytest.raises(WorkerDied, match="killed by SIGKILL"):  # the cause that the driver's owner knows
+                await hub.recv("b")
             sending = asyncio.ensure_future(a.call("send", "b", "x"))  # waits for the successor
             b = await start("b")
             assert await b.call("recv", "a") == digest(torch.arange(100_000))
@@ -127,6 +134,8 @@ def test_a_killed_peer_fails_what_waits_for_it_and_its_successor_is_reconnected(
             assert await receiving == digest([1, 2])
             assert await hub.call("a", "relay", "b", 7) == 7
             assert [name for name, _ in lost] == ["b"]
+        with pytest.raises(WorkerDied, match="closed its connections"):
+            await hub.call("a", "echo", 1)
 
     run(main)
 
