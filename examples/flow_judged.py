@@ -24,7 +24,7 @@ from headway.trainer.learner import token_logprobs
 
 
 class Likelihood(Worker):
-    """Adds ``weight`` x the mean log-probability of a response under a model: of the reference, or of a reward model."""
+    """Adds ``weight`` x the mean log-probability of a response under a model: the reference or a reward model."""
 
     stateless = True
 
@@ -42,7 +42,8 @@ class Likelihood(Worker):
     def added(self, group: Group, members: list[Rollout]) -> tuple[Group, list[Rollout]]:
         rewards = [rollout.reward + self.weight * self.mean(rollout) for rollout in members]
         return group, [
-            apply_verdict(r, Verdict(reward=reward), 0.0) for r, reward in zip(members, rewards, strict=True)
+            apply_verdict(r, Verdict(reward=reward, solved=False), 0.0)
+            for r, reward in zip(members, rewards, strict=True)
         ]
 
     def mean(self, rollout: Rollout) -> float:
@@ -74,7 +75,7 @@ class Judge(Worker):
         ids, one = (*rollout.prompt_ids, *rollout.response_ids), SamplingParameters(max_tokens=1, temperature=0)
         name = f"{rollout.group}-{rollout.member}"
         asked = await self.generator.generate(GenerationRequest(request_id=name, prompt_ids=ids, sampling=one))
-        return apply_verdict(rollout, Verdict(reward=rollout.reward + asked.response.ids[0] % 2), 0.0)
+        return apply_verdict(rollout, Verdict(reward=rollout.reward + asked.response.ids[0] % 2, solved=False), 0.0)
 
 
 async def judged(flow: Flow, experiment: Experiment, judge_path: str, reward_path: str) -> list[float]:

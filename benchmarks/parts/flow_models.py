@@ -123,7 +123,7 @@ class Trains(Worker):
 
 def _rewarded(rollout: Rollout, ids: Sequence[int]) -> Rollout:
     """A reward that isn't the same for all of a group."""
-    return apply_verdict(rollout, Verdict(reward=float(sum(ids) % 7) / 7), 0.0)
+    return apply_verdict(rollout, Verdict(reward=float(sum(ids) % 7) / 7, solved=False), 0.0)
 
 
 async def trained(
