@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from headway.config.adapter import AdapterConfig
+from headway.config.load import with_ranks_on
 from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
@@ -36,6 +36,7 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
+from headway.runtime.devices import lends
 from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle
 
@@ -83,8 +84,8 @@ class GeneratorPool:
         for device in experiment.generator.devices:
             self._add_replica(device)
         settings = experiment.router
-        self._router = Router(self._replicas, settings, clock, self._tell)
-        self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._tell)
+        self._router = Router(self._replicas, settings, clock, self._on_event)
+        self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._on_event)
         self._health = Health(
             self._replicas,
             self._router,
@@ -93,7 +94,7 @@ class GeneratorPool:
             ask=self._refresh,
             bring_up=self._bring_up,
             settle=self._settle,
-            on_event=self._tell,
+            on_event=self._on_event,
         )
         self._newest: PublishedWeights | None = None
         self._updates = 0  # announced so far; versions may go back
@@ -108,7 +109,7 @@ class GeneratorPool:
     async def start(self) -> None:
         """Start all replicas. If one fails, stop the others and raise the first failure, as its own typed error."""
         try:
-            workers = await start_all(self._slots)
+            workers = await start_all([replica.slot for replica in self._replicas])
         except BaseException:
             await self.stop()
             raise
@@ -225,7 +226,7 @@ class GeneratorPool:
         await asyncio.gather(*self._keepers.values(), self._router.stop(), return_exceptions=True)
         for replica in self._replicas:
             replica.live = False
-        await stop_all(self._slots, _STOP_GRACE_S)
+        await stop_all([replica.slot for replica in self._replicas], _STOP_GRACE_S)
         self._router.fail_all(HeadwayError("the generator pool is stopped"))
 
     def tokens_so_far(self, request_id: str) -> int:
@@ -268,15 +269,15 @@ class GeneratorPool:
         return replica.name
 
     async def leave(self, name: str, *, move: bool = False) -> None:
-        """Drain a replica and stop it: it takes no more requests and finishes those it has (``move``: they move to
-        other replicas with their tokens so far). Returns once its process has ended. Raises ValueError for a replica
-        that isn't live, and for the last live one."""
-        staying = {replica.name: replica for replica in self._replicas if replica.live and not replica.leaving}
-        if name not in staying:
+        """Drain a replica, by its name or device, and stop it: it takes no more requests and finishes those it has
+        (``move``: they move to other replicas with their tokens so far). Returns once its process has ended. Raises
+        ValueError for a replica that isn't there, and for the last one."""
+        staying = {replica.name: replica for replica in self._replicas if not replica.gone and not replica.leaving}
+        replica = next((one for one in staying.values() if name in (one.name, one.slot.spec.device)), None)
+        if replica is None:
             raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
         if len(staying) == 1:
             raise ValueError(f"{name} is the last live replica: another must join before it can leave")
-        replica = staying[name]
         replica.leaving = True
         if move:
             self._router.clear(replica)
@@ -284,12 +285,18 @@ class GeneratorPool:
             if replica.calls:
                 await replica.emptied.wait()
             await replica.slot.stop(_STOP_GRACE_S)
-            await asyncio.wait((self._keepers[name],))  # the keeper absorbs the events still in the pipe
+            await asyncio.wait((self._keepers[replica.name],))  # the keeper absorbs the events still in the pipe
         finally:  # a cancelled caller ends the draining at once
             replica.slot.kill("it was told to leave")
             replica.left = True
             self._fail_without_replicas()
-            self._on_event("generator_left", name)
+            self._on_event("generator_left", replica.name)
+
+    def trainer_moved(self, devices: tuple[str, ...]) -> None:
+        """Note the devices on which the trainer's ranks will compute: replicas there lend theirs."""
+        self._experiment = with_ranks_on(self._experiment, devices)
+        for replica in self._replicas:
+            replica.shared = lends(replica.slot.spec.device, devices)
 
     # --- life of a replica ----------------------------------------------------------------------------------
 
@@ -355,7 +362,7 @@ class GeneratorPool:
     async def _revive(self, replica: Replica) -> WorkerHandle | None:
         """Restart a dead replica until it is live with the newest weights; returns None once it is lost."""
         slot = replica.slot
-        while not slot.exhausted:
+        while not slot.exhausted and not replica.leaving:
             if (worker := await slot.restart()) is not None:
                 await self._tell_lent(replica)
                 self._settle()
@@ -367,7 +374,8 @@ class GeneratorPool:
             if isinstance(own, _HOPELESS):
                 self._give_up(own)
                 return None
-        self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
+        if not replica.leaving:
+            self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
         return None
 
     def _add_replica(self, device: str) -> Replica:
@@ -376,7 +384,7 @@ class GeneratorPool:
             spec,
             self._launcher,
             self._clock,
-            self._tell,
+            self._on_event,
             limit=self._restart_limit,
             prepare=lambda worker: self._prepare(replica),
             restart_arguments={"restarted": True},
@@ -386,10 +394,6 @@ class GeneratorPool:
         replica = Replica(len(self._replicas), slot, self._experiment)
         self._replicas.append(replica)
         return replica
-
-    @property
-    def _slots(self) -> list[WorkerSlot]:
-        return [replica.slot for replica in self._replicas]
 
     async def _prepare(self, replica: Replica) -> None:
         """Prepare a replica's new process: apply the newest weights, and close its breaker after a restart."""
@@ -438,7 +442,7 @@ class GeneratorPool:
         for replica in self._replicas:
             if not replica.gone:
                 return None
-        return next(slot.lost for slot in self._slots if slot.lost is not None)  # the last can't leave
+        return next(one.slot.lost for one in self._replicas if one.slot.lost is not None)  # the last can't leave
 
     def _require_running(self) -> None:
         if self._stopping:
@@ -471,9 +475,6 @@ class GeneratorPool:
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind
         return applied
-
-    def _tell(self, name: str, detail: str, /, **data: Any) -> None:
-        self._on_event(name, detail, **data)
 
     async def _set_lent(self, lent: bool) -> None:
         self._lent = lent

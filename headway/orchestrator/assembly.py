@@ -14,7 +14,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
-from headway.orchestrator.context import Decide, RunContext, no_copy, no_sandboxes
+from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
@@ -57,6 +57,7 @@ class Actors:
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # see RunContext
+    sides: Sides | None = None  # see RunContext
     waits: Waits | None = None  # where calls of the actors are registered
 
 
@@ -123,6 +124,7 @@ def assemble(
         look=actors.look,
         replicated=no_copy if copy is None else copy.reached,
         nodes=actors.nodes,
+        sides=actors.sides,
         sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
     if experiment.pruning.on:

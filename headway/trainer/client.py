@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.algorithms.samples import lay_out
+from headway.config.load import with_ranks_on
 from headway.config.schema import Experiment
 from headway.records.errors import HeadwayError, RemoteError, StepRefused
 from headway.records.generation import PublishedWeights
@@ -83,9 +84,13 @@ class TrainerClient:
             if not self.workers:
                 await self._abandon(starts)
 
+    def place(self, devices: tuple[str, ...]) -> None:
+        """Have the ranks start on ``devices``, one each, the next time."""
+        self._experiment = with_ranks_on(self._experiment, devices)
+
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""
-        self._restarts += 1
+        self._restarts += bool(self.workers)  # none after `kill`: that was meant
         await self.kill()
         await self.start()
 
