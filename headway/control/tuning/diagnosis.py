@@ -234,9 +234,10 @@ def _valid_splits(
 
 def best_split(found: LedgerModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Recommendation | None:
     """The split of the devices with the largest predicted gain, beside the run as it is; None where none gains."""
-    if not splits:
-        return None
-    changes = _recommendations(_of_splits(found.model, shape, splits), found, None, _outcomes(found.model))
+    now = _outcomes(found.model) if splits else []
+    if not splits or not all(one.samples_per_s for one in now):
+        return None  # a model under which this very run would stand still says nothing of another one
+    changes = _recommendations(_of_splits(found.model, shape, splits), found, None, now)
     return max(changes, key=lambda one: one.gain, default=None)
 
 
