@@ -215,7 +215,8 @@ class GeneratorPool:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every replica that hasn't left."""
-        return [WorkerState(name=r.name, up=r.live, restarts=r.slot.restarts) for r in self._replicas if not r.left]
+        slots = [(replica.slot, replica.live) for replica in self._replicas if not replica.left]
+        return [WorkerState(name=s.name, up=up, restarts=s.restarts, device=s.spec.device) for s, up in slots]
 
     async def stop(self) -> None:
         """Stop all replicas; calls that still wait raise HeadwayError."""

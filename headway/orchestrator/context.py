@@ -27,7 +27,7 @@ from headway.records.clients import (
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.node import NodeConditions
-from headway.records.plan import Placement
+from headway.records.plan import RunPlacement
 from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
@@ -65,7 +65,7 @@ class Sides:
 
     generator: GeneratorMoves
     trainer: TrainerMoves
-    configured: Placement
+    configured: RunPlacement
 
 
 @dataclass

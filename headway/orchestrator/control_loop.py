@@ -11,8 +11,8 @@ from headway.config.control import KnobName
 from headway.config.schema import Experiment
 from headway.control.tuning.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
 from headway.control.tuning.knob_search import ControlLimits, limits_of
+from headway.control.tuning.move_outcome import MoveOutcome
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.move_outcome import MoveOutcome
 from headway.orchestrator.moves import planned_move
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
@@ -20,7 +20,7 @@ from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.devices import alike, lends
-from headway.telemetry.ledger import EVENT_CONTROL
+from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_OUTCOME
 
 _LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
 _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
@@ -80,7 +80,7 @@ class RateControl:
         self._run = run
         self._mode = run.experiment.control.mode
         self._limits = _limits_in(run.experiment)
-        self._outcome = MoveOutcome(run)
+        self._outcome = MoveOutcome(run.experiment.queue.budget)
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
@@ -114,9 +114,13 @@ class RateControl:
         if self._mode == "off" or run.state.draining:
             return
         self._records.append(record)
-        if self._outcome.after(record):  # the knobs, and what was learnt of them, were of another placement
+        if self._outcome.changes(
+            record, run.state.moved
+        ):  # the knobs, and what was learnt of them, were of another placement
             self.stop_looking()
             self._limits, self._state, self._advised = _limits_in(run.experiment), None, run.state.knobs
+        if (outcome := self._outcome.due()) is not None:
+            run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
         if self._state is None:
             moved_at = run.state.moved.version if run.state.moved else 0
             filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling

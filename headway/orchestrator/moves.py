@@ -15,7 +15,7 @@ from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import RunContext, Sides
 from headway.orchestrator.recovery import restart_trainer
 from headway.records.errors import ConfigurationError, EpochLost, HeadwayError
-from headway.records.plan import ExecutedMove, Placement, PlacementFile, PlannedMove
+from headway.records.plan import ExecutedMove, PlacementFile, PlannedMove, RunPlacement
 from headway.runtime.devices import alike, parse_device
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
@@ -33,7 +33,7 @@ class MoveAction(NamedTuple):
         return f"{side}{self.kind} on {', '.join(self.devices)}"
 
 
-def actions_between(before: Placement, after: Placement) -> list[MoveAction]:
+def actions_between(before: RunPlacement, after: RunPlacement) -> list[MoveAction]:
     """The actions that lead from one placement to another; whatever both have isn't touched.
 
     After each action some replica generates, and a device is used by both sides only where one of the two placements
@@ -58,9 +58,9 @@ def actions_between(before: Placement, after: Placement) -> list[MoveAction]:
     return [action for action in found if action.devices]
 
 
-def placement_of(experiment: Experiment) -> Placement:
+def placement_of(experiment: Experiment) -> RunPlacement:
     """The placement that an experiment says."""
-    return Placement(generator=tuple(experiment.generator.devices), trainer=tuple(experiment.trainer.devices))
+    return RunPlacement(generator=tuple(experiment.generator.devices), trainer=tuple(experiment.trainer.devices))
 
 
 def require_movable(experiment: Experiment) -> None:
@@ -141,7 +141,7 @@ class Moves:
         name = EVENT_PLAN_KEPT if failed else EVENT_PLAN_CHANGED
         run.event(name, said, before=str(before), after=str(wanted.placement), **data)
 
-    async def _reach(self, sides: Sides, wanted: Placement, before: Placement) -> str:
+    async def _reach(self, sides: Sides, wanted: RunPlacement, before: RunPlacement) -> str:
         """Go to ``wanted``; where an action fails, back to ``before``. Returns what failed; "": nothing. Raises the
         error of the way back, where it fails twice."""
         failed = ""
@@ -212,7 +212,7 @@ class Moves:
 def planned_move(settings: dict[str, str], gain: float, rate: float, cost_s: float) -> PlannedMove:
     """The move to the placement that ``settings`` of the configuration say."""
     sides = {side: msgspec.json.decode(settings[f"{side}.devices"], type=tuple[str, ...]) for side in _SIDES}
-    return PlannedMove(placement=Placement(**sides), gain=gain, rate=rate, cost_s=cost_s)
+    return PlannedMove(placement=RunPlacement(**sides), gain=gain, rate=rate, cost_s=cost_s)
 
 
 _SIDES = ("generator", "trainer")

@@ -165,7 +165,7 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0  # of a replica
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class RunPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of a run's two sides, by name. Two names are equal or share no core and no GPU, so that a device is one
     side's alone or shared, never in part."""
 
@@ -192,7 +192,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
     """A change of a run's placement, decided and not yet made."""
 
-    placement: Placement
+    placement: RunPlacement
     gain: float  # expected: rate after / rate before
     rate: float  # before, samples/s
     cost_s: float  # expected: seconds until both sides work as the new placement says
@@ -204,14 +204,16 @@ class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):
     planned: PlannedMove
     version: int  # completed training steps at that boundary
     cost_s: float  # measured
-    placement: Placement  # in effect now
+    placement: RunPlacement  # in effect now
 
 
 class PlacementFile(msgspec.Struct, frozen=True, kw_only=True):
     """``RUN/placement.json``: the placement in effect, where it isn't the configuration's."""
 
-    configured: Placement  # by the configuration under which the run moved: under another one, this file says nothing
-    present: Placement
+    configured: (
+        RunPlacement  # by the configuration under which the run moved: under another one, this file says nothing
+    )
+    present: RunPlacement
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,8 +63,11 @@ class TrainerClient:
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every rank."""
         alive = {worker.name: worker.alive for worker in self.workers}
-        names = [f"trainer-{rank}" for rank in range(len(self._experiment.trainer.devices))]
-        return [WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts) for name in names]
+        names = {f"trainer-{rank}": device for rank, device in enumerate(self._experiment.trainer.devices)}
+        return [
+            WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts, device=device)
+            for name, device in names.items()
+        ]
 
     async def start(self) -> None:
         """Start one process per device of ``trainer.devices``; returns when all have loaded the model.

@@ -127,7 +127,10 @@ class Command:
 
 @contextmanager
 def headway(
-    *arguments: str | Path, run: Path, fault: str = "none", moves: Sequence[tuple[int, list[str], list[str]]] | None = None
+    *arguments: str | Path,
+    run: Path,
+    fault: str = "none",
+    moves: Sequence[tuple[int, list[str], list[str]]] | None = None,
 ) -> Iterator[Command]:
     """Start ``headway ARGUMENTS`` with ``fault`` (see faulty_headway.py), or with ``moves`` (see moving_headway.py);
     killed when the block is left early."""
