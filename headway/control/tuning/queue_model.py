@@ -173,8 +173,8 @@ class _Simulation:
             group.first = min(group.first, self.applied)
             group.tokens += model.prompt_tokens + length
             self.serial += 1
-            # As tokens it would have gained meanwhile, beside as many as the slots hold: a lone one would gain more, and
-            # be charged for them at the pace of all that start after it.
+            # As tokens it would have gained meanwhile in full slots: a lone request would gain more, and be charged for
+            # them at the pace of all that start after it.
             delay = model.delay_s / self.step_s(model.slots * model.replicas) if model.delay_s else 0.0
             heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
 
