@@ -61,12 +61,6 @@ def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> E
     return validate_experiment(raw, "the changed experiment")
 
 
-def with_ranks_on(experiment: Experiment, devices: tuple[str, ...]) -> Experiment:
-    """A copy of ``experiment`` whose trainer has these devices, valid ones."""
-    trainer = experiment.trainer.model_copy(update={"devices": devices})
-    return experiment.model_copy(update={"trainer": trainer})
-
-
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
     """Validate a raw mapping; ``origin`` names it in errors."""
     return validate(raw, origin, Experiment)

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from headway.config.adapter import AdapterConfig
-from headway.config.load import with_ranks_on
 from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
@@ -36,7 +35,6 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.devices import lends
 from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle
 
@@ -99,7 +97,6 @@ class GeneratorPool:
         self._newest: PublishedWeights | None = None
         self._updates = 0  # announced so far; versions may go back
         self._updating = asyncio.Lock()
-        self._lent = False
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
         self._hopeless: HeadwayError | None = None  # what no restart mends
@@ -163,13 +160,13 @@ class GeneratorPool:
             return min(versions)
         return self._newest.version if self._newest is not None else 0
 
-    async def lend_devices(self) -> None:
-        """See :class:`headway.records.clients.Generator`."""
-        await self._set_lent(True)
+    async def pause_replicas(self, indices: Collection[int]) -> None:
+        """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
+        await self._set_lent(indices, lent=True)
 
-    async def reclaim_devices(self) -> None:
+    async def resume_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        await self._set_lent(False)
+        await self._set_lent(indices, lent=False)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -262,23 +259,21 @@ class GeneratorPool:
             await replica.slot.stop(0.0)
             self._fail_without_replicas()
             raise own_cause(error) from None
-        replica.lent = self._lent and replica.shared
         self._go_live(replica, worker)
-        await self._tell_lent(replica)
         self._settle()
         self._on_event("generator_joined", f"{replica.name} on {device}: version {replica.version}")
         return replica.name
 
     async def leave(self, name: str, *, move: bool = False) -> None:
-        """Drain a replica, by its name or device, and stop it: it takes no more requests and finishes those it has
-        (``move``: they move to other replicas with their tokens so far). Returns once its process has ended. Raises
-        ValueError for a replica that isn't there, and for the last one."""
+        """Drain a replica and stop it: it takes no more requests and finishes those it has (``move``: they move to
+        other replicas with their tokens so far). Returns once its process has ended; one that restarts just then is
+        no exception. Raises ValueError for a replica that isn't there, and for the last one."""
         staying = {replica.name: replica for replica in self._replicas if not replica.gone and not replica.leaving}
-        replica = next((one for one in staying.values() if name in (one.name, one.slot.spec.device)), None)
-        if replica is None:
+        if name not in staying:
             raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
         if len(staying) == 1:
             raise ValueError(f"{name} is the last live replica: another must join before it can leave")
+        replica = staying[name]
         replica.leaving = True
         if move:
             self._router.clear(replica)
@@ -286,18 +281,12 @@ class GeneratorPool:
             if replica.calls:
                 await replica.emptied.wait()
             await replica.slot.stop(_STOP_GRACE_S)
-            await asyncio.wait((self._keepers[replica.name],))  # the keeper absorbs the events still in the pipe
+            await asyncio.wait((self._keepers[name],))  # the keeper absorbs the events still in the pipe
         finally:  # a cancelled caller ends the draining at once
             replica.slot.kill("it was told to leave")
             replica.left = True
             self._fail_without_replicas()
-            self._on_event("generator_left", replica.name)
-
-    def trainer_moved(self, devices: tuple[str, ...]) -> None:
-        """Note the devices on which the trainer's ranks will compute: replicas there lend theirs."""
-        self._experiment = with_ranks_on(self._experiment, devices)
-        for replica in self._replicas:
-            replica.shared = lends(replica.slot.spec.device, devices)
+            self._on_event("generator_left", name)
 
     # --- life of a replica ----------------------------------------------------------------------------------
 
@@ -477,17 +466,17 @@ class GeneratorPool:
         self._settle()  # it may have been behind
         return applied
 
-    async def _set_lent(self, lent: bool) -> None:
-        self._lent = lent
-        for replica in self._replicas:
-            replica.lent = lent and replica.shared
-        await asyncio.gather(*(self._tell_lent(replica) for replica in self._replicas if replica.live))
+    async def _set_lent(self, indices: Collection[int], *, lent: bool) -> None:
+        chosen = [replica for replica in self._replicas if replica.index in indices]
+        for replica in chosen:
+            replica.lent = lent
+        await asyncio.gather(*(self._tell_lent(replica) for replica in chosen if replica.live))
         self._settle()
 
     async def _tell_lent(self, replica: Replica) -> None:
-        if replica.shared and replica.worker is not None:
+        if replica.worker is not None:
             with contextlib.suppress(WorkerDied):  # its successor is notified when it is live
-                await call_replica(replica.worker, "lend", self._lent)
+                await call_replica(replica.worker, "lend", replica.lent)
 
     async def _refresh(self, replica: Replica) -> None:
         """Fetch a replica's counters. Raises WorkerDied or RemoteError."""

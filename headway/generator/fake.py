@@ -59,8 +59,7 @@ class FakeGenerator:
         update_mode: UpdateMode | Literal["drain"] = "keep",
         error_of: Callable[[GenerationRequest], str] | None = None,
         version: int = 0,
-        shares_devices: bool = False,
-        lend_s: float = 0.0,
+        pause_s: float = 0.0,
         beside: float = 1.0,
         replicas: int = 1,
         kv_token_s: float = 0.0,
@@ -69,12 +68,11 @@ class FakeGenerator:
         counted: bool = False,
     ) -> None:
         """``counted``: responses of any length take no memory (records/counted.py), but a buffer can't read them back.
-        ``shares_devices``: the trainer has the same devices, so lending stops decoding, ``lend_s`` after the request.
-        Otherwise decode steps take ``beside`` times as long while the trainer computes.
+        Replicas pause ``pause_s`` after they are asked to. Decode steps take ``beside`` times as long while the trainer
+        computes on devices of its own (`trainer_computes`).
         ``slots`` and ``kv_capacity_tokens`` are for each replica."""
         self._clock = clock
-        self._shares_devices = shares_devices
-        self._lend_s = lend_s
+        self._pause_s = pause_s
         self._length_of = length_of or _length_from_seed
         self._update_s = update_s
         self._drains = update_mode == "drain"
@@ -175,15 +173,25 @@ class FakeGenerator:
     async def applied_version(self) -> int:
         return self.version
 
-    async def lend_devices(self) -> None:
+    async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        if self._shares_devices and self._lend_s:
-            await self._clock.sleep(self._lend_s)
-        self._set_trainer(lent=self._shares_devices, beside=not self._shares_devices)
+        if self._pause_s:
+            await self._clock.sleep(self._pause_s)
+        self._set(indices, lent=True)
 
-    async def reclaim_devices(self) -> None:
+    async def resume_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        self._set_trainer(lent=False, beside=False)
+        self._set(indices, lent=False)
+
+    def trainer_computes(self, computes: bool) -> None:
+        """Note whether the trainer computes beside the replicas."""
+        for replica in self._replicas:
+            core = replica.core
+            slowed = computes and core.costs.beside != 1.0
+            if core.beside != slowed:
+                replica.advance()
+                core.beside = slowed
+                replica.settle()
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -298,15 +306,11 @@ class FakeGenerator:
         ):
             self._emptied.set()
 
-    def _set_trainer(self, *, lent: bool, beside: bool) -> None:
-        """Set whether the trainer computes on the replicas' devices, or on its own beside them."""
-        for replica in self._replicas:
-            core = replica.core
-            slowed = beside and core.costs.beside != 1.0
-            if (core.lent, core.beside) != (lent, slowed):
-                replica.advance()
-                core.lent, core.beside = lent, slowed
-                replica.settle()
+    def _set(self, indices: Collection[int], *, lent: bool) -> None:
+        for replica in (self._replicas[index] for index in indices):
+            replica.advance()
+            replica.core.lent = lent
+            replica.settle()
 
     def _end(self, entry: FakeRequest, reason: FinishReason | None = None) -> None:
         """Resolve a request's future; ``reason``: by default the one it was opened with."""

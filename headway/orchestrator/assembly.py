@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
+from headway.orchestrator.device_turns import open_locks
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
@@ -58,6 +59,7 @@ class Actors:
     look: Decide | None = None  # see RunContext
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # see RunContext
     sides: Sides | None = None  # see RunContext
+    shared: Collection[int] | None = None  # replicas on devices of the trainer; None: as the experiment says
     waits: Waits | None = None  # where calls of the actors are registered
 
 
@@ -102,6 +104,7 @@ def assemble(
         requests=actors.generator,
         watch_of=watch_of,
     )
+    waits = actors.waits or Waits(clock.now)
     context = RunContext(
         experiment=experiment,
         clock=clock,
@@ -114,7 +117,8 @@ def assemble(
         tokenizer=actors.tokenizer,
         rollouts=actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host),
         parking=parking,
-        waits=actors.waits or Waits(clock.now),
+        waits=waits,
+        locks=open_locks(experiment, actors.generator, clock, waits, actors.shared),
         meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
         record=actors.record,
         keep_sample=actors.keep_sample,

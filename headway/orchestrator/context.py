@@ -32,6 +32,7 @@ from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.runtime.clock import Clock
+from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import death_fields
 
@@ -84,6 +85,7 @@ class RunContext:
     rollouts: RolloutMaker
     parking: Parking
     waits: Waits
+    locks: DeviceLocks
     meter: Meter
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]

@@ -19,7 +19,7 @@ from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.bounded_queue import BoundedQueue
-from headway.runtime.devices import alike, lends
+from headway.runtime.devices import alike, sharing
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_OUTCOME
 
 _LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
@@ -217,5 +217,4 @@ class RateControl:
 
 def _limits_in(experiment: Experiment) -> ControlLimits:
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
-    shared = [index for index, device in enumerate(devices) if lends(device, ranks)]
-    return limits_of(experiment, shared, alike=alike([*devices, *ranks]))
+    return limits_of(experiment, sharing(devices, ranks), alike=alike([*devices, *ranks]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,7 @@ from headway.config.schema import Experiment
 from headway.control.stalls import LOOPS
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import RunContext, Sides
+from headway.orchestrator.device_turns import placed_locks
 from headway.orchestrator.recovery import restart_trainer
 from headway.records.errors import ConfigurationError, EpochLost, HeadwayError
 from headway.records.plan import ExecutedMove, PlacementFile, PlannedMove, RunPlacement
@@ -119,6 +120,7 @@ class Moves:
         self._run = run
         self._checkpoint = checkpoint
         self._present = placement_of(run.experiment)  # as it is, also amid a move
+        self._names = {device: f"generator-{i}" for i, device in enumerate(self._present.generator)}  # of replicas
 
     async def at_boundary(self) -> None:
         """Make the change that is wanted, if any."""
@@ -129,6 +131,8 @@ class Moves:
         before, began_s = self._present, run.clock.now()
         with run.waits.on("a change of plan", LOOPS, "the train loop"):
             failed = await self._reach(sides, wanted.placement, before)
+        replicas = {self._names[device]: device for device in self._present.generator}
+        run.locks = placed_locks(replicas, self._present.trainer, run.generator, run.clock, run.waits)
         cost_s = run.clock.now() - began_s
         run.state.moved = ExecutedMove(
             planned=wanted, version=run.state.version, cost_s=cost_s, placement=self._present
@@ -157,46 +161,39 @@ class Moves:
                     break
                 self._run.meter.moved(str(action), self._run.clock.now() - began_s)
             else:
+                self._present = goal  # in its order
                 return failed
         raise AssertionError("unreachable")
 
     async def _execute(self, sides: Sides, action: MoveAction) -> None:
-        run, present, devices = self._run, self._present, action.devices
-        if action.kind == "join":
-            await self._each(devices, sides.generator.join, lambda device: (*self._present.generator, device))
-        elif action.kind == "leave":
-            leave = lambda device: sides.generator.leave(device, move=True)  # noqa: E731
-            without = lambda device: tuple(d for d in self._present.generator if d != device)  # noqa: E731
-            await self._each(devices, leave, without)
+        run, devices = self._run, action.devices
+        if action.kind in ("join", "leave"):
+            one = self._join if action.kind == "join" else self._leave
+            # All have ended before an error is raised: the way back begins from what is there then.
+            for outcome in await asyncio.gather(*(one(sides, name) for name in devices), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
         elif action.kind == "stop":
             await run.state.finish_update()
             if not checkpoint_path(run.directory, run.state.version).exists():
                 await self._checkpoint()
             # Killed, not stopped: the weights that it has published stay readable for a replica that joins or restarts.
             await sides.trainer.kill()
-            self._present = msgspec.structs.replace(present, trainer=())
+            self._present = msgspec.structs.replace(self._present, trainer=())
         else:
             sides.trainer.place(devices)
-            sides.generator.trainer_moved(devices)
             await restart_trainer(run, run.state.version, moved=True)
-            self._present = msgspec.structs.replace(present, trainer=devices)
+            self._present = msgspec.structs.replace(self._present, trainer=devices)
 
-    async def _each(
-        self,
-        devices: tuple[str, ...],
-        call: Callable[[str], Coroutine[Any, Any, object]],
-        then: Callable[[str], tuple[str, ...]],
-    ) -> None:
-        """``call`` for all devices at once, noting for each that returns what the generator ``then`` has. Raises the
-        first error when all have ended."""
+    async def _join(self, sides: Sides, device: str) -> None:
+        self._names[device] = await sides.generator.join(device)
+        generator = (*self._present.generator, device)
+        self._present = msgspec.structs.replace(self._present, generator=generator)
 
-        async def one(device: str) -> None:
-            await call(device)
-            self._present = msgspec.structs.replace(self._present, generator=then(device))
-
-        for outcome in await asyncio.gather(*map(one, devices), return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+    async def _leave(self, sides: Sides, device: str) -> None:
+        await sides.generator.leave(self._names[device], move=True)
+        generator = tuple(name for name in self._present.generator if name != device)
+        self._present = msgspec.structs.replace(self._present, generator=generator)
 
     def _adopt(self, sides: Sides) -> None:
         """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
@@ -211,8 +208,6 @@ class Moves:
 
 def planned_move(settings: dict[str, str], gain: float, rate: float, cost_s: float) -> PlannedMove:
     """The move to the placement that ``settings`` of the configuration say."""
-    sides = {side: msgspec.json.decode(settings[f"{side}.devices"], type=tuple[str, ...]) for side in _SIDES}
+    names = ("generator", "trainer")
+    sides = {side: msgspec.json.decode(settings[f"{side}.devices"], type=tuple[str, ...]) for side in names}
     return PlannedMove(placement=RunPlacement(**sides), gain=gain, rate=rate, cost_s=cost_s)
-
-
-_SIDES = ("generator", "trainer")

@@ -13,6 +13,7 @@ from headway.algorithms.groups.batches import build_batch, useful_samples
 from headway.control.staleness import NextPart, Selection
 from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.moves import Moves
@@ -227,16 +228,14 @@ class TrainLoop:
         meanwhile."""
         run = self._run
 
-        async def lent() -> Result:
+        async def in_turn() -> Result:
             asked_s = run.clock.now()
-            await run.generator.lend_devices()
-            run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
-            try:
+            # The turn ends before a dead trainer is replaced: an update may wait for what stands still meanwhile.
+            async with run.locks.turn(TRAINER):
+                run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
                 return await call()
-            finally:  # before a dead trainer is replaced: an update may wait for what stands still meanwhile
-                await run.generator.reclaim_devices()
 
-        return await call_with_restart(run, lent, run.state.version)
+        return await call_with_restart(run, in_turn, run.state.version)
 
     def _require_steps(self, report: StepReport) -> None:
         """Raise NoProgress after ``MOST_SKIPPED_IN_A_ROW`` skipped steps in a row."""

@@ -143,11 +143,11 @@ class EnvironmentGenerator:
     async def applied_version(self) -> int:
         return await self.engine.applied_version()
 
-    async def lend_devices(self) -> None:
-        await self.engine.lend_devices()
+    async def pause_replicas(self, indices: Collection[int]) -> None:
+        await self.engine.pause_replicas(indices)
 
-    async def reclaim_devices(self) -> None:
-        await self.engine.reclaim_devices()
+    async def resume_replicas(self, indices: Collection[int]) -> None:
+        await self.engine.resume_replicas(indices)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         await self.engine.rest_replicas(resting)

@@ -31,7 +31,7 @@ from headway.planner.simulate import SCENARIO_FILE, is_simulated
 from headway.planner.solve_rates import solve_rates
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
-from headway.runtime.devices import lends
+from headway.runtime.devices import sharing
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import EVENT_RESUME, read_ledger
 from headway.telemetry.summary import undisturbed
@@ -100,7 +100,7 @@ def read_run(path: str | Path) -> RecordedRun:
                 "took: describe them in a scenario file ([workload] turns, turn_tokens, tool_s)"
             )
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
-    shape = shape_of(experiment, sum(lends(device, ranks) for device in devices))
+    shape = shape_of(experiment, len(sharing(devices, ranks)))
     if is_simulated(folder):
         described = _described(folder / SCENARIO_FILE)
         if described.workload.multi_turn:

@@ -160,7 +160,7 @@ class World:
         observe: Any = None,
     ) -> Actors:
         """The fake actors, as ``orchestrator.assembly.assemble`` takes them."""
-        several = self.scenario.workload.multi_turn
+        several, hardware = self.scenario.workload.multi_turn, self.scenario.hardware.generator
         return Actors(
             generator=self.environment if several else self.engine,
             trainer=self.trainer,
@@ -170,12 +170,14 @@ class World:
             record=record,
             keep_sample=keep_sample,
             observe=observe,
+            shared=range(hardware.replicas if hardware.shares_devices else 0),
             cpu_s=lambda: 0.0,  # the simulation's own time is none of the run's
             rollouts=functools.partial(FakeRollout, environment=self.environment) if several else None,
         )
 
     def _trainer(self, clock: Clock) -> FakeTrainer:
         hardware, scenario = self.scenario.hardware.trainer, self.scenario
+        shares = scenario.hardware.generator.shares_devices
 
         def step_s(batch: TrainBatch) -> float:
             tokens = sum(s.rollout.all_tokens for s in batch.samples)
@@ -191,6 +193,7 @@ class World:
             keep_checkpoints=scenario.checkpoint.keep_last,
             flops_per_token=hardware.flops_per_token,
             keep_batches=False,
+            on_work=lambda computes: self.engine.trainer_computes(computes and not shares),
             lost_s=None if hardware.beside == 1.0 else lambda: self.engine.busy_s * (1.0 - 1.0 / hardware.beside),
         )
 
@@ -219,7 +222,6 @@ class World:
             prefill_token_s=1 / rate if rate and delay is None else 0.0,
             update_s=hardware.update_s,
             update_mode=settings.update_mode,
-            shares_devices=hardware.shares_devices,
             beside=hardware.beside,
             replicas=hardware.replicas,
             kv_token_s=hardware.decode_kv_token_s,

@@ -63,13 +63,13 @@ class Generator(Protocol):
         """Lowest version applied by any live replica."""
         ...
 
-    async def lend_devices(self) -> None:
-        """Stop decoding on every device that the trainer uses too; requests stay in flight, weights can still be
-        updated. Replicas with devices of their own keep decoding."""
+    async def pause_replicas(self, indices: Collection[int]) -> None:
+        """Stop decoding on these replicas between two steps: their devices are another's for the moment (*lent*).
+        Requests stay in flight, weights can still be updated. All others keep decoding."""
         ...
 
-    async def reclaim_devices(self) -> None:
-        """Resume decoding on the devices that were lent to the trainer."""
+    async def resume_replicas(self, indices: Collection[int]) -> None:
+        """Resume decoding on replicas that were paused."""
         ...
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
@@ -149,11 +149,7 @@ class GeneratorMoves(Protocol):
         ...
 
     async def leave(self, name: str, *, move: bool = False) -> None:
-        """Stop the replica of this name or on this device; ``move``: its requests move to others with their tokens."""
-        ...
-
-    def trainer_moved(self, devices: tuple[str, ...]) -> None:
-        """Note the devices on which the trainer's ranks will compute."""
+        """Stop the replica of this name; ``move``: its requests move to others with their tokens."""
         ...
 
 

@@ -122,6 +122,10 @@ class NoProgress(HeadwayError):
     """The run makes no progress: every step is skipped, or every group ends untrained."""
 
 
+class DeviceBusy(HeadwayError):
+    """A party didn't get its devices in time; the message names who holds them, its stage and for how long."""
+
+
 class StorageFailed(HeadwayError):
     """The disk is full or unreadable: the last transition was undone, nothing is half-written."""
 

@@ -21,7 +21,7 @@ from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
 from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
-from headway.runtime.devices import alike, lends, parse_device
+from headway.runtime.devices import alike, parse_device, sharing
 from headway.telemetry.ledger import EVENT_SIMULATED
 from headway.telemetry.summary import undisturbed
 
@@ -55,8 +55,9 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     view = view_run(run_dir)
     experiment = stored_experiment(view)
     ranks = experiment.trainer.devices
-    lent = sum(lends(device, ranks) for device in experiment.generator.devices)
-    free = [rank for rank in ranks if not lends(rank, experiment.generator.devices)]
+    lent = len(sharing(experiment.generator.devices, ranks))
+    busy = sharing(ranks, experiment.generator.devices)
+    free = [rank for index, rank in enumerate(ranks) if index not in busy]
     apart = not lent and alike([*experiment.generator.devices, *ranks])
     splits = device_splits(experiment) if apart else ()
     found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free, splits)
@@ -97,7 +98,7 @@ def costs_of(
     devices = len({*replicas, *map(parse_device, ranks)}) + len(replicas) * (per_replica - 1)
     seconds = sum(step.step_s for step in steps)
     device_h = devices * seconds / 3600
-    own_ranks = sum(not lends(rank, generator) for rank in ranks)  # on a shared device others work meanwhile
+    own_ranks = len(ranks) - len(sharing(ranks, generator))  # on a shared device others work meanwhile
     lost: dict[str, float] = {
         "trainer: waits for groups": own_ranks * sum(s.trainer_wait_s - s.flow.straggler_wait_s for s in steps),
         "trainer: waits for stragglers": own_ranks * sum(s.flow.straggler_wait_s for s in steps),

@@ -105,6 +105,14 @@ class Device:
             return False
         return self.first <= other.last and other.first <= self.last
 
+    def units(self) -> frozenset[str]:
+        """Names of its cores, or of what else it is: two devices share where these do."""
+        if self.kind != "cpu":
+            return frozenset({str(self)})
+        return frozenset(
+            f"{self.node}/cpu:{core}" if self.node else f"cpu:{core}" for core in range(self.first, self.last + 1)
+        )
+
     def environment(self) -> dict[str, str]:
         """Variables for the start of a process on this device (allocator, thread counts, how threads wait)."""
         variables = dict(ALLOCATOR_ENVIRONMENT)
@@ -163,11 +171,11 @@ def parse_device(text: str) -> Device:
     return Device(kind="cpu", first=first, last=last, node=node)
 
 
-def lends(replica: str, ranks: Iterable[str]) -> bool:
-    """Whether a generator's replica on the device ``replica`` pauses for every training step, because one of the
-    trainer's ``ranks`` (devices) computes there."""
-    device = parse_device(replica)
-    return any(device.shares_with(parse_device(rank)) for rank in ranks)
+def sharing(devices: Sequence[str], others: Iterable[str]) -> list[int]:
+    """Indices of those ``devices`` that share cores or a GPU with one of the ``others``: a replica of the generator on
+    such a device and the trainer take turns on it."""
+    parsed = [parse_device(name) for name in others]
+    return [index for index, name in enumerate(devices) if any(parse_device(name).shares_with(one) for one in parsed)]
 
 
 def alike(devices: Iterable[str]) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.algorithms.samples import lay_out
-from headway.config.load import with_ranks_on
 from headway.config.schema import Experiment
 from headway.records.errors import HeadwayError, RemoteError, StepRefused
 from headway.records.generation import PublishedWeights
@@ -89,7 +88,8 @@ class TrainerClient:
 
     def place(self, devices: tuple[str, ...]) -> None:
         """Have the ranks start on ``devices``, one each, the next time."""
-        self._experiment = with_ranks_on(self._experiment, devices)
+        trainer = self._experiment.trainer.model_copy(update={"devices": devices})
+        self._experiment = self._experiment.model_copy(update={"trainer": trainer})
 
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""

@@ -37,10 +37,12 @@ class FakeTrainer:
         flops_per_token: float = 0.0,
         keep_batches: bool = True,
         lost_s: Callable[[], float] | None = None,
+        on_work: Callable[[bool], None] = lambda computes: None,
     ) -> None:
         """``flops_per_token``: of forward and backward, for MFU. ``keep_batches``: whether ``batches`` is filled.
         ``lost_s``: returns the seconds of training that other work on the device has cost so far; it grows more slowly
-        than time passes."""
+        than time passes. ``on_work`` is told when it begins and ends to compute."""
+        self._on_work = on_work
         self._lost_s = lost_s
         self._flops_per_token = flops_per_token
         self._keep_batches = keep_batches
@@ -79,7 +81,11 @@ class FakeTrainer:
         if part.step != self.version:
             raise StepRefused(f"batch of step {part.step} given to a trainer at version {self.version}")
         began, latency = self._clock.now(), self._latency
-        await self._work(latency(part) if callable(latency) else latency * len(part.samples))
+        self._on_work(True)
+        try:
+            await self._work(latency(part) if callable(latency) else latency * len(part.samples))
+        finally:
+            self._on_work(False)
         self._parts.append(part)
         self._parts_s += (spent_s := self._clock.now() - began)
         return PartReport(samples=len(part.samples), tokens=0, loss=0.0, loss_tokens=0, compute_s=spent_s)

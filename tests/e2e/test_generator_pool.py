@@ -153,15 +153,13 @@ def test_kill_9_and_a_third_replica_in_mid_run(models):
 
 @pytest.mark.slow
 def test_a_lent_device_is_idle_even_after_a_restart_and_holds_its_requests(models):
-    """The trainer's default device is cpu:1: the second replica shares it, the first doesn't."""
-
     async def main() -> None:
         events: list[str] = []
         pool = make_pool(models, events)
         await pool.start()
         jobs = [asyncio.create_task(pool.generate(one)) for one in requests()]
         await until(lambda: all(any(c.partial().ids for c in r.calls.values()) for r in pool._replicas))
-        await pool.lend_devices()
+        await pool.pause_replicas([1])
         before = await pool.statistics()
         await asyncio.sleep(0.3)
         own, lent = await pool.statistics()
@@ -176,7 +174,7 @@ def test_a_lent_device_is_idle_even_after_a_restart_and_holds_its_requests(model
         await until(lambda: bool(pool._replicas[1].calls))
         await asyncio.sleep(0.2)
         assert (await pool.statistics())[1].generated_tokens == lent.generated_tokens
-        await pool.reclaim_devices()
+        await pool.resume_replicas([1])
         for one, result in zip([*requests(), *requests(16)], await asyncio.gather(*jobs, *late), strict=True):
             assert len(result.response.ids) == one.sampling.max_tokens
         assert (await pool.statistics())[1].generated_tokens > lent.generated_tokens

@@ -116,6 +116,7 @@ def simulate(
     reward: Any = None,
     skip_steps: frozenset[int] = frozenset(),
     generator_options: dict[str, Any] | None = None,
+    shared: bool = False,
     interrupt_s: float | None = None,
     kills_s: tuple[float, ...] = (),
     resumed: Experiment | None = None,
@@ -127,8 +128,8 @@ def simulate(
 
     ``interrupt_s``: Ctrl-C so long after the start. ``kills_s``: the orchestrator is killed so long after each of its
     starts, and resumed, with other settings where ``resumed`` gives them. ``spoil``: changes the first trainer, say
-    into one that dies. ``observe``: makes, for each process of the run, what is told who ran when; ``look``: what asks
-    the controller's model.
+    into one that dies. ``shared``: replicas and trainer take turns on their devices. ``observe``: makes, for each
+    process of the run, what is told who ran when; ``look``: what asks the controller's model.
     """
     longest = experiment.rollout.max_response_tokens
 
@@ -158,6 +159,7 @@ def simulate(
                     tokenizer=PlainTokenizer(),
                     train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
                     record=lines.append,
+                    shared=range((generator_options or {}).get("replicas", 1) if shared else 0),
                     observe=observe and observe(clock),
                     look=look and look(clock),
                 )

@@ -16,7 +16,7 @@ from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import WorkerDied
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
-from headway.runtime.devices import lends, parse_device
+from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import WorkerHandle, WorkerSpec
 
@@ -35,10 +35,9 @@ class Replica:
         self.index = index
         self.slot = slot
         self.node = parse_device(slot.spec.device).node
-        self.shared = lends(slot.spec.device, experiment.trainer.devices)  # the trainer computes on its device as well
         self.breaker = Breaker(experiment.router)
         self.resting = False  # takes no requests while another is live
-        self.lent = False  # the trainer computes on its device now
+        self.lent = False  # paused: another computes on its device now
         self.silent = False  # its answer to a health check is overdue
         self.leaving = False  # takes no more requests
         self.left = False  # drained, and its process has ended

@@ -26,7 +26,7 @@ from headway.records.generation import EngineStatistics, GenerationRequest, Samp
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.devices import lends
+from headway.runtime.devices import sharing
 from headway.runtime.supervision import handled_signals
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
@@ -345,4 +345,4 @@ def decode_cost(few: CalibrationInterval, many: CalibrationInterval) -> tuple[fl
 
 def lent_replicas(experiment: Experiment) -> int:
     """Replicas of the generator whose device the trainer computes on: they pause for every training step."""
-    return sum(lends(device, experiment.trainer.devices) for device in experiment.generator.devices)
+    return len(sharing(experiment.generator.devices, experiment.trainer.devices))

@@ -354,7 +354,7 @@ def _devices(inputs: _Inputs, findings: Findings) -> None:
             findings.error(second_key, f"{second} twice: each rank needs a GPU of its own")
         elif first.kind == "cuda":
             findings.warning(second_key, f"{shared}: both must fit its memory")
-        elif first_key == second_key:  # else a replica lends its device while the trainer computes
+        elif first_key == second_key:  # else replica and trainer take turns
             findings.warning(second_key, f"{shared}: two busy processes on one core collapse")
 
 

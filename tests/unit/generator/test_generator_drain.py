@@ -167,7 +167,7 @@ def test_a_trainer_that_dies_while_the_devices_are_its_own_holds_no_update_up(sh
         queue={"groups_per_step": 2, "budget": 2, "groups_per_part": parts, "filter_zero_variance": False},
         generator={"slots": 8, "update_mode": "drain"},
     )
-    outcome = simulate(experiment, spoil=spoil, generator_options={"shares_devices": shared})
+    outcome = simulate(experiment, spoil=spoil, shared=shared)
     assert [step.version for step in outcome.steps] == list(range(1, 7))
     assert outcome.event("trainer_restored").data["replayed"] == 3
     assert outcome.event("books").data["balanced"] == 1

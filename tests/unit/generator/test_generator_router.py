@@ -355,12 +355,12 @@ def test_lent_ones_are_asked_only_when_the_others_are_full():
     async def scene(clock: Clock):
         one = Setting(clock, slots=2)  # room for two requests of 120 tokens each
         await one.pool.start()
-        await one.pool.lend_devices()  # the second's: cpu:1
+        await one.pool.pause_replicas([1])
         for expected in ([1, 0], [2, 0], [2, 1], [2, 2]):
             one.ask(request(f"r{sum(expected)}", 50, prompt=(sum(expected),)))
             await clock.sleep(0.01)
             assert one.open_requests() == expected
-        await one.pool.reclaim_devices()
+        await one.pool.resume_replicas([1])
         await one.end()
 
     playing(scene)

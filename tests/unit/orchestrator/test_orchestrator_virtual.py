@@ -52,7 +52,7 @@ def run_of(schedule: dict[str, object], *, overdue: str = "wait", filtered: bool
         sample_s=s["sample_s"],
         verify_s=s["verify_s"],
         publish_s=s["publish_s"],
-        generator_options={"shares_devices": s.get("shared", False)},
+        shared=s.get("shared", False),
         **options,
     )
 
@@ -173,7 +173,7 @@ def test_rollouts_cross_updates_without_loss(mode):
     assert any(len(of_one) > 1 for of_one in versions)
 
 
-def shared_devices(shared: bool, lend_s: float = 0.0, **queue: object):
+def shared_devices(shared: bool, pause_s: float = 0.0, **queue: object):
     experiment = experiment_of(
         Path("unused"),
         run={"steps": 10},
@@ -181,9 +181,7 @@ def shared_devices(shared: bool, lend_s: float = 0.0, **queue: object):
         queue={"groups_per_step": 2, "filter_zero_variance": False, **queue},
         generator={"slots": 8, "queue_ahead_groups": 0},
     )
-    return simulate(
-        experiment, token_s=0.01, sample_s=0.1, generator_options={"shares_devices": shared, "lend_s": lend_s}
-    )
+    return simulate(experiment, token_s=0.01, sample_s=0.1, shared=shared, generator_options={"pause_s": pause_s})
 
 
 def test_devices_are_lent_for_exactly_as_long_as_the_trainer_computes():
@@ -197,7 +195,7 @@ def test_devices_are_lent_for_exactly_as_long_as_the_trainer_computes():
 
 def test_what_lending_takes_is_waiting():
     """Every second of the trainer is in one account."""
-    for step in shared_devices(True, lend_s=0.25, budget=2).steps:
+    for step in shared_devices(True, pause_s=0.25, budget=2).steps:
         known = step.trainer_compute_s + step.trainer_wait_s + step.publish_s + step.checkpoint_s
         assert known == pytest.approx(step.step_s, abs=0.01)
 

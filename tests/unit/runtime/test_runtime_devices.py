@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.records.errors import ConfigurationError
 from headway.runtime import devices
-from headway.runtime.devices import Device, cpu_multiplies_bfloat16, lends, machine_cores, parse_device
+from headway.runtime.devices import Device, cpu_multiplies_bfloat16, machine_cores, parse_device, sharing
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_a_server_is_a_device_that_pins_nothing():
     assert device.shares_with(parse_device("http://10.0.0.7:8000"))
     assert not device.shares_with(parse_device("http://10.0.0.7:8001"))
     assert not device.shares_with(parse_device("cpu:0"))
-    assert not lends("http://10.0.0.7:8000", ["cpu:0", "cuda:0"])
+    assert not sharing(["http://10.0.0.7:8000"], ["cpu:0", "cuda:0"])
     for text in ("http://host", "http://host:80/path", "http://:80", "https://host:1", "http://a b:1"):
         with pytest.raises(ConfigurationError, match="not a"):
             parse_device(text)
@@ -106,3 +108,13 @@ def test_apply_pins_this_process_which_still_hands_out_all_cores():
 )
 def test_bfloat16_products_are_known_by_the_cores_flags(cpuinfo: str, fast: bool) -> None:
     assert cpu_multiplies_bfloat16(cpuinfo) is fast
+
+
+@given(*[st.tuples(st.sampled_from(["cpu", "cuda", "east/cpu"]), st.integers(0, 3), st.integers(0, 2))] * 2)
+def test_devices_share_exactly_where_their_units_do(one, other):
+    first, second = (
+        parse_device(f"{kind}:{low}-{low + more}" if kind != "cuda" and more else f"{kind}:{low}")
+        for kind, low, more in (one, other)
+    )
+    assert bool(first.units() & second.units()) == first.shares_with(second)
+    assert sharing([str(first)], [str(second)]) == ([0] if first.shares_with(second) else [])

@@ -1,0 +1,224 @@
+"""Turns on devices for the tasks of a process: the decisions of control/device_lock.py, carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from headway.control.device_lock import DeviceLock, LockChanges, LockGrant, LockStatistics, Party
+from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
+from headway.runtime.clock import Clock
+from headway.runtime.stalls.waits import Waits
+from headway.runtime.workers import EventCallback
+
+Move = Callable[[], Awaitable[None]]
+OnSpan = Callable[[str, str, str, float, float], None]  # device, party, "onload" or "offload", start and end of it
+WAIT = "a device"  # the kind of wait under which a party waits for its devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moves:
+    recall: Move | None
+    resume: Move | None
+    onload: Move | None
+    offload: Move | None
+
+
+class DeviceLocks:
+    """The device lock of a process, with its waits and moves.
+
+    A party takes its turn by `turn`, or by `acquire` and `release`. A *standing* party computes whenever nobody else
+    wants its devices (a generator's replica: requests come at any moment): it is recalled when somebody does, and
+    resumes when they are free again.
+
+    Example::
+
+        locks.add(Party(name="generator-0", stage="generate", devices=frozenset({"cpu:0"}), order=0),
+                  recall=pause, resume=resume)
+        locks.add(Party(name="trainer", stage="train", devices=frozenset({"cpu:0"}), order=1))
+        async with locks.turn("trainer"):  # generator-0 is paused in here
+            ...
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        waits: Waits | None = None,
+        *,
+        on_event: EventCallback = lambda name, detail, /, **data: None,
+        on_span: OnSpan = lambda device, party, what, start_s, end_s: None,
+    ) -> None:
+        """``on_event`` is told what couldn't be offloaded; ``on_span`` of every move."""
+        self._clock = clock
+        self._waits = waits or Waits(clock.now)
+        self._on_event, self._on_span = on_event, on_span
+        self._lock = DeviceLock(clock.now())
+        self._moves: dict[str, _Moves] = {}
+        self._asking: dict[str, asyncio.Future[LockGrant]] = {}
+        self._failed: BaseException | None = None  # what stopped a recall or a resumption: no turn can be relied on
+        self._tasks = dict[asyncio.Task[None], str]()  # recalls and resumptions under way, by party
+
+    def add(
+        self,
+        party: Party,
+        *,
+        recall: Move | None = None,
+        resume: Move | None = None,
+        onload: Move | None = None,
+        offload: Move | None = None,
+    ) -> None:
+        """Take in a party. ``recall`` and ``resume``: it is a standing one, already on its devices unless they are
+        held; ``recall`` returns when it computes no more. ``onload``, ``offload``: bring its state to its devices, and
+        away. Raises ValueError for a name that is taken."""
+        self._lock.add(party, loaded=recall is not None)
+        self._moves[party.name] = _Moves(recall=recall, resume=resume, onload=onload, offload=offload)
+        if recall is not None:
+            now = self._clock.now()
+            changes = self._lock.ask(party.name, now)
+            if not self._lock.holds(party.name):
+                self._start(party.name, recall())
+            self._follow(LockChanges(recalls=changes.recalls))
+
+    @property
+    def parties(self) -> Mapping[str, Party]:
+        return self._lock.parties
+
+    @contextlib.asynccontextmanager
+    async def turn(self, name: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Hold a party's devices in the block; after it, those who got them compute again. See `acquire`."""
+        await self.acquire(name, timeout_s)
+        try:
+            yield
+        finally:
+            self.release(name)
+            await self._settled()
+
+    async def acquire(self, name: str, timeout_s: float | None = None) -> None:
+        """Wait for a party's devices, with its input at hand, and load it. Raises DeviceBusy, which names the holder,
+        after ``timeout_s``; and what its own ``onload`` raises."""
+        if self._failed is not None:
+            raise self._failed
+        changes = self._lock.ask(name, self._clock.now())
+        granted = self._asking[name] = asyncio.get_running_loop().create_future()
+        try:
+            self._follow(changes)
+            if not granted.done():
+                holders = self._lock.in_the_way(name, self._clock.now())
+                with self._waits.on(WAIT, holders[0].name if holders else name, name):
+                    async with asyncio.timeout(timeout_s):
+                        await granted
+            await self._load(granted.result())
+        except TimeoutError:
+            if self._lock.holds(name):  # it was loading that took too long, or timed out itself
+                self.release(name)
+                raise
+            raise DeviceBusy(self.why(name, timeout_s)) from None
+        except BaseException:
+            self.release(name)
+            raise
+        finally:
+            del self._asking[name]
+            self._follow(self._lock.withdraw(name, self._clock.now()))
+
+    def release(self, name: str) -> None:
+        """Give a party's devices up; no-op for one that holds none."""
+        self._follow(self._lock.release(name, self._clock.now()))
+
+    def died(self, name: str, *, memory_free: bool = True) -> None:
+        """Note the death of a party's process. Without ``memory_free`` its devices stay taken: call again with it."""
+        self._follow(self._lock.dead(name, self._clock.now()))
+        if memory_free:
+            self._follow(self._lock.memory_free(name, self._clock.now()))
+
+    def statistics(self) -> LockStatistics:
+        """Return the lock's counts so far."""
+        return self._lock.statistics(self._clock.now())
+
+    def why(self, name: str, waited_s: float | None = None) -> str:
+        """Say who keeps a party from its devices, and since when."""
+        now, mine = self._clock.now(), self._lock.parties[name]
+        holders = [
+            f"{one.name} (stage {one.stage}) has {', '.join(one.devices)} for {one.held_s:.1f} s"
+            + (", dead, its memory not known to be free" if one.dead else "")
+            + ("" if one.recalled_s is None else f", recalled {one.recalled_s:.1f} s ago")
+            for one in self._lock.in_the_way(name, now)
+        ]
+        after = "" if waited_s is None else f" after {waited_s:g} s"
+        cause = "; ".join(holders) or "they are kept for another that asked before"
+        return f"{name} (stage {mine.stage}) doesn't have its devices {', '.join(sorted(mine.devices))}{after}: {cause}"
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _follow(self, changes: LockChanges) -> None:
+        """Carry out what the lock has decided."""
+        for grant in changes.grants:
+            moves = self._moves[grant.party]
+            if moves.recall is not None:
+                self._start(grant.party, self._resume(grant, moves))
+            elif not (future := self._asking[grant.party]).done():
+                future.set_result(grant)
+        for name in changes.recalls:
+            moves = self._moves[name]
+            if moves.recall is not None:
+                self._start(name, self._recall(name, moves.recall))
+
+    def _start(self, name: str, work: Awaitable[None]) -> None:
+        before = [task for task, of in self._tasks.items() if of == name]
+
+        async def run() -> None:
+            await asyncio.gather(*before, return_exceptions=True)  # a party's moves don't overtake each other
+            await work
+
+        task = asyncio.create_task(run(), name=f"devices of {name}")
+        self._tasks[task] = name
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed = error
+            for future in self._asking.values():  # else they would wait for ever
+                if not future.done():
+                    future.set_exception(error)
+
+    async def _recall(self, name: str, recall: Move) -> None:
+        await recall()
+        now = self._clock.now()
+        self._follow(self._lock.release(name, now))
+        self._follow(self._lock.ask(name, now))
+
+    async def _resume(self, grant: LockGrant, moves: _Moves) -> None:
+        await self._load(grant)
+        if moves.resume is not None:
+            await moves.resume()
+
+    async def _load(self, grant: LockGrant) -> None:
+        """Make room, then load."""
+        await asyncio.gather(*(self._offload(name) for name in grant.offload))
+        onload = self._moves[grant.party].onload
+        if grant.onload and onload is not None:
+            await self._move(grant.party, "onload", onload)
+
+    async def _offload(self, name: str) -> None:
+        if (offload := self._moves[name].offload) is None:
+            return
+        try:
+            await self._move(name, "offload", offload)
+        except WorkerDied:
+            return  # with its memory
+        except StorageFailed as error:
+            self._lock.stays(name)
+            self._on_event("offload_failed", f"{name} stays on its devices: {error}", worker=name)
+
+    async def _move(self, name: str, what: str, move: Move) -> None:
+        start_s = self._clock.now()
+        await move()
+        for device in sorted(self._lock.parties[name].devices):
+            self._on_span(device, name, what, start_s, self._clock.now())
+
+    async def _settled(self) -> None:
+        """Wait until resumed parties compute again; raises what stopped one of them."""
+        granted = [name for name in self._tasks.values() if self._lock.holds(name) and not self._lock.wanted(name)]
+        await asyncio.gather(*(task for task, name in self._tasks.items() if name in granted))
