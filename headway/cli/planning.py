@@ -204,8 +204,8 @@ def plan(
         from headway.cli.cost import read_catalogue
         from headway.config.load import load_experiment
         from headway.planner.plan_files import PlanOutputs, plan_for, write_outputs
+        from headway.report.plans.run_plan import draw_plan, plan_rows
         from headway.report.printing import print_rows
-        from headway.report.run_plan import draw_plan, plan_rows
         from headway.runtime.run_directory import write_whole
 
         experiment = load_experiment(config, overrides)
@@ -228,9 +228,9 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
     from headway.config.load import load_experiment
     from headway.planner.profile import measure_profile
     from headway.records.errors import ConfigurationError
+    from headway.report.plans.run_plan import profile_rows
     from headway.report.preview import CalibrationProgress
     from headway.report.printing import print_rows
-    from headway.report.run_plan import profile_rows
     from headway.runtime.run_directory import write_whole
 
     path = Path(output or "profile.json")
@@ -248,8 +248,8 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
 
 def _compare(paths: tuple[str, str], as_json: bool) -> None:
     from headway.planner.plan_files import read_plan
+    from headway.report.plans.run_plan import plan_rows
     from headway.report.printing import print_rows
-    from headway.report.run_plan import plan_rows
 
     first, second = map(read_plan, paths)
     if as_json:

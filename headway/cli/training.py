@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from headway.records.check_report import Finding
 
 
+AUTO = "auto"  # for --plan
+
+
 def add_commands(app: typer.Typer) -> None:
     file = "examples/arithmetic/experiment.toml"
     experiments.add_command(app, train, f"headway train {file} --queue.budget=8 --run.seed=3")
@@ -26,7 +29,12 @@ def add_commands(app: typer.Typer) -> None:
 def train(
     context: typer.Context,
     config: str = experiments.CONFIG,
-    plan: str = typer.Option("", "--plan", metavar="FILE", help="Run as this plan of headway plan says."),
+    plan: str = typer.Option(
+        "",
+        "--plan",
+        metavar="FILE",
+        help="Run as this plan of headway plan says; auto: the run plans by its own steps, and moves.",
+    ),
     resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
     take_over: bool = typer.Option(
         False, "--take-over", help="With --resume of a copied run: declare that its former process has ended."
@@ -55,7 +63,7 @@ def train(
 
     price = price_from(usd_per_device_hour)
     with nullcontext() if quiet or as_json else LiveView(experiment, usd_per_device_hour=price) as on_line:
-        if plan:
+        if plan and plan != AUTO:
             from headway.planner.plan_files import keep_plan
 
             on_line = keep_plan(plan, experiment.run.directory, on_line)
@@ -73,6 +81,8 @@ def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
     from headway.planner.run_plan import planned_settings
 
     given = experiments.given_overrides(context)
+    if plan == AUTO:
+        return load_experiment(config, ['control.mode="act"', 'control.devices="move"', *given])
     settings = planned_settings(load_experiment(config, given), read_plan(plan), plan)
     return load_experiment(config, [*(f"{key}={value}" for key, value in settings.items()), *given])
 

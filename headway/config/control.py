@@ -15,6 +15,7 @@ class ControlConfig(Section):
     """Matches the two rates while the run goes on: docs/control.md."""
 
     mode: Literal["off", "advise", "act"] = "off"  # advise: write act's settings to the ledger, and set nothing
+    devices: Literal["recommend", "move"] = "recommend"  # another split of them that pays; move: change to it live
     interval_steps: Positive = 2  # least steps between two decisions; a decision is based on these
     pin: Annotated[tuple[KnobName, ...], named_once("knob")] = ()  # knobs that stay as the experiment sets them
     max_steps_per_publish: Positive = 4  # upper limit it may set; queue.budget + 1 where that is less

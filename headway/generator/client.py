@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -83,8 +82,8 @@ class GeneratorPool:
         for device in experiment.generator.devices:
             self._add_replica(device)
         settings = experiment.router
-        self._router = Router(self._replicas, settings, clock, self._tell)
-        self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._tell)
+        self._router = Router(self._replicas, settings, clock, self._on_event)
+        self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._on_event)
         self._health = Health(
             self._replicas,
             self._router,
@@ -93,7 +92,7 @@ class GeneratorPool:
             ask=self._refresh,
             bring_up=self._bring_up,
             settle=self._settle,
-            on_event=self._tell,
+            on_event=self._on_event,
         )
         self._newest: PublishedWeights | None = None
         self._updates = 0  # announced so far; versions may go back
@@ -107,7 +106,7 @@ class GeneratorPool:
     async def start(self) -> None:
         """Start all replicas. If one fails, stop the others and raise the first failure, as its own typed error."""
         try:
-            workers = await start_all(self._slots)
+            workers = await start_all([replica.slot for replica in self._replicas])
         except BaseException:
             await self.stop()
             raise
@@ -213,7 +212,8 @@ class GeneratorPool:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every replica that hasn't left."""
-        return [WorkerState(name=r.name, up=r.live, restarts=r.slot.restarts) for r in self._replicas if not r.left]
+        slots = [(replica.slot, replica.live) for replica in self._replicas if not replica.left]
+        return [WorkerState(name=s.name, up=up, restarts=s.restarts, device=s.spec.device) for s, up in slots]
 
     async def stop(self) -> None:
         """Stop all replicas; calls that still wait raise HeadwayError."""
@@ -224,7 +224,7 @@ class GeneratorPool:
         await asyncio.gather(*self._keepers.values(), self._router.stop(), return_exceptions=True)
         for replica in self._replicas:
             replica.live = False
-        await stop_all(self._slots, _STOP_GRACE_S)
+        await stop_all([replica.slot for replica in self._replicas], _STOP_GRACE_S)
         self._router.fail_all(HeadwayError("the generator pool is stopped"))
 
     def tokens_so_far(self, request_id: str) -> int:
@@ -266,9 +266,9 @@ class GeneratorPool:
 
     async def leave(self, name: str, *, move: bool = False) -> None:
         """Drain a replica and stop it: it takes no more requests and finishes those it has (``move``: they move to
-        other replicas with their tokens so far). Returns once its process has ended. Raises ValueError for a replica
-        that isn't live, and for the last live one."""
-        staying = {replica.name: replica for replica in self._replicas if replica.live and not replica.leaving}
+        other replicas with their tokens so far). Returns once its process has ended; one that restarts just then is
+        no exception. Raises ValueError for a replica that isn't there, and for the last one."""
+        staying = {replica.name: replica for replica in self._replicas if not replica.gone and not replica.leaving}
         if name not in staying:
             raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
         if len(staying) == 1:
@@ -352,7 +352,7 @@ class GeneratorPool:
     async def _revive(self, replica: Replica) -> WorkerHandle | None:
         """Restart a dead replica until it is live with the newest weights; returns None once it is lost."""
         slot = replica.slot
-        while not slot.exhausted:
+        while not slot.exhausted and not replica.leaving:
             if (worker := await slot.restart()) is not None:
                 await self._tell_lent(replica)
                 self._settle()
@@ -364,7 +364,8 @@ class GeneratorPool:
             if isinstance(own, _HOPELESS):
                 self._give_up(own)
                 return None
-        self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
+        if not replica.leaving:
+            self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
         return None
 
     def _add_replica(self, device: str) -> Replica:
@@ -373,7 +374,7 @@ class GeneratorPool:
             spec,
             self._launcher,
             self._clock,
-            self._tell,
+            self._on_event,
             limit=self._restart_limit,
             prepare=lambda worker: self._prepare(replica),
             restart_arguments={"restarted": True},
@@ -383,10 +384,6 @@ class GeneratorPool:
         replica = Replica(len(self._replicas), slot, self._experiment)
         self._replicas.append(replica)
         return replica
-
-    @property
-    def _slots(self) -> list[WorkerSlot]:
-        return [replica.slot for replica in self._replicas]
 
     async def _prepare(self, replica: Replica) -> None:
         """Prepare a replica's new process: apply the newest weights, and close its breaker after a restart."""
@@ -435,7 +432,7 @@ class GeneratorPool:
         for replica in self._replicas:
             if not replica.gone:
                 return None
-        return next(slot.lost for slot in self._slots if slot.lost is not None)  # the last can't leave
+        return next(one.slot.lost for one in self._replicas if one.slot.lost is not None)  # the last can't leave
 
     def _require_running(self) -> None:
         if self._stopping:
@@ -468,9 +465,6 @@ class GeneratorPool:
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind
         return applied
-
-    def _tell(self, name: str, detail: str, /, **data: Any) -> None:
-        self._on_event(name, detail, **data)
 
     async def _set_lent(self, indices: Collection[int], *, lent: bool) -> None:
         chosen = [replica for replica in self._replicas if replica.index in indices]

@@ -14,7 +14,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
-from headway.orchestrator.context import Decide, RunContext, no_copy, no_sandboxes
+from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
 from headway.orchestrator.device_turns import open_locks
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
@@ -58,6 +58,7 @@ class Actors:
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # see RunContext
+    sides: Sides | None = None  # see RunContext
     shared: Collection[int] | None = None  # replicas on devices of the trainer; None: as the experiment says
     waits: Waits | None = None  # where calls of the actors are registered
 
@@ -127,6 +128,7 @@ def assemble(
         look=actors.look,
         replicated=no_copy if copy is None else copy.reached,
         nodes=actors.nodes,
+        sides=actors.sides,
         sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
     if experiment.pruning.on:

@@ -14,10 +14,20 @@ from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import TaskSelector
-from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
+from headway.records.clients import (
+    Generator,
+    GeneratorMoves,
+    PromptCodec,
+    RolloutMaker,
+    Trainer,
+    TrainerMoves,
+    Verifier,
+    Watch,
+)
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.node import NodeConditions
+from headway.records.plan import RunPlacement
 from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
@@ -50,6 +60,15 @@ class EarlyPruning(Protocol):
     def forget(self, group: int) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The two sides of a run whose placement may change, and the placement that its configuration says."""
+
+    generator: GeneratorMoves
+    trainer: TrainerMoves
+    configured: RunPlacement
+
+
 @dataclass
 class RunContext:
     """The actors of one run. The orchestrator knows them by their Protocols only (DESIGN, section 3)."""
@@ -75,6 +94,7 @@ class RunContext:
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
     look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # conditions of the machines of a run on several
+    sides: Sides | None = None  # None: the placement stays as it is
     sandboxes: Callable[[], Awaitable[SandboxStatistics]] = no_sandboxes  # all of them, as they are now
     replicated: Callable[[], Awaitable[None]] = no_copy  # waits until the copy of the books has all that is committed
     started_s: float = 0.0  # clock when this process began the run

@@ -8,16 +8,19 @@ from collections import deque
 import msgspec
 
 from headway.config.control import KnobName
+from headway.config.schema import Experiment
 from headway.control.tuning.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
 from headway.control.tuning.knob_search import ControlLimits, limits_of
+from headway.control.tuning.move_outcome import MoveOutcome
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.moves import planned_move
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.devices import alike, sharing
-from headway.telemetry.ledger import EVENT_CONTROL
+from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_OUTCOME
 
 _LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
 _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
@@ -74,10 +77,10 @@ class RateControl:
     """Runs the controller after each step, applies its decisions, and records them in the ledger."""
 
     def __init__(self, run: RunContext) -> None:
-        devices, ranks = run.experiment.generator.devices, run.experiment.trainer.devices
         self._run = run
         self._mode = run.experiment.control.mode
-        self._limits = limits_of(run.experiment, sharing(devices, ranks), alike=alike([*devices, *ranks]))
+        self._limits = _limits_in(run.experiment)
+        self._outcome = MoveOutcome(run.experiment.queue.budget)
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
@@ -111,8 +114,16 @@ class RateControl:
         if self._mode == "off" or run.state.draining:
             return
         self._records.append(record)
+        if self._outcome.changes(
+            record, run.state.moved
+        ):  # the knobs, and what was learnt of them, were of another placement
+            self.stop_looking()
+            self._limits, self._state, self._advised = _limits_in(run.experiment), None, run.state.knobs
+        if (outcome := self._outcome.due()) is not None:
+            run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
         if self._state is None:
-            filled = record.step + run.experiment.queue.budget + 1  # before, the queue was filling
+            moved_at = run.state.moved.version if run.state.moved else 0
+            filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
             self._state = ControllerState(knobs=run.state.knobs, regime_step=filled, decided_step=filled)
         limits = self._limits_now()
         decision = self._seen(record.version) or decide(
@@ -131,6 +142,9 @@ class RateControl:
             return
         for action in decision.actions:
             self._say(action)
+            if action.kind == "move":
+                cost_s, rate = limits.switch_s["devices"], self._outcome.rate(self._state.regime_step)
+                run.state.wanted_move = planned_move(action.settings, action.predicted, rate, cost_s)
         await self._set(decision.state.knobs)
 
     def _limits_now(self) -> ControlLimits:
@@ -139,7 +153,8 @@ class RateControl:
         run, limits = self._run, self._limits
         room = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.most_workers()))
         restart_s = run.start_s + max(record.checkpoint_s for record in self._records)
-        costs = {"verifier_workers": run.verifier.start_s, "devices": restart_s}
+        moved_s = run.state.moved.cost_s if run.state.moved else restart_s
+        costs = {"verifier_workers": run.verifier.start_s, "devices": moved_s}
         return msgspec.structs.replace(limits, most_verifiers=room, switch_s=costs)
 
     def stop_looking(self) -> None:
@@ -198,3 +213,8 @@ class RateControl:
         self._run.event(
             EVENT_CONTROL, f"{change}: {action.reason}", knob=action.knob, old=action.old, new=action.new, **data
         )
+
+
+def _limits_in(experiment: Experiment) -> ControlLimits:
+    devices, ranks = experiment.generator.devices, experiment.trainer.devices
+    return limits_of(experiment, sharing(devices, ranks), alike=alike([*devices, *ranks]))

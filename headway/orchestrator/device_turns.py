@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from headway.config.schema import Experiment
 from headway.control.device_lock import Party
@@ -10,7 +10,7 @@ from headway.generator.client import GeneratorPool
 from headway.records.clients import Generator
 from headway.runtime.clock import Clock
 from headway.runtime.device_lock import DeviceLocks
-from headway.runtime.devices import parse_device, sharing
+from headway.runtime.devices import parse_device
 from headway.runtime.stalls.waits import Waits
 
 TRAINER = "trainer"
@@ -22,17 +22,27 @@ def open_locks(
 ) -> DeviceLocks:
     """Make the device lock of a run. ``shared``: replicas on devices of the trainer, by default as
     ``experiment`` places both."""
-    places, ranks = experiment.generator.devices, experiment.trainer.devices
-    locks = DeviceLocks(clock, waits)
     if shared is None:
-        devices = {index: parse_device(places[index]).units() for index in sharing(places, ranks)}
-        mine = frozenset[str]().union(*(parse_device(rank).units() for rank in ranks))
-    else:  # of actors whose devices are only described
-        devices = {index: frozenset({f"device-{index}"}) for index in shared}
-        mine = frozenset({TRAINER}).union(*devices.values())
+        replicas = {f"generator-{index}": device for index, device in enumerate(experiment.generator.devices)}
+        return placed_locks(replicas, experiment.trainer.devices, generator, clock, waits)
+    locks = DeviceLocks(clock, waits)  # of actors whose devices are only described
+    devices = {f"generator-{index}": frozenset({f"device-{index}"}) for index in shared}
+    mine = frozenset({TRAINER}).union(*devices.values())
     locks.add(Party(name=TRAINER, stage=TRAIN, devices=mine, order=1))
-    for index, units in devices.items():
-        add_replica(locks, generator, f"generator-{index}", units)
+    for name, units in devices.items():
+        add_replica(locks, generator, name, units)
+    return locks
+
+
+def placed_locks(
+    replicas: Mapping[str, str], ranks: Sequence[str], generator: Generator, clock: Clock, waits: Waits
+) -> DeviceLocks:
+    """Make the device lock of the ``replicas``, by name on their devices, and of a trainer with ``ranks`` on theirs."""
+    locks = DeviceLocks(clock, waits)
+    mine = frozenset[str]().union(*(parse_device(rank).units() for rank in ranks))
+    locks.add(Party(name=TRAINER, stage=TRAIN, devices=mine, order=1))
+    for name, device in replicas.items():
+        add_replica(locks, generator, name, parse_device(device).units())
     return locks
 
 

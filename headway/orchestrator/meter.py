@@ -163,6 +163,9 @@ class Meter:
         self._interval.checkpoint_s += seconds
         self._span("trainer-0", "checkpoint", seconds)
 
+    def moved(self, action: str, seconds: float) -> None:
+        self._span("plan", action, seconds)
+
     def _span(self, track: str, name: str, seconds: float) -> None:
         """Observe a span of ``seconds`` that ends now."""
         if self._observe is not None:

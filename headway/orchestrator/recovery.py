@@ -28,9 +28,9 @@ async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result
     return await call()
 
 
-async def restart_trainer(run: RunContext, version: int) -> int:
+async def restart_trainer(run: RunContext, version: int, *, moved: bool = False) -> int:
     """A new trainer at ``version``, and the generator pointed at what it publishes; returns the replayed steps.
-    Raises WorkerDied when it dies again and again on the way there."""
+    ``moved``: none has died. Raises WorkerDied when it dies again and again on the way there."""
     died_s = run.clock.now()
     await run.state.finish_update()
     for left in reversed(range(RESTARTS)):
@@ -45,6 +45,8 @@ async def restart_trainer(run: RunContext, version: int) -> int:
         else:
             await run.generator.update_weights(weights)
             run.state.published_version = version
+            if moved:
+                return replayed
             lost = {"worker": "trainer", "lost_s": run.clock.now() - died_s, "lost_samples": samples}
             run.event("trainer_restored", f"version {version}", replayed=replayed, **lost)
             return replayed

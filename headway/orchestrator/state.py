@@ -10,6 +10,7 @@ from headway.control.books import Books
 from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout
+from headway.records.plan import ExecutedMove, PlannedMove
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.runtime.clock import Clock
 
@@ -92,6 +93,8 @@ class RunState:
     fruitless_batches_said: int = 0  # the most batches of them that a no_progress event has named
     skipped_steps: int = 0  # in a row
     parkings: int = 0  # members parked since the last step
+    wanted_move: PlannedMove | None = None  # to be made at the next boundary of two steps
+    moved: ExecutedMove | None = None  # the last one that this process tried
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
     leaving: bool = False  # an interrupted run parks what it can't finish in time: nothing resumes in this process
     left: bool = False  # all that can be parked is: the run ends without waiting for what still runs

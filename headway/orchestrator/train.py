@@ -22,8 +22,9 @@ from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
-from headway.orchestrator.context import RunContext
+from headway.orchestrator.context import RunContext, Sides
 from headway.orchestrator.device_turns import join_replica
+from headway.orchestrator.moves import placed_as_before, placement_of, require_movable
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
@@ -249,7 +250,9 @@ async def wire(
     machines = await stack.enter_async_context(
         open_machines(experiment, clock, worker_event, epoch=number, run_id=identity, key_folder=folder, waits=waits)
     )
-    launcher, experiment = machines.launcher, machines.experiment
+    launcher, configured = machines.launcher, machines.experiment
+    require_movable(configured)
+    experiment = placed_as_before(configured, directory)
     samples = stack.enter_context(LineFile(directory.samples))
 
     def keep_sample(line: dict[str, object]) -> None:
@@ -288,6 +291,7 @@ async def wire(
         look=looking,
         waits=waits,
         nodes=machines.conditions,
+        sides=Sides(generator=generator, trainer=trainer, configured=placement_of(configured)),
     )
     fence = (lambda: None) if epoch is None else epoch.require
     places, books = [experiment.cluster.replicate_to], directory.buffer

@@ -16,6 +16,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
+from headway.orchestrator.moves import Moves
 from headway.orchestrator.recovery import call_with_restart
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
@@ -42,6 +43,7 @@ class TrainLoop:
         self._run = run
         self._completed = completed
         self._evaluations = evaluations
+        self._moves = Moves(run, self.checkpoint)
         self._updates = asyncio.TaskGroup()
         self.completed_steps = 0  # by this process, skipped ones included
 
@@ -54,6 +56,8 @@ class TrainLoop:
             while await self._form_batch(parts):
                 await self._step(parts)
                 parts = []
+                if not self._over():
+                    await self._moves.at_boundary()
 
     def _over(self) -> bool:
         run = self._run

@@ -1,4 +1,4 @@
-"""A workflow and a pool of devices as placement sees them, and the plan that it finds.
+"""A workflow and a pool of devices as placement sees them, and the plan that it finds; the placement of a run.
 
 Times are seconds of one step's work, bytes are bytes, money is US dollars. An *item* is the unit that stages hand on: a
 sample, an environment, a fragment.
@@ -6,6 +6,7 @@ sample, an environment, a fragment.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 import msgspec
@@ -162,6 +163,57 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float  # alone, at full concurrency; of the trainer if it never waits
     bytes_per_device: float | None  # None: not known
     slots: int = 0  # of a replica
+
+
+class RunPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of a run's two sides, by name. Two names are equal or share no core and no GPU, so that a device is one
+    side's alone or shared, never in part."""
+
+    generator: tuple[str, ...]  # one replica each
+    trainer: tuple[str, ...]  # one rank each, rank 0 first; (): no rank runs, amid a move
+
+    @property
+    def mode(self) -> Mode:
+        """temporal: the sides take turns on the same devices; spatial: each has its own; hybrid: some are shared."""
+        if set(self.generator) == set(self.trainer):
+            return "temporal"
+        return "hybrid" if set(self.generator) & set(self.trainer) else "spatial"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The keys of the configuration that say it, with their values as TOML."""
+        sides = {"generator": self.generator, "trainer": self.trainer}
+        return {f"{side}.devices": json.dumps(devices) for side, devices in sides.items()}
+
+    def __str__(self) -> str:
+        return f"{self.mode}: generate on {', '.join(self.generator)}; train on {', '.join(self.trainer) or 'nothing'}"
+
+
+class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of a run's placement, decided and not yet made."""
+
+    placement: RunPlacement
+    gain: float  # expected: rate after / rate before
+    rate: float  # before, samples/s
+    cost_s: float  # expected: seconds until both sides work as the new placement says
+
+
+class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of placement that a run has made, or had to take back."""
+
+    planned: PlannedMove
+    version: int  # completed training steps at that boundary
+    cost_s: float  # measured
+    placement: RunPlacement  # in effect now
+
+
+class PlacementFile(msgspec.Struct, frozen=True, kw_only=True):
+    """``RUN/placement.json``: the placement in effect, where it isn't the configuration's."""
+
+    configured: (
+        RunPlacement  # by the configuration under which the run moved: under another one, this file says nothing
+    )
+    present: RunPlacement
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):

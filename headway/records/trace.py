@@ -81,6 +81,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     up: bool
     restarts: int = 0  # since this process of the run began
+    device: str = ""  # a replica's or a rank's
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse", tag_field="kind"):

@@ -24,7 +24,7 @@ from headway.report.doctor import costs_of
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
-from headway.telemetry.ledger import EVENT_END, EVENT_STALL_ENDED, EVENT_STALLED
+from headway.telemetry.ledger import EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
 
 WINDOW = 20  # steps that "now" is averaged over
 REDRAW_EVERY_S = 0.5  # drawing takes the orchestrator's core a few milliseconds
@@ -59,6 +59,7 @@ class LiveState:
         self.endings = Counter[str]()
         self.worst_staleness = 0
         self.ended = False
+        self.placement: EventRecord | None = None  # the last change of plan
         self.stalls: dict[str, str] = {}  # worker -> the line that names its stall, while it lasts
 
     def take(self, line: LedgerLine) -> None:
@@ -77,6 +78,8 @@ class LiveState:
                 self.before = line
         else:
             self.events.append(line)
+            if line.event == EVENT_PLAN_CHANGED:
+                self.placement = line
             if line.event == EVENT_STALLED:
                 self.stalls[line.worker] = line.detail
             elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
@@ -173,6 +176,10 @@ def screen(state: LiveState) -> RenderableType:
         rows.add_row("Learning?", _learning(state, step))
         rows.add_row("Rates", _rates(state, step))
         rows.add_row("Endings", _endings(state))
+        if (change := state.placement) is not None:
+            expected = quantity(float(change.data["gain"]) * float(change.data["rate"]))
+            since = f"{change.data['after']}, since version {change.step}; {expected} samples/s expected"
+            rows.add_row("Plan", since)
         if (cost := state.cost()) is not None:
             rows.add_row("Cost", cost_sentence(cost))
     for stall in state.stalls.values():

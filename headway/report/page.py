@@ -15,9 +15,10 @@ from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.incidents import HEADS, incident_rows
 from headway.report.live import shown_pass_at, shown_score
+from headway.report.plans.placements import CHANGE_HEADS, STAGE_HEADS, change_rows, placed_steps, stage_rows
+from headway.report.plans.run_plan import draw_plan
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
 from headway.report.run_cost import with_cost
-from headway.report.run_plan import draw_plan
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
 from headway.report.series import Series
@@ -123,7 +124,7 @@ def _plan(view: RunView) -> str:
     """The plan that the run was begun with, beside what it reaches."""
     path = view.path / PLAN_FILE
     if not path.is_file():
-        return ""
+        return _placements(view, None)
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=RunPlan)
     except (OSError, msgspec.DecodeError) as error:
@@ -131,7 +132,17 @@ def _plan(view: RunView) -> str:
     said = f"{plan.mode}, {plan.samples_per_s:,.3g} samples/s expected on {plan.pool}"
     head = f"<figcaption><h3>Plan: a steady step, device by device</h3><p>{escape(said)}</p></figcaption>"
     drawing = draw_plan(plan)
-    return f"<figure>{head}{drawing[drawing.index('<svg') :]}</figure>"
+    return f"<figure>{head}{drawing[drawing.index('<svg') :]}</figure>" + _placements(view, plan)
+
+
+def _placements(view: RunView, plan: RunPlan | None) -> str:
+    """The stages' time placement by placement, and the changes; "" without plan and changes."""
+    changes = change_rows(view.lines)
+    if plan is None and not changes:
+        return ""
+    stages = stage_rows(placed_steps(view.lines, view.configuration, plan))
+    text = "<h2>Stages by placement</h2>" + _table(STAGE_HEADS, stages, text_columns=2)
+    return text + ("<h2>Changes of plan</h2>" + _table(CHANGE_HEADS, changes, text_columns=1) if changes else "")
 
 
 def _verdict(view: RunView) -> str:

@@ -20,7 +20,10 @@ from headway.telemetry.trace_file import read_trace
 STEPS = 30  # shown unless asked for others
 GROUPS = 20_000  # the newest; a browser gets slow beyond
 
+_DEVICES = "devices"
 _TRAINER, _GENERATOR, _VERIFIERS, _OTHER, _QUEUE = "trainer", "generator", "verifiers", "weights, evaluation", "queue"
+_ON_DEVICE = "device "  # of a track's name
+_NOT_AT_WORK = ("idle", "lent", "wait")
 _PROCESSES = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}
 
 
@@ -59,7 +62,7 @@ def write_trace(
     timeline = timeline_of(read_trace(run_dir))
     path = Path(out) if out is not None else Path(run_dir) / "trace.json"
     steps, from_s, until_s = _window(timeline, first_step, last_step)
-    events = TraceEvents((_QUEUE, _TRAINER, _GENERATOR, _VERIFIERS, _OTHER))
+    events = TraceEvents((_DEVICES, _QUEUE, _TRAINER, _GENERATOR, _VERIFIERS, _OTHER))
     _draw_workers(events, timeline, from_s, until_s)
     lives = [life for life in timeline.groups.values() if life.start_s < until_s and life.end_s > from_s]
     lives.sort(key=lambda life: life.start_s)
@@ -159,15 +162,36 @@ def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_
             spans.append(Span(track=f"trainer-{rank}", name=name, start_s=start_s, end_s=step.end_s, step=step.step))
     for span in [span for span in spans if span.track == "trainer-0" and span.name == "wait"]:
         spans += [msgspec.structs.replace(span, track=f"trainer-{rank}") for rank in range(1, ranks)]
+    spans += _device_spans(spans, timeline.pulses)
     trained = {f"step {step.step}": step.samples for step in timeline.steps}
     for span in sorted(spans, key=lambda span: (span.track, span.start_s)):
         if span.start_s < until_s and span.end_s > from_s:
             process = _PROCESSES.get(span.track.rpartition("-")[0], _OTHER)
+            process = _DEVICES if span.track.startswith(_ON_DEVICE) else process
             arguments = {"samples": trained[span.name]} if span.name in trained else {}
             events.slice(process, span.track, span.name, span.start_s, span.end_s, arguments)
     for mark in timeline.marks:
         if from_s <= mark.time_s <= until_s:
             events.instant(_OTHER, "events", mark.event, mark.time_s, {"detail": mark.detail})
+
+
+def _device_spans(spans: Sequence[Span], pulses: Sequence[Pulse]) -> list[Span]:
+    """A track for each device: who works there when. A span is on the device that its worker had at the first pulse
+    after its start; idle and lent replicas aren't at work."""
+    placed: dict[str, list[tuple[float, str]]] = {}  # worker -> (since, device)
+    for pulse in pulses:
+        for worker in pulse.workers:
+            known = placed.setdefault(worker.name, [])
+            if worker.device and (not known or known[-1][1] != worker.device):
+                known.append((pulse.time_s, worker.device))
+    found: list[Span] = []
+    for span in spans:
+        known = placed.get(span.track, [])
+        if known and span.name not in _NOT_AT_WORK:
+            device = next((name for since_s, name in reversed(known) if since_s <= span.end_s), known[0][1])
+            name = f"{span.track}: {span.name}"
+            found.append(msgspec.structs.replace(span, track=_ON_DEVICE + device, name=name))
+    return found
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

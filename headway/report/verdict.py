@@ -12,6 +12,7 @@ import msgspec
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
+from headway.report.plans.placements import change_sentence
 from headway.telemetry.ledger import EVENT_CONTROL
 from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
@@ -50,6 +51,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     failures_text: str
     pruning_text: str = ""  # "": nothing was pruned
     plan_text: str = ""  # the controller's last recommendation of a plan that the run can't change to; "": none
+    changes_text: str = ""  # changes of plan in the run; "": none
     cost_text: str = ""  # "": no price is known
 
     @property
@@ -63,6 +65,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "What failed?": self.failures_text,
             "What was pruned?": self.pruning_text,
             "Would another plan pay?": self.plan_text,
+            "Did the plan change?": self.changes_text,
             "What did it cost?": self.cost_text,
         }
         return {question: answer for question, answer in answers.items() if answer}
@@ -99,6 +102,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         failures_text=" ".join(filter(None, (_failures_text(failures, summary), incident_text(lines)))) or "Nothing.",
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
+        changes_text=change_sentence(lines),
     )
 
 

@@ -45,6 +45,7 @@ class RunDirectory:
         self.sandboxes = self.path / "sandboxes"
         self.logs = self.path / "logs"
         self.waits = self.path / "waits.json"
+        self.placement = self.path / "placement.json"
         self.lock = self.path / "lock"
         self._lock = FileLock(self.lock, "run.directory", self.path)
         self._books_lock: FileLock | None = None  # where the books lie elsewhere: a copy may be held there

@@ -62,8 +62,11 @@ class TrainerClient:
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every rank."""
         alive = {worker.name: worker.alive for worker in self.workers}
-        names = [f"trainer-{rank}" for rank in range(len(self._experiment.trainer.devices))]
-        return [WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts) for name in names]
+        names = {f"trainer-{rank}": device for rank, device in enumerate(self._experiment.trainer.devices)}
+        return [
+            WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts, device=device)
+            for name, device in names.items()
+        ]
 
     async def start(self) -> None:
         """Start one process per device of ``trainer.devices``; returns when all have loaded the model.
@@ -83,9 +86,14 @@ class TrainerClient:
             if not self.workers:
                 await self._abandon(starts)
 
+    def place(self, devices: tuple[str, ...]) -> None:
+        """Have the ranks start on ``devices``, one each, the next time."""
+        trainer = self._experiment.trainer.model_copy(update={"devices": devices})
+        self._experiment = self._experiment.model_copy(update={"trainer": trainer})
+
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""
-        self._restarts += 1
+        self._restarts += bool(self.workers)  # none after `kill`: that was meant
         await self.kill()
         await self.start()
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from headway.telemetry.ledger import read_ledger
 
 HERE = Path(__file__).resolve().parent
 FAULTY = HERE / "faulty_headway.py"
+MOVING = HERE / "moving_headway.py"
 LIMIT_S = 90.0  # for whatever a test waits for; pytest's own limit comes later
 POLL_S = 0.02
 
@@ -125,12 +126,19 @@ class Command:
 
 
 @contextmanager
-def headway(*arguments: str | Path, run: Path, fault: str = "none") -> Iterator[Command]:
-    """Start ``headway ARGUMENTS`` with ``fault`` (see faulty_headway.py); killed when the block is left early."""
+def headway(
+    *arguments: str | Path,
+    run: Path,
+    fault: str = "none",
+    moves: Sequence[tuple[int, list[str], list[str]]] | None = None,
+) -> Iterator[Command]:
+    """Start ``headway ARGUMENTS`` with ``fault`` (see faulty_headway.py), or with ``moves`` (see moving_headway.py);
+    killed when the block is left early."""
     journal = run.with_name(run.name + ".journal")
     journal.write_text("")
+    program = [str(FAULTY), str(journal), fault] if moves is None else [str(MOVING), str(journal), json.dumps(moves)]
     process = subprocess.Popen(
-        [sys.executable, str(FAULTY), str(journal), fault, *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -145,9 +153,9 @@ def headway(*arguments: str | Path, run: Path, fault: str = "none") -> Iterator[
             process.communicate()
 
 
-def train(config: Path, *arguments: str, fault: str = "none", limit_s: float = LIMIT_S) -> Command:
-    """Run `headway train CONFIG --quiet ARGUMENTS` to its end."""
-    with headway("train", config, "--quiet", *arguments, run=config.parent / "run", fault=fault) as command:
+def train(config: Path, *arguments: str, limit_s: float = LIMIT_S, **how: Any) -> Command:
+    """Run `headway train CONFIG --quiet ARGUMENTS` to its end; ``how``: see `headway`."""
+    with headway("train", config, "--quiet", *arguments, run=config.parent / "run", **how) as command:
         command.wait(limit_s)
     return command
 

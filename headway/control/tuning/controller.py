@@ -17,7 +17,8 @@ Each decision looks at the records since the last one and does the first of thes
    neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
    taken if it gains enough; twice as much for every time a knob has reversed in this regime. While nothing is found
    the looks become rarer, half of the verifier workers are let go where they hardly score, and, once a regime, another
-   split of the devices is *recommended* where it would pay (``replan``): the run can't make it itself.
+   split of the devices is *recommended* where it would pay (``replan``). With ``control.devices = "move"`` the run
+   makes it, before any knob: those are of the placement, and are searched anew after it.
 
 A look that finds nothing after ``WINDOW`` records of one setting *settles* the plan: these records are the reference,
 and nothing is looked at or changed until the last few steps, or the last ``SLOWLY`` where it came step by step, differ
@@ -40,6 +41,7 @@ from typing import Literal
 import msgspec
 
 from headway.config.control import KnobName
+from headway.control.tuning.diagnosis import Recommendation
 from headway.control.tuning.drift import RECENT, SLOWLY, find_drift
 from headway.control.tuning.knob_search import KNOBS, LEAST_GAIN, Allowed, ControlLimits, Search
 from headway.control.tuning.ledger_model import LedgerModel, estimate, relative_noise, usable
@@ -60,7 +62,7 @@ _STARVED_Z = 4.0  # standard errors by which the trainer must wait longer than w
 _RATE_DIFFERS = 0.2  # |ln|: worth another look
 _MOST_RESTS = 3  # doublings of the time between two looks
 
-Kind = Literal["set", "rollback", "measured", "drift", "recommended"]
+Kind = Literal["set", "rollback", "measured", "drift", "recommended", "move"]
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     new: int = 0
     predicted: float = 0.0  # rate after / rate before; 0: not predicted
     measured: float = 0.0  # ... as measured; 0: not yet
-    settings: dict[str, str] = {}  # recommended: key of the experiment -> value as TOML
+    settings: dict[str, str] = {}  # recommended, move: key of the experiment -> value as TOML
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,24 +363,40 @@ def _by_model(
     if found is None:
         return None
     drifting = state.drifted and len(window) < WINDOW
-    allowed = _allowed(state, evidence, limits, drifting=drifting)
-    search = Search(found, state.knobs, allowed, limits, drifting=drifting)
     # what gains no rate can wait for a better estimate, and until a drift has ended
     settled = len(window) >= min(WINDOW, 2 * limits.patience_steps) and not drifting
+    left = _left(window, limits)
+    splits = settled and not state.recommended
+    if splits and limits.moves and (split := split_that_pays(found, limits, left)) is not None:
+        return _change_devices("move", split, found, idle, evidence, limits, left)
+    allowed = _allowed(state, evidence, limits, drifting=drifting)
+    search = Search(found, state.knobs, allowed, limits, drifting=drifting)
     for target in (search.best(), search.spared() if settled else state.knobs):
         if target == state.knobs:
             continue
         if (decision := _to(target, search, found, state, window, evidence, limits, settled)) is not None:
             return decision
-    left = _left(window, limits)
     if len(window) == WINDOW and window[0].step >= state.decided_step:
         idle = msgspec.structs.replace(idle, reference=tuple(window))
-    if state.recommended or not settled or (split := split_that_pays(found, limits, left)) is None:
+    if not splits or limits.moves or (split := split_that_pays(found, limits, left)) is None:
         return Decision(state=idle)
+    return _change_devices("recommended", split, found, idle, evidence, limits, left)
+
+
+def _change_devices(
+    kind: Kind,
+    split: Recommendation,
+    found: LedgerModel,
+    state: ControllerState,
+    evidence: ControllerEvidence,
+    limits: ControlLimits,
+    left: Remainder,
+) -> Decision:
+    """Recommend another split of the devices, or have the run change to it."""
     waits = f"the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%}"
     reason = split_sentence(split, found, limits, left, waits)
-    said = Action(kind="recommended", reason=reason, predicted=1.0 + split.gain, settings=split.settings)
-    return Decision(state=msgspec.structs.replace(idle, recommended=True), actions=(said,))
+    said = Action(kind=kind, reason=reason, predicted=1.0 + split.gain, settings=split.settings)
+    return Decision(state=msgspec.structs.replace(state, recommended=True), actions=(said,))
 
 
 def _to(

@@ -82,6 +82,7 @@ class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     concurrent_rollouts: int
     open_groups: int | None
+    lent_share: float = 0.0  # share of the replicas whose device is the trainer's too
 
 
 def diagnose(
@@ -193,6 +194,25 @@ def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
         return ()  # a replica has more devices than its name says
     sides = [([*generator, *trainer[-k:]], trainer[:-k]) for k in (1, 2, 4, 8, 16, 32) if k < len(trainer)]
     sides += [(generator[:-k], [*generator[-k:], *trainer]) for k in (1, 2, 4, 8, 16, 32) if k < len(generator)]
+    return _valid_splits(experiment, sides)
+
+
+def every_split(experiment: Experiment) -> tuple[DeviceSplit, ...]:
+    """The valid other ways to run on an experiment's devices, which must be alike: each side has its own (spatial),
+    both have all (temporal), or one has all and the other some (hybrid). The generator's come first in their order, the
+    trainer's last, so that a change moves as few as can be."""
+    generator, trainer = list(experiment.generator.devices), list(experiment.trainer.devices)
+    pool = list(dict.fromkeys([*generator, *trainer]))
+    cuts = sorted({cut for k in (1, 2, 4, 8, 16, 32) for cut in (k, len(pool) - k) if 0 < cut < len(pool)})
+    sides = [(pool, pool)]
+    for cut in cuts:
+        sides += [(pool[:cut], pool[cut:]), (pool, pool[cut:]), (pool[:cut], pool)]
+    return _valid_splits(experiment, [pair for pair in sides if pair != (generator, trainer)])
+
+
+def _valid_splits(
+    experiment: Experiment, sides: Iterable[tuple[Sequence[str], Sequence[str]]]
+) -> tuple[DeviceSplit, ...]:
     found: list[DeviceSplit] = []
     for replicas, ranks in sides:
         settings = {"generator.devices": json.dumps(replicas), "trainer.devices": json.dumps(ranks)}
@@ -206,6 +226,7 @@ def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
             ranks=len(ranks),
             concurrent_rollouts=then.concurrent_rollouts,
             open_groups=then.open_groups,
+            lent_share=len(set(replicas) & set(ranks)) / len(replicas),
         )
         found.append(split)
     return tuple(found)
@@ -213,9 +234,10 @@ def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
 
 def best_split(found: LedgerModel, shape: RunShape, splits: Sequence[DeviceSplit]) -> Recommendation | None:
     """The split of the devices with the largest predicted gain, beside the run as it is; None where none gains."""
-    if not splits:
-        return None
-    changes = _recommendations(_of_splits(found.model, shape, splits), found, None, _outcomes(found.model))
+    now = _outcomes(found.model) if splits else []
+    if not splits or not all(one.samples_per_s for one in now):
+        return None  # a model under which this very run would stand still says nothing of another one
+    changes = _recommendations(_of_splits(found.model, shape, splits), found, None, now)
     return max(changes, key=lambda one: one.gain, default=None)
 
 
@@ -389,9 +411,11 @@ def _of_splits(model: QueueModel, shape: RunShape, splits: Sequence[DeviceSplit]
             "train_token_s": token_s_with(model, shape.ranks, split.ranks),
             "concurrent_rollouts": split.concurrent_rollouts,
             "open_groups": split.open_groups,
+            "lent_share": split.lent_share,
         }
+        error = RANK_ERROR if split.ranks != shape.ranks else 0.0
         relieves: Constraint = "generator" if split.replicas > shape.replicas else "trainer"
-        yield _Candidate(split.settings, relieves, change, "a resume with these devices", RANK_ERROR)
+        yield _Candidate(split.settings, relieves, change, "a resume with these devices", error)
 
 
 def _of_devices(

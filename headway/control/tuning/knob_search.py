@@ -10,7 +10,7 @@ import msgspec
 
 from headway.config.control import KnobName
 from headway.config.schema import Experiment
-from headway.control.tuning.diagnosis import DeviceSplit, device_splits
+from headway.control.tuning.diagnosis import DeviceSplit, device_splits, every_split
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, shape_of
 from headway.control.tuning.queue_model import QueueModel, simulate_or_still
@@ -43,6 +43,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     least_verifiers: int = 1  # what the experiment sets
     most_verifiers: int = 1
     splits: tuple[DeviceSplit, ...] = ()  # of the devices between generator and trainer: others than the run's
+    moves: bool = False  # the run can change to one of them
     switch_s: dict[str, float] = {}  # measured: "verifier_workers", "devices"; absent: not known
     shared: tuple[int, ...] = ()  # replicas on the trainer's devices, where others are left to generate
     pinned: frozenset[KnobName] = frozenset()
@@ -106,7 +107,10 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, alike: bool
     """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices; ``alike``: all devices
     are of one kind, so that one side can do with another's."""
     queue, control, verifiers = experiment.queue, experiment.control, experiment.verifier.workers
-    apart = len(experiment.generator.devices) - len(shared)
+    apart, moves = len(experiment.generator.devices) - len(shared), control.devices == "move"
+    splits = device_splits(experiment) if alike and not shared else ()
+    # A replica needn't rest where it can leave.
+    resting = () if moves else tuple(shared) if apart else tuple(shared)[1:]
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
@@ -118,8 +122,9 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, alike: bool
         ),
         least_verifiers=verifiers,
         most_verifiers=max(verifiers, control.max_verifier_workers),
-        splits=device_splits(experiment) if alike and not shared else (),
-        shared=tuple(shared) if apart else tuple(shared)[1:],
+        splits=every_split(experiment) if moves else splits,
+        moves=moves,
+        shared=resting,
         pinned=frozenset(control.pin),
         interval_steps=control.interval_steps,
         length_bias_limit=control.length_bias_limit,

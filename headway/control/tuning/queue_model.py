@@ -113,10 +113,12 @@ class _Simulation:
 
     # --- time -----------------------------------------------------------------------------------------------
 
-    def step_s(self) -> float:
-        """Seconds of a decode step, which gives every running request one token; inf while all replicas are lent."""
+    def step_s(self, running: int | None = None) -> float:
+        """Seconds of a decode step, which gives every running request (or ``running`` of them) one token; inf while all
+        replicas are lent."""
         model = self.model
-        one = model.decode_fixed_s + model.decode_request_s * len(self.running) / model.replicas
+        running = len(self.running) if running is None else running
+        one = model.decode_fixed_s + model.decode_request_s * running / model.replicas
         if not self.busy:
             return max(one, 1e-12)
         working = 1.0 - model.lent_share
@@ -171,7 +173,9 @@ class _Simulation:
             group.first = min(group.first, self.applied)
             group.tokens += model.prompt_tokens + length
             self.serial += 1
-            delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # as tokens it would have gained meanwhile
+            # As tokens it would have gained meanwhile in full slots: a lone request would gain more, and be charged for
+            # them at the pace of all that start after it.
+            delay = model.delay_s / self.step_s(model.slots * model.replicas) if model.delay_s else 0.0
             heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
 
     def _begin(self, group: _Group) -> None:

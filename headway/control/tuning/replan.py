@@ -70,10 +70,12 @@ def split_sentence(
     split: Recommendation, found: LedgerModel, limits: ControlLimits, left: Remainder, waits: str
 ) -> str:
     """Say what a split is, what it would gain, and why."""
-    replicas, ranks = (len(json.loads(split.settings[key])) for key in ("generator.devices", "trainer.devices"))
+    replicas, ranks = (json.loads(split.settings[key]) for key in ("generator.devices", "trainer.devices"))
+    shared = len(set(replicas) & set(ranks))
     shape, rates = limits.shape, f"{split.useful_per_s:.3g} useful samples/s for {found.useful_per_s:.3g}"
+    sharing = f", {shared} devices shared," if shared else ""
     return (
-        f"{replicas} replicas and {ranks} trainer ranks for {shape.replicas} and {shape.ranks}: predicted {rates}, "
-        f"{split.gain:+.0%} ± {split.error:.0%} ({waits}); it would pay within the {left.steps:.0f} steps that are "
-        f"left, and needs {split.needs}"
+        f"{len(replicas)} replicas and {len(ranks)} trainer ranks{sharing} for {shape.replicas} and {shape.ranks}: "
+        f"predicted {rates}, {split.gain:+.0%} ± {split.error:.0%} ({waits}); it would pay within the {left.steps:.0f} "
+        f"steps that are left" + ("" if limits.moves else f", and needs {split.needs}")
     )

@@ -14,7 +14,7 @@ from headway.config.load import changed_experiment, load_experiment
 from headway.planner.plan_files import read_plan
 from headway.planner.run_plan import digest, planned_settings
 from headway.records.errors import ConfigurationError
-from headway.report.run_plan import draw_plan
+from headway.report.plans.run_plan import draw_plan
 
 QWEN = {
     "model_type": "qwen2", "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 4096,

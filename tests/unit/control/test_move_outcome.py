@@ -1,0 +1,74 @@
+"""Moves that are decided, and their outcomes: which placements there are, when one is chosen, what it came to."""
+
+from __future__ import annotations
+
+import json
+
+from headway.control.tuning.controller import ControllerState, Decision, decide
+from headway.control.tuning.diagnosis import every_split
+from headway.control.tuning.knob_search import first_knobs, limits_of
+from headway.control.tuning.move_outcome import MEASURED, MoveOutcome, OutcomeText
+from headway.records.ledger import StepRecord
+from headway.records.plan import ExecutedMove, PlannedMove, RunPlacement
+from tests.unit.control.test_replan import devices, generation_bound
+
+SPATIAL = RunPlacement(generator=("cpu:0",), trainer=("cpu:1",))
+HYBRID = RunPlacement(generator=("cpu:0", "cpu:1"), trainer=("cpu:1",))
+
+
+def moved(placement: RunPlacement) -> ExecutedMove:
+    planned = PlannedMove(placement=HYBRID, gain=1.5, rate=10.0, cost_s=2.0)
+    return ExecutedMove(planned=planned, version=20, cost_s=4.0, placement=placement)
+
+
+def record(step: int, per_s: float) -> StepRecord:
+    return StepRecord(step=step, version=step + 1, samples=32, step_s=32 / per_s)
+
+
+def test_every_split_of_two_devices_is_another_mode() -> None:
+    found = {(s.settings["generator.devices"], s.settings["trainer.devices"]): s for s in every_split(devices(1, 1))}
+    both, first, last = '["cuda:0", "cuda:1"]', '["cuda:0"]', '["cuda:1"]'
+    assert {pair: split.lent_share for pair, split in found.items()} == {
+        (both, both): 1.0,
+        (both, last): 0.5,
+        (first, both): 1.0,
+    }
+    assert len(every_split(devices(2, 2))) == 9  # temporal, 2 spatial (not its own), 3 of either hybrid
+
+
+def decided(move: bool) -> Decision:
+    experiment = devices(2, 4, control={"mode": "act", "devices": "move" if move else "recommend"})
+    limits = limits_of(experiment, alike=True)
+    records = generation_bound("off", steps=24).steps
+    state = ControllerState(knobs=first_knobs(experiment), regime_step=5, decided_step=5)
+    return decide(state, records, limits)
+
+
+def test_a_run_that_can_move_is_moved_before_its_knobs_are_set() -> None:
+    decision = decided(move=True)
+    assert [action.kind for action in decision.actions] == ["move"]
+    (action,) = decision.actions
+    assert action.predicted > 1.1
+    assert len(json.loads(action.settings["generator.devices"])) > 2
+    assert "devices" not in action.reason.rpartition("left")[2]  # it needs no resume
+    assert decision.state.recommended  # not asked for again in this regime
+    assert [a.kind for a in decided(move=False).actions] != ["move"]
+
+
+def test_an_outcome_is_measured_without_the_steps_in_which_the_queue_fills() -> None:
+    outcome, move, said = MoveOutcome(budget=2), moved(HYBRID), list[tuple[int, OutcomeText]]()
+    assert not any(outcome.changes(record(step, 10.0), None) for step in range(20))
+    assert outcome.changes(record(20, 0.1), move)
+    for step in range(21, 60):
+        assert not outcome.changes(record(step, 1.0 if step < 23 else 14.0), move)
+        if (found := outcome.due()) is not None:
+            said.append((step, found))
+    ((step, text),) = said
+    assert step == 23 + MEASURED - 1
+    assert text.data == {"rate": 10.0, "expected": 15.0, "measured": 14.0, "cost_s": 4.0}
+    assert "14 samples/s, expected 15, before 10; it took 4.0 s, expected 2.0 s" in text.detail
+
+
+def test_a_move_that_was_taken_back_changes_nothing() -> None:
+    outcome, back = MoveOutcome(budget=2), moved(SPATIAL)
+    assert not any(outcome.changes(record(step, 10.0), back) or outcome.due() for step in range(20, 60))
