@@ -7,13 +7,13 @@
 Parts, each of which can be run alone:
 
 - `reasoning`, `simulator`: chains of timed workers on eight virtual devices, with real channels, locks and processes:
-  long-tailed generation and training; a simulator whose time doesn't fall with its share of a batch, a policy, training.
+  long-tailed generation and training; a simulator whose time hardly falls with its share of a batch, a policy, training.
 - `long_tail`, `judge`: tiny models on this machine's two cores: generation of forced, long-tailed lengths and training;
   the same with a judge model between them.
   Each of the four runs every mode x split x m in {1, 2, 4, whole}, three steps each after one that isn't counted, then
   the automatic plan. `auto_over_best`: its throughput over the best median's, of the worst workload. `distinct_bests`:
   modes that are best somewhere, with the second mode's best at least 5 % slower (`best_modes`, `second_modes` show it).
-- `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck on workers of fixed times.
+- `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck, workers of fixed times.
 - `lock`: `lock_overhead`, the worst share of a step in which nobody holds a device that somebody waits for, without on-
   and offloading.
 - `builtin`: `flow_over_builtin`, samples/s of examples/flow_grpo.py over `headway train`, same placement, budget 0.
@@ -149,7 +149,9 @@ def chunks(arguments: argparse.Namespace) -> Report:
     placement: Placement = {name: (VIRTUAL[place],) for place, name in enumerate(stages)}
     sizes = (24, 12, 6, 4, 2, 1)
     plan = Scripted(placement, sizes, items, COUNTED)
-    steps, _ = run(timed, plan, stages, lambda step: [1.0] * items, len(sizes) * COUNTED, launcher=VirtualDevices, items=items)
+    steps, _ = run(
+        timed, plan, stages, lambda step: [1.0] * items, len(sizes) * COUNTED, launcher=VirtualDevices, items=items
+    )
     for place, size in enumerate(sizes):
         turns = [times.fixed_s + times.item_s * size for times in stages.values()]
         expected = sum(turns) + (items / size - 1) * max(turns)
@@ -165,7 +167,9 @@ def lock(arguments: argparse.Namespace) -> Report:
     placement: Placement = {stage: tuple(VIRTUAL[:2]) for stage in SIMULATOR}
     sizes = (32, 16, 8)
     plan = Scripted(placement, sizes, 32, COUNTED)
-    steps, _ = run(timed, plan, SIMULATOR, lambda step: [1.0] * 32, len(sizes) * COUNTED, launcher=VirtualDevices, items=32)
+    steps, _ = run(
+        timed, plan, SIMULATOR, lambda step: [1.0] * 32, len(sizes) * COUNTED, launcher=VirtualDevices, items=32
+    )
     shares = [step.lock_idle_s / 2 / step.seconds for step in steps]
     used = [sum(one.busy_s + one.switch_s for one in step.stages.values()) / 2 / step.seconds for step in steps]
     print(

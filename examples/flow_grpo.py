@@ -99,12 +99,11 @@ class Groups:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.tokenizer = experiment, Tokenizer.load(experiment.model.path)
-        seed = experiment.run.seed
+        self.count, seed = experiment.queue.groups_per_step, experiment.run.seed
         self.tasks = TaskCursor(load_tasks(experiment.tasks.train, seed), seed)
 
     def of_step(self, step: int) -> list[Group]:
-        count = self.experiment.queue.groups_per_step
-        return [self.group(step, index) for index in range(step * count, (step + 1) * count)]
+        return [self.group(step, step * self.count + index) for index in range(self.count)]
 
     def group(self, step: int, index: int) -> Group:
         task, size = self.tasks.next(), self.experiment.rollout.group_size

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.config.cluster import ClusterConfig as ClusterConfig
     from headway.config.load import load_experiment as load_experiment
     from headway.config.schema import Experiment as Experiment
     from headway.flow.channel import Channel as Channel
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from headway.orchestrator.train import train as train
     from headway.records.errors import ConfigurationError as ConfigurationError
     from headway.records.errors import HeadwayError as HeadwayError
+    from headway.records.execution import ExecutionPlan as ExecutionPlan
+    from headway.records.execution import StagePlacement as StagePlacement
     from headway.records.ledger import RunSummary as RunSummary
     from headway.records.rollout import Group as Group
     from headway.records.rollout import Rollout as Rollout
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from headway.trainer.losses import TokenTerms as TokenTerms
 
 _HOMES = {
+    "headway.config.cluster": ("ClusterConfig",),
     "headway.config.load": ("load_experiment",),
     "headway.config.schema": ("Experiment",),
     "headway.flow.channel": ("Channel",),
@@ -53,6 +57,7 @@ _HOMES = {
     "headway.orchestrator.jobs.sft": ("run_sft",),
     "headway.orchestrator.train": ("train",),
     "headway.records.errors": ("ConfigurationError", "HeadwayError"),
+    "headway.records.execution": ("ExecutionPlan", "StagePlacement"),
     "headway.records.ledger": ("RunSummary",),
     "headway.records.rollout": ("Group", "Rollout", "Verdict"),
     "headway.records.task": ("Task",),

@@ -26,7 +26,13 @@ def report(
     as_json: bool = typer.Option(False, "--json", help="Print summary and verdict as one JSON object; write no page."),
     output: str = typer.Option("", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html."),
 ) -> None:
-    """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events."""
+    """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events. Of a workflow
+    (headway.flow) print what its stages did."""
+    from headway.report.plans.workflow import is_workflow, print_workflow
+
+    if is_workflow(run):
+        print_workflow(run)
+        return
     from headway.report.run_cost import with_cost
     from headway.report.run_view import as_json as to_json
     from headway.report.run_view import view_run

@@ -75,6 +75,7 @@ class Stage:
         self._restarts = restarts
         self._where = where
         self._deaths: dict[str, asyncio.Task[None]] = {}
+        self._idle_offloads: set[str] = set()  # workers whose offload frees nothing, which was reported
 
     @property
     def keeps_state(self) -> bool:
@@ -182,7 +183,8 @@ class Stage:
 
         async def offload() -> None:
             seconds, freed = await hub.call(name, "offload")
-            if not freed:
+            if not freed and name not in self._idle_offloads:
+                self._idle_offloads.add(name)
                 self._around.book.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
 
         self._around.locks.add(

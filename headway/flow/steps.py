@@ -14,18 +14,18 @@ import msgspec
 from headway.flow.placement import mode_of
 from headway.flow.worker import StageTimes
 from headway.records.errors import RemoteError, WorkerDied
-from headway.records.execution import ExecutionPlan, FlowStep, StageStep
+from headway.records.execution import WORKFLOW_FILE, ExecutionPlan, FlowLine, FlowStep, StageStep
 from headway.records.ledger import EventRecord
 from headway.records.trace import Span
 from headway.runtime.clock import Clock
 from headway.runtime.line_file import LineFile
+from headway.runtime.worker_slots import WorkerSlot
 from headway.telemetry.trace_file import TraceFile
 
 if TYPE_CHECKING:
     from headway.flow.group import WorkerGroup
 
 Turns = dict[str, list[tuple[int, float]]]  # stage -> (items, busy seconds) of single turns of its workers
-WORKFLOW_FILE = "workflow.jsonl"  # in a workflow's folder: its steps and events
 
 
 class StepBook:
@@ -75,7 +75,9 @@ class StepBook:
         turns: Turns = {}
         for stage, group in groups.items():
             found = await asyncio.gather(*(_times(slot.live) for slot in group.slots))
-            turns[stage] = [sample for one in found for sample in one.samples]
+            turns[stage] = [(turn.items, turn.busy_s) for one in found for turn in one.each]
+            for slot, one in zip(group.slots, found, strict=True):
+                self._trace_turns(slot, one)
             placed = plan.stages[stage]
             sums = {name: sum(getattr(one, name) for one in found) for name in _SUMMED}
             stages[stage] = StageStep(devices=placed.devices, expected_s=placed.expected_s, **sums)
@@ -92,6 +94,15 @@ class StepBook:
         self._write(record)
         return record, turns
 
+    def _trace_turns(self, slot: WorkerSlot, times: StageTimes) -> None:
+        """Put a worker's turns on its device's track."""
+        if self._trace is None or slot.live is None:
+            return
+        shift_s, device = slot.live.clock_offset_s, slot.spec.device
+        for turn in times.each:
+            start_s, end_s = turn.start_s + shift_s, turn.end_s + shift_s
+            self._trace.write(Span(track=device, name=slot.name, start_s=start_s, end_s=end_s, step=self._step))
+
     def close(self) -> None:
         """Close the files."""
         if self._file is not None:
@@ -100,7 +111,7 @@ class StepBook:
         if self._trace is not None:
             self._trace.close()
 
-    def _write(self, line: FlowStep | EventRecord) -> None:
+    def _write(self, line: FlowLine) -> None:
         if self._file is not None:
             self._file.append(msgspec.json.encode(line))
 

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from headway.flow.host import WorkerHost
     from headway.runtime.child import WorkerContext
 
-_MOST_SAMPLES = 1024  # between two readings
+_MOST_TURNS = 1024  # between two readings
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of a worker. Times are of its machine's monotonic clock."""
+
+    items: int  # got since the turn before
+    busy_s: float
+    start_s: float
+    end_s: float
 
 
 class StageTimes(msgspec.Struct, kw_only=True):
@@ -30,7 +39,7 @@ class StageTimes(msgspec.Struct, kw_only=True):
     transfer_s: float = 0.0  # of what it got and put
     items: int = 0  # got
     turns: int = 0
-    samples: list[tuple[int, float]] = []  # (items got since the turn before, busy seconds) of single turns
+    each: list[Turn] = []  # turns, up to a limit
 
 
 class Worker:
@@ -142,15 +151,16 @@ class Turns:
         await self._acquire()
         self._inside += 1
         self.times.turns += 1
-        self._since_s = time.monotonic()
+        self._since_s = began_s = time.monotonic()
         try:
             yield
         finally:
             self.times.busy_s += time.monotonic() - self._since_s
             self._inside -= 1
-            if len(self.times.samples) < _MOST_SAMPLES:
-                items, busy_s = self._before
-                self.times.samples.append((self.times.items - items, self.times.busy_s - busy_s))
+            if len(self.times.each) < _MOST_TURNS:
+                items, busy_s = self.times.items - self._before[0], self.times.busy_s - self._before[1]
+                end_s = time.monotonic()
+                self.times.each.append(Turn(items=items, busy_s=busy_s, start_s=began_s, end_s=end_s))
             self._before = (self.times.items, self.times.busy_s)
             await self._give_up_if_wanted()
 

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import msgspec
 
+from headway.records.ledger import EventRecord
 from headway.records.plan import Mode
 
+WORKFLOW_FILE = "workflow.jsonl"  # in a workflow's folder: its steps and events
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -53,7 +55,7 @@ class StageStep(msgspec.Struct, frozen=True, kw_only=True):
     expected_s: float | None = None  # busy, by the plan
 
 
-class FlowStep(msgspec.Struct, frozen=True, kw_only=True):
+class FlowStep(msgspec.Struct, frozen=True, kw_only=True, tag="flow_step", tag_field="kind"):
     """A step of a workflow: what the plan expected and what happened."""
 
     step: int
@@ -63,3 +65,6 @@ class FlowStep(msgspec.Struct, frozen=True, kw_only=True):
     expected_s: float | None = None  # by the plan
     lock_idle_s: float = 0.0  # device-seconds in which nobody held what somebody waited for
     moved_s: float = 0.0  # spent before this step on a change of the plan
+
+
+FlowLine = FlowStep | EventRecord

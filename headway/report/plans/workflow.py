@@ -1,0 +1,87 @@
+"""A workflow's steps, stage by stage: what its plans expected and what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from headway.records.errors import ConfigurationError
+from headway.records.execution import WORKFLOW_FILE, FlowLine, FlowStep, StageStep
+from headway.records.ledger import EventRecord
+from headway.report.formats import duration, percent
+from headway.report.printing import Rows, print_rows
+
+
+def is_workflow(folder: str | Path) -> bool:
+    """Whether the folder is a workflow's, not a run's."""
+    return (Path(folder) / WORKFLOW_FILE).is_file()
+
+
+def read_workflow(folder: str | Path) -> list[FlowLine]:
+    """The steps and events of a workflow, oldest first; a torn last line is left out. Raises ConfigurationError for a
+    damaged one."""
+    path, decoder, found = Path(folder) / WORKFLOW_FILE, msgspec.json.Decoder(FlowLine), list[FlowLine]()
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(decoder.decode(line))
+        except msgspec.MsgspecError as error:
+            raise ConfigurationError(f"{path}, line {number}: damaged: {error}") from None
+    return found
+
+
+def workflow_rows(lines: Sequence[FlowLine]) -> Rows:
+    """Each plan's steps and stages as rows, and the events."""
+    rows: Rows = {}
+    for number, steps in enumerate(_by_plan([line for line in lines if isinstance(line, FlowStep)]), start=1):
+        seconds = sum(step.seconds for step in steps) / len(steps)
+        expected = "" if steps[0].expected_s is None else f", expected {duration(steps[0].expected_s)}"
+        moved = f"; the change of plan before took {duration(steps[0].moved_s)}" if steps[0].moved_s else ""
+        name = f"plan {number}: steps {steps[0].step} to {steps[-1].step}"
+        rows[name] = f"{steps[0].mode}: {duration(seconds)} a step{expected}{moved}"
+        for stage in steps[0].stages:
+            rows[f"plan {number}: {stage}"] = _stage_text([step.stages[stage] for step in steps], seconds)
+    for event in (line for line in lines if isinstance(line, EventRecord)):
+        name = f"step {event.step}: {event.event.replace('_', ' ')}"
+        rows[name] = f"{rows[name]}; {event.detail}" if name in rows else event.detail
+    return rows
+
+
+def print_workflow(folder: str | Path, console: Console | None = None) -> None:
+    """Print a workflow's report."""
+    print_rows(workflow_rows(read_workflow(folder)), console=console or Console(highlight=False))
+
+
+def _by_plan(steps: Sequence[FlowStep]) -> Iterator[list[FlowStep]]:
+    """The steps in runs of one plan."""
+    run: list[FlowStep] = []
+    for step in steps:
+        if run and (step.moved_s or _devices(step) != _devices(run[-1])):
+            yield run
+            run = []
+        run.append(step)
+    if run:
+        yield run
+
+
+def _devices(step: FlowStep) -> dict[str, tuple[str, ...]]:
+    return {name: stage.devices for name, stage in step.stages.items()}
+
+
+def _stage_text(steps: Sequence[StageStep], step_s: float) -> str:
+    devices = steps[0].devices
+    whole = step_s * len(devices) * len(steps)
+
+    def share(name: str) -> str:
+        return percent(sum(getattr(step, name) for step in steps) / whole) if whole else percent(0.0)
+
+    expected = steps[0].expected_s
+    return (
+        f"on {', '.join(devices)}: busy {share('busy_s')}"
+        + ("" if expected is None or not step_s else f" (expected {percent(expected / step_s)})")
+        + f", waits for data {share('data_wait_s')}, for its devices {share('device_wait_s')}, on- and offloading "
+        f"{share('switch_s')}, transfers {share('transfer_s')}; {sum(step.items for step in steps):,} items"
+    )

@@ -1,0 +1,81 @@
+"""The example workflows: short, and the same bits under every plan as `headway train`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+from safetensors.numpy import load_file
+from tiers import first
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+ROOT = Path(__file__).resolve().parents[2]
+SPATIAL = {"generate": "cpu:0", "score": "cpu:0", "train": "cpu:1"}
+TEMPORAL = dict.fromkeys(SPATIAL, "cpu:0")
+HYBRID = {"generate": ["cpu:0", "cpu:1"], "score": "cpu:0", "train": "cpu:1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny experiment, trained by `headway train` at budget 0."""
+    folder = tmp_path_factory.mktemp("grpo")
+    tiny_run.write_inputs(folder)
+    run = {"deterministic": True, "steps": 5}
+    config = tiny_run.write_experiment(folder, run=run, queue={"budget": 0}, checkpoint={"every_steps": 5})
+    program = ["-m", "headway.cli.main", "train", str(config), "--quiet"]
+    subprocess.run([sys.executable, *program], check=True, capture_output=True, env=ENVIRONMENT)
+    return folder
+
+
+def weights(model: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(model / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("plan", first(2, [SPATIAL, TEMPORAL, HYBRID]))
+def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(folder: Path, tmp_path: Path, plan: Any):
+    output = tmp_path / "model"
+    program = [str(ROOT / "examples" / "flow_grpo.py"), str(folder / "experiment.toml"), json.dumps(plan), str(output)]
+    done = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert weights(output) == weights(folder / "run/checkpoints/step_00000005/model")
+
+
+@pytest.mark.parametrize("example", ["flow_grpo.py", "flow_judged.py"])
+def test_examples_are_at_most_a_hundred_lines_of_code(example: str):
+    text = (ROOT / "examples" / example).read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines.add(token.start[0])
+    assert len(lines) <= 100
+
+
+def test_five_stages_train_alike_apart_and_in_turns(folder: Path):
+    said: list[str] = []
+    for plan in (
+        dict.fromkeys(("generate", "reference", "reward", "judge"), "cpu:0") | {"train": "cpu:1"},
+        dict.fromkeys(("generate", "reference", "reward", "judge", "train"), "cpu:0"),
+    ):
+        model = str(folder / "model")
+        program = [str(ROOT / "examples" / "flow_judged.py"), str(folder / "experiment.toml"), model, model]
+        command = [sys.executable, *program, json.dumps(plan)]
+        said.append(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
+    assert said[0] == said[1]
+    assert len(said[0].splitlines()) == 5
+
+
+def test_the_documented_workflow_prints_what_the_page_says(tmp_path: Path):
+    program, output = re.findall(r"```(?:python|text)\n(.*?)```", (ROOT / "docs/flow.md").read_text(), re.DOTALL)[:2]
+    script = tmp_path / "squares.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (output, 0), done.stderr
