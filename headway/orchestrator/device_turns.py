@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from headway.config.schema import Experiment
-from headway.control.device_lock import Party
+from headway.control.device_lock import DeviceLock
 from headway.generator.client import GeneratorPool
 from headway.records.clients import Generator
+from headway.records.device_lock import Party
 from headway.runtime.clock import Clock
 from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.devices import parse_device, sharing
@@ -23,7 +24,7 @@ def open_locks(
     """Make the device lock of a run. ``shared``: replicas on devices of the trainer, by default as
     ``experiment`` places both."""
     places, ranks = experiment.generator.devices, experiment.trainer.devices
-    locks = DeviceLocks(clock, waits)
+    locks = DeviceLocks(DeviceLock(clock.now()), clock, waits)
     if shared is None:
         devices = {index: parse_device(places[index]).units() for index in sharing(places, ranks)}
         mine = frozenset[str]().union(*(parse_device(rank).units() for rank in ranks))

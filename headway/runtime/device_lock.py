@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from headway.control.device_lock import DeviceLock, LockChanges, LockGrant, LockStatistics, Party
+from headway.records.device_lock import LockChanges, LockGrant, LockHolder, LockStatistics, Party
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
@@ -24,6 +25,24 @@ class _Moves:
     resume: Move | None
     onload: Move | None
     offload: Move | None
+
+
+class LockRules(Protocol):
+    """The decisions of a device lock: `control.device_lock.DeviceLock`."""
+
+    parties: dict[str, Party]
+
+    def add(self, party: Party, *, loaded: bool = False) -> None: ...
+    def ask(self, name: str, now: float) -> LockChanges: ...
+    def withdraw(self, name: str, now: float) -> LockChanges: ...
+    def release(self, name: str, now: float) -> LockChanges: ...
+    def dead(self, name: str, now: float) -> LockChanges: ...
+    def memory_free(self, name: str, now: float) -> LockChanges: ...
+    def stays(self, name: str) -> None: ...
+    def holds(self, name: str) -> bool: ...
+    def wanted(self, name: str) -> bool: ...
+    def in_the_way(self, name: str, now: float) -> tuple[LockHolder, ...]: ...
+    def statistics(self, now: float) -> LockStatistics: ...
 
 
 class DeviceLocks:
@@ -44,6 +63,7 @@ class DeviceLocks:
 
     def __init__(
         self,
+        lock: LockRules,
         clock: Clock,
         waits: Waits | None = None,
         *,
@@ -54,7 +74,7 @@ class DeviceLocks:
         self._clock = clock
         self._waits = waits or Waits(clock.now)
         self._on_event, self._on_span = on_event, on_span
-        self._lock = DeviceLock(clock.now())
+        self._lock = lock
         self._moves: dict[str, _Moves] = {}
         self._asking: dict[str, asyncio.Future[LockGrant]] = {}
         self._failed: BaseException | None = None  # what stopped a recall or a resumption: no turn can be relied on

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.control.device_lock import Party
+from headway.control.device_lock import DeviceLock
+from headway.records.device_lock import Party
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.device_lock import WAIT, DeviceLocks
@@ -29,6 +30,7 @@ class Diary:
         self.events: list[str] = []
         self.clock, self.waits = clock, Waits(clock.now)
         self.locks = DeviceLocks(
+            DeviceLock(clock.now()),
             clock,
             self.waits,
             on_event=lambda name, detail, /, **data: self.events.append(f"{name}: {detail}"),
