@@ -50,7 +50,7 @@ class Likelihood(Worker):
         ids = torch.tensor([*rollout.prompt_ids, *rollout.response_ids])
         hidden = self.model.forward_packed(ids[:-1], [len(ids) - 1])[len(rollout.prompt_ids) - 1 :]
         logprobs, _ = token_logprobs(self.model, hidden, ids[len(rollout.prompt_ids) :], 1.0)
-        own = float(rollout.response_logprobs.array.mean()) if self.less_own else 0.0
+        own = sum(rollout.response_logprobs) / len(rollout.response_logprobs) if self.less_own else 0.0
         return float(logprobs.mean()) - own
 
 

@@ -85,8 +85,10 @@ def _require_parts(experiment: Experiment) -> None:
             f"{where}; trainer.optimizer_steps_per_batch = {steps.optimizer_steps_per_batch} divides all of it: leave "
             "one of them out"
         )
-    if experiment.run.deterministic:
-        raise ValueError(f"{where}, in the order of finishing, which run.deterministic = true excludes: leave it out")
+    if experiment.run.deterministic and experiment.queue.budget:
+        raise ValueError(
+            f"{where}, in the order of finishing, which run.deterministic = true excludes unless queue.budget = 0"
+        )
 
 
 def _require_packing(experiment: Experiment) -> None:

@@ -128,7 +128,10 @@ class OpenGroups:
     Invariant: ``select`` depends only on the groups that are open, not on their history.
     """
 
-    def __init__(self, groups_per_step: int, budget: int, policy: OverduePolicy) -> None:
+    def __init__(self, groups_per_step: int, budget: int, policy: OverduePolicy, *, in_order: bool = False) -> None:
+        """``in_order``: under ``wait`` a part waits for unfinished groups that are older than one of its own, so that
+        parts don't depend on who finishes first."""
+        self._in_order = in_order
         self._per_step = groups_per_step
         self._budget = budget
         self._policy: OverduePolicy = policy
@@ -213,7 +216,19 @@ class OpenGroups:
                 room -= len(chosen[version])
         return chosen
 
+    def _unfinished_first(self, count: int) -> int:
+        """How many of the ``count`` oldest open groups are unfinished."""
+        found = 0
+        for version in self._versions:
+            ordered = sorted([*self._unfinished[version], *self._finished[version]])[:count]
+            found += len(self._unfinished[version].intersection(ordered))
+            count -= len(ordered)
+        return found
+
     def _select_waiting(self, step: int, part: NextPart) -> tuple[Selection, list[int]]:
+        if self._in_order and (older := self._unfinished_first(part.groups)):
+            reason = f"{older} of the {part.groups} oldest groups are unfinished, and parts keep the order of admission"
+            return Selection(missing=older, reason=reason), self._versions
         chosen = self._oldest(self._versions, part.groups)
         left = missing = 0
         due: list[int] = []

@@ -24,7 +24,7 @@ from headway.flow.channel import ChannelClosed
 from headway.flow.paths import PayloadRef
 from headway.flow.peers import Hub, PeerAddress
 from headway.flow.process import enter
-from headway.flow.worker import StageTimes, Turns, Worker
+from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
 from headway.runtime.worker_slots import own_cause
@@ -34,12 +34,9 @@ _FREED_BYTES = 1 << 20  # an offload that frees less frees nothing
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands in its workflow."""
+    """A worker's place, and how it reaches the others."""
 
-    stage: str
-    rank: int
-    world_size: int
-    device: str
+    place: WorkerPlace
     driver: PeerAddress
     key: str
     epoch: int
@@ -48,8 +45,6 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[int, ...] = ()  # on one of which it listens there
     certificate: str = ""  # of encrypted connections
     orphan_s: float = 60.0  # outages of the network that connections outlast
-    chunk: int | None = None  # items that the plan has it take at once; None: all
-    shares: bool = False  # its devices are other stages' too
     script: str = ""  # module that the workflow was started as
 
 
@@ -68,9 +63,9 @@ class WorkerHost:
         self, context: WorkerContext, *, setup: WorkerSetup, factory: str, arguments: tuple[Any, dict[str, Any]]
     ) -> None:
         self.context = context
-        self.setup = setup
-        self.name = f"{setup.stage}-{setup.rank}"
-        self.chunk = setup.chunk
+        self.place = setup.place
+        self.name = f"{setup.place.stage}-{setup.place.rank}"
+        self._setup = setup
         self.turns = Turns(self)
         self.ending = False
         self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
@@ -97,11 +92,15 @@ class WorkerHost:
         """The seconds since the last reading."""
         return self.turns.take()
 
-    def place(self, chunk: int | None, shares: bool) -> None:
+    def move_to(self, place: WorkerPlace) -> None:
         """Take another part of the plan: its devices stay."""
-        self.setup = msgspec.structs.replace(self.setup, chunk=chunk, shares=shares)
-        self.chunk = chunk
+        self.place = place
         self.turns.has = False  # the lock begins anew with every plan
+
+    @property
+    def chunk(self) -> int | None:
+        """See `WorkerPlace.chunk`."""
+        return self.place.chunk
 
     def close(self) -> None:
         """End: the user's ``close``, if there is one, then the links."""
@@ -153,13 +152,13 @@ class WorkerHost:
     # Inside.
 
     async def _connected(self) -> Hub:
-        setup = self.setup
+        setup = self._setup
         hub = Hub(
             self.name,
             driver=setup.driver,
             key=setup.key,
             epoch=setup.epoch,
-            device=setup.device,
+            device=setup.place.device,
             folder=setup.folder,
             host=setup.host,
             ports=setup.ports,
@@ -173,7 +172,7 @@ class WorkerHost:
     async def _built(self, factory: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Worker:
         chosen = resolve(factory)
         if not (isinstance(chosen, type) and issubclass(chosen, Worker)):
-            raise ConfigurationError(f"stage {self.setup.stage}: {factory} must be a class that extends flow.Worker")
+            raise ConfigurationError(f"stage {self.place.stage}: {factory} must be a class that extends flow.Worker")
         worker: Worker = chosen.__new__(chosen)
         worker._host = self
         async with self.turns.turn():

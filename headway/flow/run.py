@@ -16,6 +16,7 @@ from headway.control.channel_state import Balance
 from headway.flow.auto import AutoPlanner, Planner
 from headway.flow.channel import BYTES, ITEMS, Channel
 from headway.flow.channels import Channels
+from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import EPOCH, open_machines
 from headway.flow.peers import Hub
@@ -28,7 +29,6 @@ from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.control.device_lock import Party
 from headway.flow.channels import Channels
+from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.host import WorkerSetup
 from headway.flow.machines import EPOCH, FlowMachines
 from headway.flow.peers import Hub
 from headway.flow.placement import shares
 from headway.flow.steps import StepBook
-from headway.flow.worker import Worker
+from headway.flow.worker import Worker, WorkerPlace
+from headway.records.device_lock import Party
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan
 from headway.runtime.clock import Clock
-from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot, start_all
 from headway.runtime.workers import WorkerHandle, WorkerSpec
@@ -118,9 +118,9 @@ class Stage:
             setup = self._setup(plan, rank, plan.stages[self.name].devices[rank])
             slot.spec.arguments["setup"] = setup
             self._around.locks.remove(slot.name)
-            self._add_party(setup, loaded=True)
+            self._add_party(setup.place, loaded=True)
             if slot.live is not None:
-                await slot.live.call("place", setup.chunk, setup.shares)
+                await slot.live.call("move_to", setup.place)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all workers; those whose call nobody waits for at once."""
@@ -138,10 +138,14 @@ class Stage:
     def _setup(self, plan: ExecutionPlan, rank: int, device: str) -> WorkerSetup:
         around = self._around
         return WorkerSetup(
-            stage=self.name,
-            rank=rank,
-            world_size=len(plan.stages[self.name].devices),
-            device=device,
+            place=WorkerPlace(
+                stage=self.name,
+                rank=rank,
+                world_size=len(plan.stages[self.name].devices),
+                device=device,
+                chunk=plan.worker_chunk(self.name),
+                shares=shares(plan, self.name, device),
+            ),
             driver=around.hub.address,
             key=around.machines.key,
             epoch=EPOCH,
@@ -150,8 +154,6 @@ class Stage:
             ports=around.machines.ports,
             certificate=around.machines.certificate,
             orphan_s=around.machines.orphan_s,
-            chunk=plan.worker_chunk(self.name),
-            shares=shares(plan, self.name, device),
             script=self._script,
         )
 
@@ -165,7 +167,7 @@ class Stage:
             device=device,
             log_path=None if self._around.logs is None else self._around.logs / f"{name}.log",
         )
-        self._add_party(setup, loaded=False)
+        self._add_party(setup.place, loaded=False)
 
         async def watch(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
@@ -175,11 +177,11 @@ class Stage:
             spec, around.machines.launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch
         )
 
-    def _add_party(self, setup: WorkerSetup, *, loaded: bool) -> None:
+    def _add_party(self, place: WorkerPlace, *, loaded: bool) -> None:
         """Have a worker whose devices are others' too take turns on them."""
-        if not setup.shares:
+        if not place.shares:
             return
-        name, hub = f"{setup.stage}-{setup.rank}", self._around.hub
+        name, hub = f"{place.stage}-{place.rank}", self._around.hub
 
         async def offload() -> None:
             seconds, freed = await hub.call(name, "offload")
@@ -188,7 +190,7 @@ class Stage:
                 self._around.book.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
 
         self._around.locks.add(
-            Party(name=name, stage=setup.stage, devices=parse_device(setup.device).units(), order=self._order),
+            Party(name=name, stage=place.stage, devices=parse_device(place.device).units(), order=self._order),
             wanted=lambda: hub.call(name, "recall"),
             onload=lambda: hub.call(name, "onload"),
             offload=offload,

@@ -7,15 +7,42 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from headway.flow.host import WorkerHost
     from headway.runtime.child import WorkerContext
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands in its workflow."""
+
+    stage: str
+    rank: int
+    world_size: int
+    device: str
+    chunk: int | None = None  # items that the plan has it take at once; None: all
+    shares: bool = False  # its devices are other stages' too
+
+
+class Host(Protocol):
+    """What a worker's process does for it."""
+
+    place: WorkerPlace
+    turns: Turns
+    ending: bool
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> WorkerContext: ...
+    async def send(self, message: Any, to: str, tag: str) -> None: ...
+    async def recv(self, source: str, tag: str) -> Any: ...
+    async def ask_driver(self, method: str, *arguments: Any) -> Any: ...
+
 
 _MOST_TURNS = 1024  # between two readings
 
@@ -72,7 +99,7 @@ class Worker:
 
     stateless: ClassVar[bool] = False
 
-    _host: WorkerHost  # set before __init__ runs
+    _host: Host  # set before __init__ runs
 
     @property
     def name(self) -> str:
@@ -81,17 +108,17 @@ class Worker:
 
     @property
     def stage(self) -> str:
-        return self._host.setup.stage
+        return self._host.place.stage
 
     @property
     def rank(self) -> int:
         """Its number in its group, from 0."""
-        return self._host.setup.rank
+        return self._host.place.rank
 
     @property
     def world_size(self) -> int:
         """The number of workers in its group."""
-        return self._host.setup.world_size
+        return self._host.place.world_size
 
     @property
     def context(self) -> WorkerContext:
@@ -101,12 +128,12 @@ class Worker:
     @property
     def device(self) -> str:
         """The device, as the plan names it: ``cpu:0``, ``cuda:1``, ``NODE/cuda:0``."""
-        return str(self._host.setup.device)
+        return str(self._host.place.device)
 
     @property
     def chunk(self) -> int | None:
         """Items that the plan has it take at once; None: all of them."""
-        return self._host.setup.chunk
+        return self._host.place.chunk
 
     @property
     def log(self) -> logging.Logger:
@@ -132,7 +159,7 @@ class Turns:
     stage that wants them -> *without*, as soon as it waits. All methods run in the event loop of the worker.
     """
 
-    def __init__(self, host: WorkerHost) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
         self.has = False  # the devices are its own until it gives them up
         self.waits_for = ""  # "": nothing
@@ -207,11 +234,11 @@ class Turns:
         return taken
 
     async def _acquire(self) -> None:
-        if self.has or not self._host.setup.shares:
+        if self.has or not self._host.place.shares:
             return
         started, switched_s = time.monotonic(), self.times.switch_s
         self._recalled = False  # a recall that comes before the answer stays
-        before, self.waits_for = self.waits_for, f"its devices ({self._host.setup.device})"
+        before, self.waits_for = self.waits_for, f"its devices ({self._host.place.device})"
         await self._host.ask_driver("acquire", self._host.name)
         self.has, self.waits_for = True, before
         self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)

@@ -79,7 +79,9 @@ def assemble(
     queue = experiment.queue
     # With surplus that is discarded no batch ever waits for what is unfinished.
     policy = "drop" if queue.surplus == "discard" else queue.overdue
-    selectable = OpenGroups(queue.groups_per_step, queue.budget, policy)
+    selectable = OpenGroups(
+        queue.groups_per_step, queue.budget, policy, in_order=experiment.run.deterministic and not queue.budget
+    )
     state = RunState(clock=clock, knobs=first_knobs(experiment), selectable=selectable)
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)

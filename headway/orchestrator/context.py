@@ -10,6 +10,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.tuning.controller import ControllerState, Decision
 from headway.control.tuning.knob_search import ControlLimits
+from headway.flow.device_locks import DeviceLocks
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
@@ -32,7 +33,6 @@ from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.runtime.clock import Clock
-from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import death_fields
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from headway.config.schema import Experiment
-from headway.control.device_lock import Party
+from headway.flow.device_locks import DeviceLocks
 from headway.generator.client import GeneratorPool
 from headway.records.clients import Generator
+from headway.records.device_lock import Party
 from headway.runtime.clock import Clock
-from headway.runtime.device_lock import DeviceLocks
 from headway.runtime.devices import parse_device
 from headway.runtime.stalls.waits import Waits
 

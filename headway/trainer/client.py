@@ -9,19 +9,22 @@ import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
-from headway.records.errors import HeadwayError, RemoteError, StepRefused
+from headway.records.errors import HeadwayError, RemoteError, StepRefused, StorageFailed
 from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import own_cause
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
+
+if TYPE_CHECKING:
+    from headway.models.offload import MemoryMove
 
 T = TypeVar("T")
 
@@ -144,6 +147,23 @@ class TrainerClient:
     async def measure_peak(self) -> float:
         """FLOP/s of large matrix products at the training dtype: the denominator of MFU."""
         return await self._first("measure_peak")
+
+    async def offload(self) -> list[MemoryMove]:
+        """Move every rank's state off its device (`TrainerService.offload`), accumulated parts included; what each
+        moved. Raises StorageFailed when a rank stays: so do all."""
+        outcomes = await asyncio.gather(
+            *(_unwrapped(worker.call("offload")) for worker in self._running()), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                if isinstance(outcome, StorageFailed):
+                    await self.onload()
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    async def onload(self) -> list[MemoryMove]:
+        """Undo `offload`."""
+        return await self._all("onload")
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stop all ranks gracefully; the weights they published are unlinked."""

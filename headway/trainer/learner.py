@@ -213,6 +213,17 @@ class Learner:
                 tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
         return tensors
 
+    def resident(self) -> list[Tensor]:
+        """Everything that lies on the device between two calls: weights, the reference model's, gradients, AdamW's
+        moments."""
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        found += [] if self.lora is None else list(self.lora.parameters.values())
+        found += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return found + [
+            value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)
+        ]
+
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
         named = self._trained()

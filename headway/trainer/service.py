@@ -19,6 +19,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
+from headway.models.offload import MemoryMove, OffloadedTensors
 from headway.models.peak import measure_peak_flops
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.generation import POLICY_ADAPTER, PublishedWeights
@@ -52,6 +53,8 @@ class ModelService:
         self.learner = Learner(experiment.model, settings, device, self.ranks, seed)
         self.version = 0  # completed steps
         self._run_id = run_id
+        folder = experiment.run.directory
+        self._offloaded = OffloadedTensors(folder if Path(folder).is_dir() else None)
         self._publisher: Publisher | None = None
 
     def publish(self, version: int) -> PublishedWeights:
@@ -60,6 +63,16 @@ class ModelService:
             self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
         published = self._publisher.publish(version, self.learner.weights())
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
+
+    def offload(self) -> MemoryMove:
+        """Move weights, accumulated gradients and the optimiser's state off the device: to a file in the run's folder,
+        from a GPU to pinned host memory. Until `onload` nothing can be computed, published or saved. Raises
+        StorageFailed, with nothing changed."""
+        return self._offloaded.offload(self.learner.resident())
+
+    def onload(self) -> MemoryMove:
+        """Undo `offload`: everything is as it was, bit for bit."""
+        return self._offloaded.onload()
 
     def load_weights(self, path: str) -> None:
         """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder; or adapters')."""
@@ -76,6 +89,7 @@ class ModelService:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        self._offloaded.close()
         self.ranks.close()
 
     def _save_model(self, path: str, state: CheckpointState) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.staleness import NextPart, OpenGroup, check_budget, resumption, select_batch
+from headway.control.staleness import NextPart, OpenGroup, OpenGroups, check_budget, resumption, select_batch
 from headway.records.errors import BudgetExceeded
 
 
@@ -151,3 +151,28 @@ def test_a_kept_environment_goes_on_up_to_its_limit_and_no_version_longer(made, 
     assert resumption(made, made + limit, limit, policy) == "continue"
     assert resumption(made, made + age, None, policy) == "continue"
     assert resumption(-1, made + age, limit, policy) == "continue"
+
+
+@given(st.permutations(range(8)), st.integers(1, 8))
+def test_in_order_parts_are_the_same_whoever_finishes_first(finishing: list[int], size: int):
+    """Groups finish in any order; each part is taken as soon as it can be."""
+    groups = OpenGroups(8, 0, "wait", in_order=True)
+    for index in range(8):
+        groups.add(OpenGroup(index=index, first_version=3, state="running"))
+    parts: list[tuple[int, ...]] = []
+    done: set[int] = set()
+    for index in finishing:
+        groups.add(OpenGroup(index=index, first_version=3, state="finished"))
+        done.add(index)
+        while left := 8 - sum(map(len, parts)):
+            taken = min(size, left)
+            chosen = groups.select(3, NextPart(groups=taken, left=left - taken)).groups
+            expected = tuple(range(8 - left, 8 - left + taken))
+            assert bool(chosen) == (done >= set(expected))  # never later than it must be
+            if not chosen:
+                break
+            assert chosen == expected
+            parts.append(chosen)
+            for one in chosen:
+                groups.remove(one)
+    assert sum(map(len, parts)) == 8  # no deadlock

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.device_lock import OVERTAKES, DeviceLock, LockChanges, Party, PartyWaits
+from headway.control.device_lock import OVERTAKES, DeviceLock
+from headway.records.device_lock import LockChanges, Party, PartyWaits
 
 SETS = ("0", "1", "01")
 STEPS = 3

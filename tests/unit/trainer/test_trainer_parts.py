@@ -248,9 +248,9 @@ class InThisProcess:
     def __init__(self, trainer: TrainerService) -> None:
         self.trainer = trainer
 
-    async def all(self, method: str, *arguments: Any) -> list[Any]:
+    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         try:
-            return [getattr(self.trainer, method)(*arguments)]
+            return getattr(self.trainer, method)(*arguments)
         except Exception as error:
             raise RemoteError("trainer-0", method, str(error), "") from error
 
@@ -258,7 +258,7 @@ class InThisProcess:
 def test_the_client_counts_the_parts_that_the_trainer_holds(service: Any, tmp_path: Path) -> None:
     trainer, batch = service(), make_batch(1)
     client = TrainerClient(cast(Any, None), validate_experiment(trainer.experiment.model_dump(mode="json"), "t"), "t")
-    client._group = cast(Any, InThisProcess(trainer))
+    client.workers = (cast(Any, InThisProcess(trainer)),)
 
     def held() -> int:
         assert client.accumulated_parts == len(trainer.policy.parts)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from headway.control.device_lock import Party
+from headway.flow.device_locks import WAIT, DeviceLocks
+from headway.records.device_lock import Party
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
 from headway.runtime.clock import Clock, run_virtual
-from headway.runtime.device_lock import WAIT, DeviceLocks
 from headway.runtime.stalls.waits import Waits
 
 

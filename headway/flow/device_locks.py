@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from headway.control.device_lock import DeviceLock, LockChanges, LockGrant, LockStatistics, Party
+from headway.control.device_lock import DeviceLock
+from headway.records.device_lock import LockChanges, LockGrant, LockStatistics, Party
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
