@@ -1,4 +1,4 @@
-"""What a channel between workers holds, who gets what, and what comes back from a consumer that died. Pure."""
+"""State of a channel between workers: its items, who gets which, and those that a dead consumer had. Pure."""
 
 from __future__ import annotations
 

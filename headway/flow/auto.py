@@ -143,7 +143,7 @@ class AutoPlanner:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStage:
-    """What is known of a stage: how long a worker's turns took, and what it costs to begin one on shared devices."""
+    """A stage as measured: how long a worker's turns took, and what it costs to begin one on shared devices."""
 
     curve: Curve
     switch_s: float = 0.0  # load before and offload after a turn

@@ -211,7 +211,7 @@ class WorkerHost:
 
 
 class _Services:
-    """What other processes of the workflow call in a worker's."""
+    """Methods of a worker's process that others of the workflow call."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
@@ -221,7 +221,7 @@ class _Services:
         await self._host.on_loop(self._host.turns.recall())
 
     async def waits_for(self) -> str:
-        """What the worker's call waits for; empty: it computes."""
+        """Say what the worker's call waits for; empty: it computes."""
         return self._host.turns.waits_for
 
     async def release(self, incarnation: str, numbers: Sequence[int]) -> None:

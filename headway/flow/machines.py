@@ -20,7 +20,7 @@ EPOCH = 1  # a workflow keeps no books that an older process of it could write t
 
 @dataclass(frozen=True, kw_only=True)
 class FlowMachines:
-    """What starts a workflow's workers, and how they find and trust each other."""
+    """The machines of a workflow: what starts its workers there, and how they find and trust each other."""
 
     launcher: Launcher
     key: str

@@ -1,4 +1,4 @@
-"""What a plan's devices make of its stages: who shares with whom, and the plan's mode."""
+"""Stages of a plan that share devices, its mode, and the plan in words."""
 
 from __future__ import annotations
 

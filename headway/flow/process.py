@@ -1,4 +1,4 @@
-"""What a process of a workflow can do with channels: the workflow's own process, or a worker's."""
+"""The end of channels in a process of a workflow: in its own process, or in a worker's."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from headway.flow.placement import text_of
 from headway.flow.process import enter
 from headway.flow.stage import STOP_GRACE_S, Stage, Surroundings
 from headway.flow.steps import StepBook
-from headway.flow.watch import Watch
+from headway.flow.watch import FlowWatch
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
@@ -154,7 +154,8 @@ class Flow:
     async def play(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
         """Run the workflow; what fails outside of it ends it."""
         self._playing = asyncio.ensure_future(_awaited(workflow(self, *arguments)))
-        watch = Watch(self._groups, self._channels, self._around.hub, self._clock, self._options.stall_s, self._fail)
+        hub, stall_s = self._around.hub, self._options.stall_s
+        watch = FlowWatch(self._groups, self._channels, hub, self._clock, stall_s, self._fail)
         watching = asyncio.create_task(watch.loop(), name="watch")
         self._failed = True  # until it has ended well: then workers are given time to end
         try:
@@ -281,7 +282,7 @@ class Flow:
 
 
 class _Services:
-    """What workers call in the workflow's process."""
+    """Methods of the workflow's process that its workers call."""
 
     def __init__(self, channels: Channels, locks: DeviceLocks) -> None:
         self._channels = channels

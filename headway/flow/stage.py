@@ -32,7 +32,7 @@ STOP_GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the stages of a workflow have in common."""
+    """The surroundings that the stages of a workflow have in common."""
 
     hub: Hub
     clock: Clock
@@ -198,7 +198,7 @@ class Stage:
         )
 
     async def _on_death(self, name: str, worker: WorkerHandle) -> None:
-        """What follows from a worker's death: its devices are free, what it had got is delivered again."""
+        """Deal with a worker's death: its devices are free, what it had got is delivered again."""
         await worker.died
         self._around.locks.died(name)
         if returned := self._around.channels.bring_back(name):

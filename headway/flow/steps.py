@@ -1,4 +1,4 @@
-"""What a workflow's steps took, stage by stage, beside what its plan expected; and what happened to its workers."""
+"""The book of a workflow: its steps, stage by stage, beside what the plan expected; its events; its trace."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _LOOKS = 4  # in the time that a stall may last
 _ASK_S = 10.0
 
 
-class Watch:
+class FlowWatch:
     """Ends a workflow in which nothing has moved for ``stall_s`` while every worker that has a call waits: with the
     name of what each waits for, and the channels that nobody reads. A worker that computes may take any time."""
 
@@ -50,7 +50,7 @@ class Watch:
                     return
 
     async def _waits(self) -> list[str] | None:
-        """What the workers that have a call wait for; None: one of them doesn't wait."""
+        """Ask the workers that have a call what they wait for; None: one of them doesn't wait."""
         names = [slot.name for group in self._groups().values() for slot in group.slots if slot.name in group.busy]
         found = await asyncio.gather(*(self._wait_of(name) for name in names))
         waiting = [f"{name} waits for {what}" for name, what in zip(names, found, strict=True) if what]

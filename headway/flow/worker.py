@@ -29,7 +29,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(Protocol):
-    """What a worker's process does for it."""
+    """The process of a worker, as the worker sees it."""
 
     place: WorkerPlace
     turns: Turns

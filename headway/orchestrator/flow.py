@@ -1,4 +1,4 @@
-"""Sums over one step that identify the queue's parameters (``records.ledger.Flow``)."""
+"""Sums over one step that identify the queue's parameters (``records.ledger.QueueFlow``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from headway.records.control import Knobs
-from headway.records.ledger import Flow
+from headway.records.ledger import QueueFlow
 from headway.records.rollout import FinishedGroup, Rollout
 
 
@@ -20,12 +20,12 @@ def flow_of(
     trained_tokens: int,
     straggler_wait_s: float,
     update_wait_s: float,
-) -> Flow:
+) -> QueueFlow:
     """A step's flow, without the engines' part: from its ``finished`` groups and the train loop's measurements."""
     responses = [r for group in finished for r in group.rollouts if r.failure is None and r.response_ids]
     between, within = log_length_variances(finished)
     timed = [r for r in responses if r.first_token_s > 0]
-    return Flow(
+    return QueueFlow(
         open_groups=knobs.open_groups or 0,
         concurrent_rollouts=knobs.concurrent_rollouts,
         steps_per_publish=knobs.steps_per_publish,

@@ -38,7 +38,7 @@ class PassAt(msgspec.Struct, frozen=True, kw_only=True):
     standard_error: float  # over groups; 0 for fewer than two
 
 
-class Flow(msgspec.Struct, frozen=True, kw_only=True):
+class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over one step from which the parameters of its queue are estimated (``control/tuning/ledger_model.py``).
     "Finished" is what finished since the step before, whenever it began."""
 
@@ -207,7 +207,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     router: RouterStatistics = RouterStatistics()  # its counters: since the step before
     nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
     sandboxes: SandboxStatistics = SandboxStatistics()  # counters and histograms: since the step before
-    flow: Flow = Flow()  # all 0: a step whose own record was lost in a kill, or of an older release
+    flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 
     @property

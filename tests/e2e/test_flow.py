@@ -22,7 +22,6 @@ from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError, NoProgress, RemoteError, WorkerDied
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 
-FOLDER_PREFIX = "headway-flow-"
 ONE = {"double": "cpu:0"}
 TWO = {"double": ["cpu:0", "cpu:1"]}
 
@@ -171,10 +170,12 @@ def test_plans_and_arguments_that_do_not_fit_are_refused():
 
 
 def test_nothing_is_left_in_shared_memory(tmp_path: Path):
-    before = set(os.listdir("/dev/shm"))
+    folders: list[str] = []
 
     async def workflow(flow: Flow) -> None:
         group = await flow.workers("double", Doubles)
+        folders.append(str(flow._around.machines.folder))
+        assert os.listdir(folders[0])
         channel = flow.channel("arrays")
         for _ in range(3):
             await channel.put(np.ones(1_000_000))
@@ -184,7 +185,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path):
         held.cancel()
 
     run(workflow, TWO)
-    assert {name for name in os.listdir("/dev/shm") if name.startswith(FOLDER_PREFIX)} <= before
+    assert not os.path.exists(folders[0])
 
 
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())

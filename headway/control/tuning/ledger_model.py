@@ -20,7 +20,7 @@ from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.summaries import bucket_middle, pooled
 from headway.control.tuning.forecast import EVEN_REQUESTS, RunShape, kv_slots
 from headway.control.tuning.queue_model import QueueModel, queue_shape
-from headway.records.ledger import Flow, StepRecord
+from headway.records.ledger import QueueFlow, StepRecord
 
 LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
@@ -288,7 +288,7 @@ def decode_point(record: StepRecord) -> tuple[float, float] | None:
     return flow.generated_tokens * token_s / flow.generator_busy_s, token_s
 
 
-def _decode_s(flow: Flow) -> float:
+def _decode_s(flow: QueueFlow) -> float:
     """Seconds between tokens, summed over rollouts, without the tools between turns."""
     return max(0.0, flow.decode_s - flow.environment_s)
 

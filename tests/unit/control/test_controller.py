@@ -21,7 +21,7 @@ from headway.control.tuning.drift import find_drift
 from headway.control.tuning.knob_search import KNOBS, ControlLimits, limits_of
 from headway.records.control import Knobs
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import Distribution, EventRecord, Flow, StepRecord
+from headway.records.ledger import Distribution, EventRecord, QueueFlow, StepRecord
 from tests.support.simulated_run import controlled, experiment_of, simulate
 
 GROUPS, SIZE = 2, 2
@@ -81,7 +81,7 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
         length_p50=length,
         length_histogram=dict(buckets),
         length_bias_scheduling_ks=shows.bias,
-        flow=Flow(
+        flow=QueueFlow(
             open_groups=knobs.open_groups or 0,
             concurrent_rollouts=knobs.concurrent_rollouts,
             steps_per_publish=knobs.steps_per_publish,

@@ -18,7 +18,7 @@ from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 
 from headway.control.summaries import pooled
 from headway.records.errors import ConfigurationError, HeadwayError
-from headway.records.ledger import Distribution, EventRecord, Flow, LedgerLine, PassAt, PrunerFigures, StepRecord
+from headway.records.ledger import Distribution, EventRecord, LedgerLine, PassAt, PrunerFigures, QueueFlow, StepRecord
 from headway.report import live
 from headway.report import page as page_module
 from headway.report.formats import duration, quantity
@@ -74,7 +74,7 @@ def test_the_share_of_the_environments_is_read_from_the_ledger() -> None:
     lines = [step_record(s, trainer_wait_ratio=0.6, trainer_wait_s=0.7, generator_wait_ratio=0.6) for s in range(4)]
 
     def text(environment_s: float) -> str:
-        flow = Flow(generating_s=10.0, environment_s=environment_s)
+        flow = QueueFlow(generating_s=10.0, environment_s=environment_s)
         steps: list[LedgerLine] = [msgspec.structs.replace(line, flow=flow) for line in lines]
         return judge(steps, summarise(steps), 4).balance_text
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headway.cli.main import main as headway
-from headway.records.ledger import EventRecord, Flow, LedgerLine, StepRecord
+from headway.records.ledger import EventRecord, LedgerLine, QueueFlow, StepRecord
 from headway.report.live import LiveView, screen, step_line
 from headway.report.run_cost import cost_of_run, cost_sentence, with_cost
 from headway.report.run_view import view_run
@@ -21,7 +21,8 @@ PRICE = 3.0
 
 def lines() -> list[LedgerLine]:
     """Ten steps of 30 s after a start of 60 s, on two replicas and two ranks: 360 s of four devices."""
-    flow = Flow(trained_tokens=50_000, straggler_wait_s=1.0, update_wait_s=2.0, generator_s=60.0, generator_busy_s=54.0)
+    busy = {"generator_s": 60.0, "generator_busy_s": 54.0}
+    flow = QueueFlow(trained_tokens=50_000, straggler_wait_s=1.0, update_wait_s=2.0, **busy)
     first = StepRecord(
         step=0, version=1, step_s=30.0, samples=8, trainer_wait_s=6.0, generator_wait_ratio=0.1, flow=flow
     )
