@@ -82,7 +82,8 @@ class Train(Worker):
         self.experiment, self.close = experiment, self.trainer.close
 
     async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights]:
-        async for part in finished.chunks():
+        start = self.trainer.version * self.experiment.queue.groups_per_step
+        async for part in finished.chunks(order=lambda one: one.group.index, start=start):
             batch = lay_out(build_batch(self.trainer.version, part, self.experiment))
             async with self.turn():
                 report = self.trainer.forward_backward(batch) if self.chunk else self.trainer.train_step(batch)

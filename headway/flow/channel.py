@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.flow.process import here
@@ -59,12 +59,36 @@ class Channel:
         while items := await here().get(self._number, self.name, None):
             yield items[0]
 
-    async def chunks(self, weight: float | None = None) -> AsyncIterator[list[Any]]:
-        """Lists of items until it is closed and empty: in a worker of the size that the plan gives its stage
-        (all at once where the plan says so), or of at least ``weight``."""
-        size = weight if weight is not None else here().chunk
-        while items := await here().get(self._number, self.name, math.inf if size is None else size):
-            yield items
+    async def chunks(
+        self, weight: float | None = None, *, order: Callable[[Any], int] | None = None, start: int = 0
+    ) -> AsyncIterator[list[Any]]:
+        """Lists of items until it is closed and empty: in a worker of the size that the plan gives its stage (all at
+        once where the plan says so), or of at least ``weight``.
+
+        With ``order`` items come in the order of these numbers, from ``start`` on, whatever order they arrive in: the
+        same lists under every plan of that size, for a single consumer. What follows a number that is missing comes
+        when the channel is closed.
+        """
+        size = weight if weight is not None else here().portion(self.name)
+        if order is None:
+            while items := await here().get(self._number, self.name, size):
+                yield items
+            return
+        early: dict[int, Any] = {}
+        chunk: list[Any] = []
+        async for item in self:
+            early[order(item)] = item
+            while start in early:
+                chunk.append(early.pop(start))
+                start += 1
+                if len(chunk) >= size:
+                    yield chunk
+                    chunk = []
+        chunk += [early[number] for number in sorted(early)]
+        while chunk:
+            now = len(chunk) if math.isinf(size) else math.ceil(size)
+            yield chunk[:now]
+            chunk = chunk[now:]
 
     def close(self) -> None:
         """Let nothing more be put; what is in can still be got. In the workflow only: it knows when all producers are

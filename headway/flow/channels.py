@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,6 @@ class Channels:
 
     Payloads stay with their producers. They are released when the consumer's call has ended.
     """
-
-    chunk: int | None = None  # of the workflow itself: it has no devices
 
     def __init__(self, clock: Clock, waits: Waits) -> None:
         self.hub: Hub  # set once
@@ -120,6 +119,9 @@ class Channels:
         items = [await self.hub.fetch(ref) for ref in refs]
         self.acknowledge(WORKFLOW)
         return items
+
+    def portion(self, name: str) -> float:
+        return math.inf
 
     def close_channel(self, number: int, name: str) -> None:
         if (state := self._states.get(number)) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import math
 import os
 import sys
 import threading
@@ -97,11 +98,6 @@ class WorkerHost:
         self.place = place
         self.turns.has = False  # the lock begins anew with every plan
 
-    @property
-    def chunk(self) -> int | None:
-        """See `WorkerPlace.chunk`."""
-        return self.place.chunk
-
     def close(self) -> None:
         """End: the user's ``close``, if there is one, then the links."""
         self.ending = True
@@ -125,6 +121,15 @@ class WorkerHost:
                 items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
         self.turns.times.items += len(items)
         return items
+
+    def portion(self, name: str) -> float:
+        place = self.place
+        if place.chunk is None and place.world_size > 1:
+            raise ConfigurationError(
+                f"stage {place.stage}: its {place.world_size} workers share all of a step's items in channel {name}; "
+                "the plan must say how many these are: items = N, or a chunk for the stage"
+            )
+        return math.inf if place.chunk is None else place.chunk
 
     def close_channel(self, number: int, name: str) -> None:
         raise ConfigurationError(f"channel {name}: {self.name} can't close it; the workflow does, when all are done")

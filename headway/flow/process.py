@@ -16,9 +16,9 @@ _present: FlowProcess | None = None
 class FlowProcess(Protocol):
     """The side of a channel that is in this process."""
 
-    @property
-    def chunk(self) -> int | None:
-        """Items that the plan has this process's stage take at once; None: all."""
+    def portion(self, name: str) -> float:
+        """Items of channel ``name`` that the plan has this process take at once; inf: all. Raises ConfigurationError
+        where all are several workers', and nobody said how many there are."""
         ...
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None: ...

@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from headway.config.cluster import ClusterConfig
 from headway.control.channel_state import Balance
 from headway.flow.auto import AutoPlanner, Planner
@@ -33,7 +35,7 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 
 Result = TypeVar("Result")
-PlanLike = ExecutionPlan | Mapping[str, str | Sequence[str]] | Literal["auto"] | Planner
+PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"] | Planner
 MakeLauncher = Callable[[Clock, EventCallback, Waits], Launcher]
 STALL_S = 120.0
 
@@ -52,7 +54,7 @@ class FlowOptions(NamedTuple):
 def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any) -> Result:
     """Run ``workflow(flow, *arguments)`` to its end and return its result.
 
-    ``plan``: an `ExecutionPlan`, or which stage is on which devices: ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or
+    ``plan``: an `ExecutionPlan`, or a mapping of its form; or ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or
     "auto": the first steps measure the stages on all ``devices``, the following ones run as is expected to be fastest
     (or a `Planner` of your own).
     Options: ``devices``; ``items`` of a step, which "auto" needs, as do several workers that share all of them;
@@ -80,6 +82,11 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Pl
     """The plan to begin with, and what changes it."""
     if isinstance(plan, ExecutionPlan):
         return plan, None
+    if isinstance(plan, Mapping) and "stages" in plan:
+        try:
+            return msgspec.convert(plan, ExecutionPlan), None
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"plan: {error}") from None
     if isinstance(plan, Mapping):
         stages = {
             stage: StagePlacement(devices=(devices,) if isinstance(devices, str) else tuple(devices))

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +24,59 @@ ROOT = Path(__file__).resolve().parents[2]
 SPATIAL = {"generate": "cpu:0", "score": "cpu:0", "train": "cpu:1"}
 TEMPORAL = dict.fromkeys(SPATIAL, "cpu:0")
 HYBRID = {"generate": ["cpu:0", "cpu:1"], "score": "cpu:0", "train": "cpu:1"}
+MODES = [SPATIAL, TEMPORAL, HYBRID]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny experiment, trained by `headway train` at budget 0."""
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
     tiny_run.write_inputs(folder)
-    run = {"deterministic": True, "steps": 5}
-    config = tiny_run.write_experiment(folder, run=run, queue={"budget": 0}, checkpoint={"every_steps": 5})
-    program = ["-m", "headway.cli.main", "train", str(config), "--quiet"]
-    subprocess.run([sys.executable, *program], check=True, capture_output=True, env=ENVIRONMENT)
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(inputs: Path) -> Callable[[int | None], tuple[Path, Path]]:
+    """A function that trains 5 steps by `headway train` at budget 0 with so many groups in a part (None: all); returns
+    experiment and model."""
+
+    @cache
+    def train(part: int | None) -> tuple[Path, Path]:
+        folder = inputs / f"part-{part}"
+        folder.mkdir()
+        queue = {"budget": 0} | ({} if part is None else {"groups_per_part": part})
+        sections: Any = tiny_run.inputs_in(inputs) | {"run": {"deterministic": True, "steps": 5}, "queue": queue}
+        config = tiny_run.write_experiment(folder, checkpoint={"every_steps": 5}, **sections)
+        program = ["-m", "headway.cli.main", "train", str(config), "--quiet"]
+        subprocess.run([sys.executable, *program], check=True, capture_output=True, env=ENVIRONMENT)
+        return config, folder / "run/checkpoints/step_00000005/model"
+
+    return train
+
+
+def written(plan: dict[str, Any], chunk: int | None) -> str:
+    """The plan as JSON, where training takes ``chunk`` groups at once."""
+    chunks = {"train": {"chunk": chunk}}
+    stages = {
+        stage: {"devices": [devices] if isinstance(devices, str) else devices} | chunks.get(stage, {})
+        for stage, devices in plan.items()
+    }
+    return json.dumps({"stages": stages, "items": 4})
 
 
 def weights(model: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(model / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("plan", first(2, [SPATIAL, TEMPORAL, HYBRID]))
-def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(folder: Path, tmp_path: Path, plan: Any):
+@pytest.mark.parametrize(("plan", "part"), first(3, [(plan, part) for part in (2, None, 1) for plan in MODES]))
+def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(
+    trained: Callable[[int | None], tuple[Path, Path]], tmp_path: Path, plan: dict[str, Any], part: int | None
+):
+    config, model = trained(part)
     output = tmp_path / "model"
-    program = [str(ROOT / "examples" / "flow_grpo.py"), str(folder / "experiment.toml"), json.dumps(plan), str(output)]
+    program = [str(ROOT / "examples" / "flow_grpo.py"), str(config), written(plan, part), str(output)]
     done = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
-    assert weights(output) == weights(folder / "run/checkpoints/step_00000005/model")
+    assert weights(output) == weights(model)
 
 
 @pytest.mark.parametrize("example", ["flow_grpo.py", "flow_judged.py"])
@@ -59,14 +89,14 @@ def test_examples_are_at_most_a_hundred_lines_of_code(example: str):
     assert len(lines) <= 100
 
 
-def test_five_stages_train_alike_apart_and_in_turns(folder: Path):
+def test_five_stages_train_alike_apart_and_in_turns(inputs: Path, trained: Callable[[int | None], tuple[Path, Path]]):
     said: list[str] = []
     for plan in (
         dict.fromkeys(("generate", "reference", "reward", "judge"), "cpu:0") | {"train": "cpu:1"},
         dict.fromkeys(("generate", "reference", "reward", "judge", "train"), "cpu:0"),
     ):
-        model = str(folder / "model")
-        program = [str(ROOT / "examples" / "flow_judged.py"), str(folder / "experiment.toml"), model, model]
+        model = str(inputs / "model")
+        program = [str(ROOT / "examples" / "flow_judged.py"), str(trained(None)[0]), model, model]
         command = [sys.executable, *program, json.dumps(plan)]
         said.append(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
     assert said[0] == said[1]
