@@ -13,7 +13,7 @@ Parts, each of which can be run alone:
   Each of the four runs every mode x split x m in {1, 2, 4, whole}, three steps each after one that isn't counted, then
   the automatic plan. `auto_over_best`: its throughput over the best median's, of the worst workload. `distinct_bests`:
   modes that are best somewhere, with the second mode's best at least 5 % slower (`best_modes`, `second_modes` show it).
-- `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck with fixed times.
+- `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck.
 - `lock`: `lock_overhead`, the worst share of a step in which nobody holds a device that somebody waits for, without on-
   and offloading.
 - `builtin`: `flow_over_builtin`, samples/s of examples/flow_grpo.py over `headway train`, same placement, budget 0.
@@ -61,9 +61,9 @@ CORES = ["cpu:0", "cpu:1"]
 COUNTED = 3
 CHUNKS = (None, 4, 2, 1)
 AUTO_STEPS = 9  # three of profile, then those that count
-REASONING = {
-    "generate": StageTime(fixed_s=0.02, item_s=0.06, longest=True, switch_s=0.03),
-    "train": StageTime(fixed_s=0.02, item_s=0.018, switch_s=0.05),
+REASONING = {  # long contexts: sharing costs loading, and training can begin while the tail is generated
+    "generate": StageTime(fixed_s=0.02, item_s=0.08, switch_s=0.15),
+    "train": StageTime(fixed_s=0.02, item_s=0.03, switch_s=0.15),
 }
 SIMULATOR = {
     "simulate": StageTime(fixed_s=0.10, item_s=0.010, switch_s=0.0),
@@ -198,7 +198,7 @@ def links(arguments: argparse.Namespace) -> Report:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {
-    "reasoning": lambda arguments: timed_workload("reasoning", REASONING, 64, 0.9),
+    "reasoning": lambda arguments: timed_workload("reasoning", REASONING, 32, 0.7),
     "simulator": lambda arguments: timed_workload("simulator", SIMULATOR, 32, 0.1),
     "long_tail": lambda arguments: model_workload("long_tail", arguments, SHAPE, judged=False),
     "judge": lambda arguments: model_workload("judge", arguments, SHAPE, judged=True),

@@ -21,10 +21,10 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
+from headway.orchestrator.actors.moves import placed_as_before, placement_of, require_movable
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, Sides
 from headway.orchestrator.device_turns import join_replica
-from headway.orchestrator.moves import placed_as_before, placement_of, require_movable
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run

@@ -12,11 +12,11 @@ import msgspec
 from headway.algorithms.groups.batches import build_batch, useful_samples
 from headway.control.staleness import NextPart, Selection
 from headway.control.stalls import LOOPS
+from headway.orchestrator.actors.moves import Moves
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.moves import Moves
 from headway.orchestrator.recovery import call_with_restart
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress

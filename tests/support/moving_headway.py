@@ -16,7 +16,7 @@ from typing import Any
 from faulty_headway import note_workers
 
 from headway.cli.main import main
-from headway.orchestrator.moves import Moves
+from headway.orchestrator.actors.moves import Moves
 from headway.records.plan import PlannedMove, RunPlacement
 
 

@@ -200,13 +200,14 @@ def device_splits(experiment: Experiment) -> tuple[DeviceSplit, ...]:
 def every_split(experiment: Experiment) -> tuple[DeviceSplit, ...]:
     """The valid other ways to run on an experiment's devices, which must be alike: each side has its own (spatial),
     both have all (temporal), or one has all and the other some (hybrid). The generator's come first in their order, the
-    trainer's last, so that a change moves as few as can be."""
+    trainer's last, so that a change moves as few as can be. GPUs are shared only where the experiment shares some:
+    whether one has the memory for both sides isn't known here."""
     generator, trainer = list(experiment.generator.devices), list(experiment.trainer.devices)
     pool = list(dict.fromkeys([*generator, *trainer]))
     cuts = sorted({cut for k in (1, 2, 4, 8, 16, 32) for cut in (k, len(pool) - k) if 0 < cut < len(pool)})
-    sides = [(pool, pool)]
-    for cut in cuts:
-        sides += [(pool[:cut], pool[cut:]), (pool, pool[cut:]), (pool[:cut], pool)]
+    sides = [(pool[:cut], pool[cut:]) for cut in cuts]
+    if set(generator) & set(trainer) or not any("cuda" in device for device in pool):
+        sides += [(pool, pool), *((pool, pool[cut:]) for cut in cuts), *((pool[:cut], pool) for cut in cuts)]
     return _valid_splits(experiment, [pair for pair in sides if pair != (generator, trainer)])
 
 

@@ -115,7 +115,10 @@ def change_sentence(lines: Sequence[LedgerLine]) -> str:
         return ""
     _, version, gain, before, after, cost, _ = rows[-1]
     back = sum(event.event == EVENT_PLAN_KEPT for event in changes_of(lines))
-    times = f"{len(rows) - back} changes of plan in the run" + (f", {back} more taken back" if back else "")
+    made = len(rows) - back
+    times = f"{made} {'change' if made == 1 else 'changes'} of plan in the run" + (
+        f", {back} more taken back" if back else ""
+    )
     return (
         f"{times}; the last at version {version}, in {cost}: {before} samples/s before, {after} after it ({gain} "
         "expected)."

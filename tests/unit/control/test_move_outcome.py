@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+from headway.config.load import changed_experiment
 from headway.control.tuning.controller import ControllerState, Decision, decide
 from headway.control.tuning.diagnosis import every_split
 from headway.control.tuning.knob_search import first_knobs, limits_of
@@ -26,14 +28,22 @@ def record(step: int, per_s: float) -> StepRecord:
 
 
 def test_every_split_of_two_devices_is_another_mode() -> None:
-    found = {(s.settings["generator.devices"], s.settings["trainer.devices"]): s for s in every_split(devices(1, 1))}
-    both, first, last = '["cuda:0", "cuda:1"]', '["cuda:0"]', '["cuda:1"]'
-    assert {pair: split.lent_share for pair, split in found.items()} == {
-        (both, both): 1.0,
-        (both, last): 0.5,
-        (first, both): 1.0,
-    }
-    assert len(every_split(devices(2, 2))) == 9  # temporal, 2 spatial (not its own), 3 of either hybrid
+    found = every_split(placed(["cpu:0"], ["cpu:1"]))
+    both, first, last = '["cpu:0", "cpu:1"]', '["cpu:0"]', '["cpu:1"]'
+    shares = {(s.settings["generator.devices"], s.settings["trainer.devices"]): s.lent_share for s in found}
+    assert shares == {(both, both): 1.0, (both, last): 0.5, (first, both): 1.0}
+    four = every_split(placed(["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]))
+    assert len(four) == 9  # temporal, 2 spatial ones beside its own, 3 of either hybrid
+
+
+def test_gpus_are_shared_only_where_the_experiment_shares_some() -> None:
+    assert [split.lent_share for split in every_split(devices(2, 2))] == [0.0, 0.0]
+    assert len(every_split(placed(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]))) == 3
+
+
+def placed(generator: list[str], trainer: list[str]) -> Any:
+    settings = {"generator.devices": json.dumps(generator), "trainer.devices": json.dumps(trainer)}
+    return changed_experiment(devices(1, 1), settings)
 
 
 def decided(move: bool) -> Decision:

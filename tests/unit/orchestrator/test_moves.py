@@ -10,7 +10,13 @@ import pytest
 import tiny_run
 
 from headway.config.load import changed_experiment
-from headway.orchestrator.moves import actions_between, placed_as_before, placement_of, planned_move, require_movable
+from headway.orchestrator.actors.moves import (
+    actions_between,
+    placed_as_before,
+    placement_of,
+    planned_move,
+    require_movable,
+)
 from headway.records.errors import ConfigurationError
 from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.run_directory import RunDirectory

@@ -66,6 +66,37 @@ def test_every_kind_of_move_keeps_the_books(folder: Path, tmp_path: Path) -> Non
     assert not tiny_run.events_of(tmp_path / "run", "worker_died")
     placed = json.loads((tmp_path / "run" / "placement.json").read_text())
     assert placed["present"] == placed["configured"] == {"generator": ["cpu:0"], "trainer": ["cpu:1"]}
+    require_shown(tmp_path / "run")
+
+
+def require_shown(run: Path) -> None:
+    """Report and trace have the placements, their stages and what the changes cost."""
+    assert "4 changes of plan in the run; the last at version 8" in " ".join(tiny_run.output_of("report", run).split())
+    page = (run / "report.html").read_text()
+    assert "Stages by placement" in page
+    assert "spatial: generate on cpu:1; train on cpu:0 -&gt; spatial: generate on cpu:0; train on cpu:1" in page
+    tiny_run.output_of("trace", run)
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    named = {
+        (tracks[e["pid"], e["tid"]], e["name"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) in tracks
+    }
+    for device in ("cpu:0", "cpu:1"):
+        names = {name for track, name in named if track == f"device {device}"}
+        assert any(name.startswith("trainer-0: step") for name in names), names
+        assert any(name.startswith("generator-") and name.endswith("busy") for name in names), names
+    assert ("plan", "generator: join on cpu:1") in named
+
+
+def test_plan_auto_has_the_controller_move_the_run_or_says_why_it_cannot(folder: Path, tmp_path: Path) -> None:
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 3}, **tiny_run.inputs_in(folder))
+    said = " ".join(tiny_run.refused("train", config, "--plan", "auto", '--trainer.devices=["cpu:0"]').split())
+    assert "with one device there is one plan, temporal" in said
+    assert not (tmp_path / "run" / "config.json").exists()
+    command = tiny_run.train(config, "--plan", "auto")
+    assert command.process.returncode == 0, command.output
+    control = json.loads((tmp_path / "run" / "config.json").read_text())["control"]
+    assert (control["mode"], control["devices"]) == ("act", "move")
 
 
 def test_a_move_that_fails_is_taken_back(folder: Path, tmp_path: Path) -> None:
