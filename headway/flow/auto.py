@@ -190,13 +190,16 @@ def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices:
 
 
 def _stage(name: str, found: MeasuredStage, chunks: Sequence[int], items: int, devices: int) -> WorkflowStage:
-    """A stage's times on every number of devices. Its workers share a step's chunks as they come, so that only the last
-    of a step waits for the slowest worker: each chunk is charged its share of that."""
+    """A stage's times on every number of devices. Its workers take shares of chunks as these come, whoever is free, so
+    that a step takes as many rounds as all its shares need, and the last one waits for the slowest worker; a chunk is
+    charged its part of that."""
     points: list[TimePoint] = []
     for count in range(1, min(devices, found.most or devices) + 1):
         for chunk in chunks:
-            mean, slowest = found.curve.seconds(math.ceil(chunk / count), count)
-            seconds = mean + (slowest - mean) * chunk / items
+            share = math.ceil(chunk / count)
+            mean_s, slowest_s = found.curve.seconds(share, count)
+            rounds = math.ceil(math.ceil(items / share) / count)
+            seconds = (mean_s * rounds + slowest_s - mean_s) * chunk / items
             points.append(TimePoint(device=_DEVICE, devices=count, items=chunk, seconds=seconds))
     return WorkflowStage(name=name, times=tuple(points), switch_s=found.switch_s)
 

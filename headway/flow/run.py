@@ -151,6 +151,8 @@ class Flow:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for name in self._channels.unread():
+            self._book.event("channel_unread", f"channel {name} has items; nobody has ever asked it for any")
         grace_s = 0.0 if self._failed else STOP_GRACE_S
         await asyncio.gather(*(stage.stop(grace_s) for stage in self._stages.values()))
         await self._around.hub.close()
