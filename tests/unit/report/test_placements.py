@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.records.ledger import EventRecord, Flow, StepRecord
+from headway.records.ledger import EventRecord, QueueFlow, StepRecord
 from headway.report.plans.placements import change_rows, change_sentence, placed_steps, stage_rows
 
 SPATIAL, HYBRID = "spatial: generate on cpu:0; train on cpu:1", "hybrid: generate on cpu:0, cpu:1; train on cpu:1"
 
 
 def step(number: int, **fields: Any) -> StepRecord:
-    flow = Flow(generator_busy_s=0.5, generator_s=1.0, verifier_workers=2)
+    flow = QueueFlow(generator_busy_s=0.5, generator_s=1.0, verifier_workers=2)
     return StepRecord(step=number, version=number + 1, step_s=1.0, samples=10, flow=flow, verify_s=0.4, **fields)
 
 
