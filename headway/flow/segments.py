@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.flow.packing import ALIGNMENT, Packed, split
-from headway.records.errors import HeadwayError
+from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.scratch import remove_unlocked
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -43,8 +43,12 @@ class WorkflowFolder:
     last of them, or after kills by the next workflow that starts here."""
 
     def __init__(self, path: str | Path) -> None:
+        """Make it, where it isn't there. Raises ConfigurationError for one that other users can enter."""
         self.path = Path(path)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self.path.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:  # for its sockets and segments have no other guard
+            raise ConfigurationError(f"{self.path} is open to other users; valid is a folder of mode 0700 of one's own")
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         remove_unlocked(self.path.parent, f"{_FOLDER_PREFIX}*")
@@ -52,14 +56,19 @@ class WorkflowFolder:
     def forget(self, incarnation: str) -> None:
         """Remove what a dead process left, but for payloads that outlive it."""
         for file in self.path.glob(f"{incarnation}*"):
-            with suppress(FileNotFoundError):
-                if file.suffix != ".segment" or not _STATE.unpack(file.open("rb").read(_STATE.size))[1]:
-                    file.unlink()
+            if file.suffix != ".segment" or not _outlives(file):
+                file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unlock the folder; remove it if this was its last process."""
         os.close(self._lock)
         remove_unlocked(self.path.parent, self.path.name)
+
+
+def _outlives(segment: Path) -> bool:
+    with suppress(FileNotFoundError, struct.error), segment.open("rb") as file:  # removed, or its maker died making it
+        return _STATE.unpack(file.read(_STATE.size))[1]
+    return False
 
 
 class Segment:
@@ -95,8 +104,9 @@ class Segment:
     def write(self, number: int, packed: Packed, *, outlives: bool) -> None:
         """Write a payload while it is claimed; readable afterwards under ``number``. ``outlives``: until it is
         released, also when its owner is dead."""
-        _STATE.pack_into(self._map, 0, number, outlives)
+        _STATE.pack_into(self._map, 0, number, False)
         packed.write(memoryview(self._map)[ALIGNMENT:])
+        _STATE.pack_into(self._map, 0, number, outlives)
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from headway.flow.packing import Packed
 from headway.flow.paths import PeerAddress
 from headway.flow.payloads import Payloads
 from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
+from headway.records.errors import ConfigurationError
 
 ADDRESS = PeerAddress(name="a", incarnation="1", machine="here", unix="", pid=1)
 MESSAGE = np.arange(1 << 18)
@@ -72,3 +73,11 @@ def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
         assert not folder.path.exists()
 
     asyncio.run(main())
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path):
+    open_to_all = tmp_path / "headway-flow-y"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="headway-flow-y is open to other users"):
+        WorkflowFolder(open_to_all)
