@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.control.channel_state import Balance, ChannelState, ChannelStatistics, Get, Item, Put
 from headway.flow.channel import Channel, ChannelClosed
 from headway.flow.paths import PayloadRef
-from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
+from headway.records.errors import ConfigurationError
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
 
@@ -35,7 +33,6 @@ class Channels:
         self._states: dict[int, ChannelState] = {}
         self._made = 0
         self._open: dict[int, asyncio.Future[None]] = {}  # by identity of the put or get that waits
-        self._releases: set[asyncio.Task[None]] = set()
         self.edges: set[tuple[str, str]] = set()  # from which stage to which items went
         self.changes = 0  # puts and gets that were settled
 
@@ -159,20 +156,6 @@ class Channels:
         return bool(ref.inline) or (bool(ref.segment) and ref.machine == self.hub.address.machine)
 
     def _release(self, refs: Sequence[PayloadRef]) -> None:
-        """Tell the owners that nobody needs these payloads any more."""
-        by_owner: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        """Nobody needs these payloads any more."""
         for ref in refs:
-            if not ref.inline:
-                by_owner[ref.owner, ref.incarnation].append(ref.id)
-        for (owner, incarnation), numbers in by_owner.items():
-            if incarnation == self.hub.address.incarnation:
-                for number in numbers:
-                    self.hub.release(number)
-                continue
-            task = asyncio.create_task(self._release_at(owner, incarnation, numbers), name=f"release at {owner}")
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
-
-    async def _release_at(self, owner: str, incarnation: str, numbers: list[int]) -> None:
-        with contextlib.suppress(WorkerDied, RemoteError):  # it has died: its payloads are forgotten with it
-            await self.hub.call(owner, "release", incarnation, numbers)
+            self.hub.release(ref)

@@ -229,12 +229,6 @@ class _Services:
         """Say what the worker's call waits for; empty: it computes."""
         return self._host.turns.waits_for
 
-    async def release(self, incarnation: str, numbers: Sequence[int]) -> None:
-        """Forget payloads that nobody needs any more, unless they were another process's of this name."""
-        if incarnation == self._host.hub.address.incarnation:
-            for number in numbers:
-                self._host.hub.release(number)
-
     async def onload(self) -> float:
         """Bring the worker's memory back to its devices; returns the seconds that took."""
         return await self._host.on_loop(self._host.switch("onload"))

@@ -1,8 +1,8 @@
 """Messages as one header and one block: nested structures of many arrays and tensors, pickled out of band.
 
-NumPy arrays and torch tensors of any size leave the pickle. The header holds it, and the sizes, shapes and dtypes of
-what left it; the block their bytes, each aligned. So a message of 1,000 tensors costs
-little more than one tensor of as many bytes. torch is used where it is loaded, and never imported by packing.
+NumPy arrays and torch tensors of any size leave the pickle. The header says their sizes, shapes and dtypes, and holds
+the pickle of the rest; the block holds their bytes, each aligned. So a message of 1,000 tensors costs little more than
+one tensor of as many bytes. torch is used where it is loaded, and never imported by packing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import numpy as np
 from headway.records.errors import ConfigurationError
 
 ALIGNMENT = 64  # bytes, of each buffer in its block: enough for any dtype
-_COUNT = struct.Struct("<Q")
 _HEAD = struct.Struct("<QQ")  # of a flat message: bytes of its header, of its block
 _DEEPEST = 32  # levels down to which an unpicklable part is looked for
-_COPIED_BY_NUMPY_BYTES = 1 << 16  # from here on its copies, which release the interpreter's lock, cost no more
 
 Tensors = Literal["copy", "ipc", "cpu", "cuda"]
 """Ways of tensors: *copy* them as bytes, those of a GPU too; send *ipc* handles of those of a GPU; leave those of the
@@ -48,34 +46,23 @@ class Packed:
     tensors: list[Any]  # contiguous
     aside: bool  # the tensors travel by themselves
     sizes: list[int]  # bytes of the parts: buffers, then tensors
-    block_bytes: int  # of the parts, each aligned
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of header and block together."""
-        return len(self.header) + self.block_bytes
 
     @property
     def flat_bytes(self) -> int:
         """Bytes that ``write`` fills."""
-        return _aligned(_HEAD.size + len(self.header)) + self.block_bytes
+        return aligned_bytes([_HEAD.size + len(self.header), *self.sizes])
 
     def write(self, target: memoryview) -> None:
         """Write header and block into ``target``, as ``split`` reads them."""
-        at = _aligned(_HEAD.size + len(self.header))
-        _HEAD.pack_into(target, 0, len(self.header), len(target) - at)
+        at = aligned_bytes([_HEAD.size + len(self.header)])
+        _HEAD.pack_into(target, 0, len(self.header), self.flat_bytes - at)
         target[_HEAD.size : _HEAD.size + len(self.header)] = self.header
-        for buffer in self.buffers:
-            end = at + buffer.nbytes
-            if buffer.nbytes < _COPIED_BY_NUMPY_BYTES:
-                target[at:end] = buffer
-            else:
-                np.copyto(np.frombuffer(target[at:end], np.uint8), np.frombuffer(buffer, np.uint8))
-            at = _aligned(end)
-        address = np.frombuffer(target, np.uint8).ctypes.data
-        copy = ctypes.memmove
-        for tensor, size in zip(self.tensors, self.sizes[len(self.buffers) :], strict=True):
-            copy(address + at, tensor.data_ptr(), size)
+        at += np.asarray(target).ctypes.data
+        sources = [np.asarray(buffer).ctypes.data for buffer in self.buffers]
+        sources += [tensor.data_ptr() for tensor in self.tensors]
+        copy = ctypes.memmove  # releases the interpreter's lock
+        for source, size in zip(sources, self.sizes, strict=True):
+            copy(at, source, size)
             at += size + -size % ALIGNMENT
 
     def memory(self) -> list[memoryview]:
@@ -103,34 +90,43 @@ def pack(message: Any, label: str = "", tensors: Tensors = "copy") -> Packed:
     grads = [tensor.requires_grad for tensor in found]
     devices = [] if aside or all(tensor.is_cpu for tensor in found) else [str(tensor.device) for tensor in found]
     parts = [tensor if tensor.is_contiguous() and not tensor.is_neg() else _contiguous(tensor) for tensor in found]
-    if devices:
-        parts = [tensor.cpu() for tensor in parts]
+    parts = [tensor.detach() for tensor in parts] if any(grads) else parts
+    parts = [tensor.cpu() for tensor in parts] if devices else parts
     buffers = [buffer.raw() for buffer in pickler.buffers]
     sizes = [part.nbytes for part in (*buffers, *parts)]
     dtypes, shapes = [tensor.dtype for tensor in parts], [tuple(tensor.shape) for tensor in parts]
     facts = pickle.dumps((sizes, dtypes, shapes, grads if any(grads) else [], devices), protocol=5)
-    header = _COUNT.pack(len(facts)) + facts + file.getvalue()
-    parts = [part.detach() for part in parts] if any(grads) else parts
-    return Packed(header, buffers, parts, aside, sizes, block_bytes(sizes))
+    return Packed(facts + file.getvalue(), buffers, parts, aside, sizes)
 
 
-def unpack(header: bytes | memoryview, block: memoryview) -> Any:
-    """Rebuild a message whose arrays are views of ``block``. Writable blocks give writable arrays."""
-    facts, file = _facts(header)
-    return _load(facts, file, slices(facts[0], block))
+def load(header: bytes | memoryview, content: Sequence[Any]) -> Any:
+    """Rebuild a message, whose arrays share the memory of ``content``: its block, or a list of its parts, with tensors
+    of bytes for those that travelled by themselves."""
+    file = io.BytesIO(header)
+    sizes, dtypes, shapes, grads, devices = pickle.load(file)
+    parts = content if isinstance(content, list) else slices(sizes, content)
+    first = len(sizes) - len(dtypes)
+    found: list[Any] = []
+    if dtypes:
+        torch: Any = importlib.import_module("torch")
+        for part, dtype, shape in zip(parts[first:], dtypes, shapes, strict=True):
+            if isinstance(part, torch.Tensor):
+                tensor = part.view(dtype)
+            else:
+                tensor = torch.frombuffer(part, dtype=dtype) if part else torch.empty(shape, dtype=dtype)
+            found.append(tensor if len(shape) == 1 else tensor.view(shape))
+        if devices and torch.cuda.is_available():
+            found = [tensor.to(device) for tensor, device in zip(found, devices, strict=True)]
+        for tensor, grad in zip(found, grads, strict=False):
+            tensor.requires_grad_(grad)
+    return _Unpickler(file, parts[:first], iter(found)).load()
 
 
-def load(header: bytes | memoryview, parts: Sequence[Any]) -> Any:
-    """Rebuild a message from its parts: memory, or tensors of bytes for tensors that travelled by themselves."""
-    return _load(*_facts(header), parts)
-
-
-def split(flat: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Header and parts of what ``Packed.write`` has written."""
-    header_bytes, content_bytes = _HEAD.unpack_from(flat)
-    header = flat[_HEAD.size : _HEAD.size + header_bytes]
-    first = _aligned(_HEAD.size + header_bytes)
-    return header, slices(_facts(header)[0][0], flat[first : first + content_bytes])
+def split(flat: memoryview) -> tuple[memoryview, memoryview]:
+    """Header and block of what ``Packed.write`` has written."""
+    header_bytes, block_bytes = _HEAD.unpack_from(flat)
+    first = aligned_bytes([_HEAD.size + header_bytes])
+    return flat[_HEAD.size : _HEAD.size + header_bytes], flat[first : first + block_bytes]
 
 
 def slices(sizes: Sequence[int], block: Any) -> list[Any]:
@@ -149,20 +145,9 @@ def as_bytes(tensor: Any) -> Any:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of single elements are arbitrary
 
 
-def block_bytes(sizes: Sequence[int]) -> int:
+def aligned_bytes(sizes: Sequence[int]) -> int:
     """Bytes of a block of parts of these sizes."""
     return sum([size + -size % ALIGNMENT for size in sizes])
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT
-
-
-def _facts(header: bytes | memoryview) -> tuple[tuple[Any, ...], memoryview]:
-    """Sizes of parts and facts of tensors; the message's pickle behind them."""
-    view = memoryview(header)
-    first = _COUNT.size + _COUNT.unpack_from(view)[0]
-    return pickle.loads(view[_COUNT.size : first]), view[first:]
 
 
 def _contiguous(tensor: Any) -> Any:
@@ -185,14 +170,11 @@ class _Pickler(pickle.Pickler):
         if kind is self._tensor_type:
             if obj.layout is not self._torch.strided or obj.is_quantized or obj.is_complex():
                 return NotImplemented  # torch's own way
-            if obj.is_cpu if self._way != "cuda" else obj.is_cuda:
-                self.tensors.append(obj)
-                return _NEXT
-            if obj.is_cuda and self._way == "copy":  # not yet run on a GPU, as all that follows
-                self.tensors.append(obj)
-                return _NEXT
-            if obj.is_cuda and self._way == "ipc":
+            if obj.is_cuda and self._way == "ipc":  # not yet run on a GPU, as all that is for one
                 return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(obj)
+            if (obj.is_cpu and self._way != "cuda") or (obj.is_cuda and self._way != "cpu"):
+                self.tensors.append(obj)
+                return _NEXT
         elif kind is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
             return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         return NotImplemented
@@ -219,27 +201,6 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
-def _load(facts: tuple[Any, ...], file: memoryview, parts: Sequence[Any]) -> Any:
-    _, dtypes, shapes, grads, devices = facts
-    first = len(parts) - len(dtypes)
-    found: list[Any] = []
-    if dtypes:
-        torch: Any = importlib.import_module("torch")
-        for part, dtype, shape in zip(parts[first:], dtypes, shapes, strict=True):
-            if not isinstance(part, memoryview | bytearray):
-                tensor = part.view(dtype)
-            elif part:
-                tensor = torch.frombuffer(part, dtype=dtype)
-            else:
-                tensor = torch.empty(shape, dtype=dtype)
-            found.append(tensor if len(shape) == 1 else tensor.view(shape))
-        if devices and torch.cuda.is_available():
-            found = [tensor.to(device) for tensor, device in zip(found, devices, strict=True)]
-        for tensor, grad in zip(found, grads, strict=False):
-            tensor.requires_grad_(grad)
-    return _Unpickler(io.BytesIO(file), parts[:first], iter(found)).load()
-
-
 def _culprit(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:
     """The innermost part of ``value`` that can't be pickled, and where it is."""
     if depth < _DEEPEST:
@@ -250,19 +211,14 @@ def _culprit(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    fields = getattr(value, "_fields", None)  # of a named tuple
     if isinstance(value, Mapping):
-        for key, child in cast("Mapping[Any, Any]", value).items():
-            yield f"[{key!r}]", child
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name, child in zip(cast(Any, value)._fields, cast("tuple[Any, ...]", value), strict=True):
-            yield f".{name}", child
-    elif isinstance(value, list | tuple):
-        for index, child in enumerate(cast("Sequence[Any]", value)):
-            yield f"[{index}]", child
+        yield from ((f"[{key!r}]", child) for key, child in cast("Mapping[Any, Any]", value).items())
+    elif isinstance(value, list | tuple) and fields is None:
+        yield from ((f"[{index}]", child) for index, child in enumerate(cast("Sequence[Any]", value)))
     elif not isinstance(value, type) and not callable(value):
-        names: Sequence[str] = getattr(value, "__struct_fields__", None) or list(getattr(value, "__dict__", ()))
-        for name in names:
-            yield f".{name}", getattr(value, name, None)
+        names: Sequence[str] = fields or getattr(value, "__struct_fields__", ()) or getattr(value, "__dict__", ())
+        yield from ((f".{name}", getattr(value, name, None)) for name in names)
 
 
 def _pickles(value: Any) -> bool:

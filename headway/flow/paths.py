@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.flow.packing import as_bytes, block_bytes, slices
+from headway.flow.packing import aligned_bytes, as_bytes, slices
 from headway.runtime.addresses import split_address
 
 _JOINED = timedelta(seconds=60)
 _PATIENCE = timedelta(hours=1)  # a dead peer is noticed by its connection, not here
-INLINE_BYTES = 64 << 10  # smaller messages always go in a frame of the link
 PayloadPath = Literal["reference", "shared memory", "cuda ipc", "nccl", "gloo", "link"]
 """Paths: the object itself within a process; one copy within a machine; handles of a GPU's memory within a GPU; process
 groups of torch.distributed, between GPUs and where they are asked for; frames over the connection."""
@@ -41,6 +40,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str  # of that process
     machine: str  # of that process
     id: int  # number of the payload in that process
+    path: PayloadPath  # that it takes to a process of that machine
     reader: str = ""  # incarnation of the only process that may fetch it; empty: any may
     size_bytes: int  # of header and block
     segment: str = ""  # path of the shared memory that it is in; empty: with the owner alone, or inline
@@ -94,14 +94,14 @@ class PairGroup:
         """Send tensors as one of bytes."""
         torch = self._torch
         sizes = [tensor.nbytes for tensor in tensors]
-        flat = torch.empty(block_bytes(sizes), dtype=torch.uint8, device=self._device)
+        flat = torch.empty(aligned_bytes(sizes), dtype=torch.uint8, device=self._device)
         for place, tensor in zip(slices(sizes, flat), tensors, strict=True):
             place.copy_(as_bytes(tensor))
         self._joined().send([flat], 1, 0).wait(_PATIENCE)
 
     def receive(self, sizes: Sequence[int]) -> list[Any]:
         """Receive tensors of bytes of these sizes."""
-        flat = self._torch.empty(block_bytes(sizes), dtype=self._torch.uint8, device=self._device)
+        flat = self._torch.empty(aligned_bytes(sizes), dtype=self._torch.uint8, device=self._device)
         self._joined().recv([flat], 0, 0).wait(_PATIENCE)
         return slices(sizes, flat)
 

@@ -4,79 +4,97 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from dataclasses import dataclass
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.flow.packing import Packed, Tensors, load, pack, split
-from headway.flow.paths import INLINE_BYTES, PayloadPath, PayloadRef, PeerAddress
-from headway.flow.segments import PayloadReleased, SegmentReader, Segments
+from headway.flow.paths import PayloadPath, PayloadRef, PeerAddress
+from headway.flow.segments import PayloadReleased, Segment, SegmentReader
 
-_BLOCKING_BYTES = 1 << 20  # larger payloads are copied in a thread
+INLINE_BYTES = 64 << 10  # smaller messages always go in a frame of the link
+_SPARE = 8  # released segments that are kept for the next payloads
 _TENSORS: dict[PayloadPath, Tensors] = {"cuda ipc": "ipc", "nccl": "cuda", "gloo": "cpu"}
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     reader: str  # incarnation of the only process that may fetch it; empty: any
-    segment: str = ""
-    packed: Packed | None = None
-    message: Any = None  # where neither of these has it
+    content: Segment | Packed | bytearray  # a bytearray as `Packed.write` fills it
 
 
 class Payloads:
-    """The payloads of a process, by number: in shared memory, as views of the message's own memory, or by reference."""
+    """The payloads of a process, by number: in shared memory, or as views of the message's own memory."""
 
     def __init__(self, address: PeerAddress, folder: Path) -> None:
-        self._address = address
-        self._segments = Segments(folder, address.incarnation)
-        self._reader = SegmentReader()
+        self._address, self._folder = address, folder
         self._held: dict[int, _Held] = {}
+        self._spare: deque[Segment] = deque()  # released; a reader may still have a message of it
+        self._storing: set[asyncio.Task[str]] = set()
+        self._reader = SegmentReader()
         self._numbers = 0
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     async def hold(self, message: Any, label: str, path: PayloadPath, reader: str = "") -> PayloadRef:
         """Hold a message for the readers of a path. Raises ConfigurationError for what can't be pickled."""
         packed = pack(message, label, _TENSORS.get(path, "copy"))
         self._numbers += 1
-        number, size_bytes, inline, segment = self._numbers, packed.size_bytes, b"", ""
-        if path == "reference":
-            self._held[number] = _Held(reader, message=message)
-        elif size_bytes <= INLINE_BYTES:
-            if packed.aside:
-                packed = pack(message, label)
-            flat = bytearray(packed.flat_bytes)
-            packed.write(memoryview(flat))
-            inline = bytes(flat)
+        number, inline, segment = self._numbers, b"", ""
+        if packed.flat_bytes <= INLINE_BYTES:
+            inline = bytes(_flat(pack(message, label) if packed.aside else packed))
+        elif path != "shared memory":
+            self._held[number] = _Held(reader, packed)
         else:
-            segment = await self._shared(number, packed) if path == "shared memory" else ""
-            self._held[number] = _Held(reader, segment, None if segment else packed)
+            storing = asyncio.ensure_future(self._store(number, packed, reader))
+            self._storing.add(storing)
+            storing.add_done_callback(self._storing.discard)
+            try:
+                segment = await asyncio.shield(storing)
+            except asyncio.CancelledError:  # the copy can't be interrupted
+                storing.add_done_callback(lambda _: self.release(number))
+                raise
+            path = path if segment else "link"
         return PayloadRef(
             owner=self._address.name,
             incarnation=self._address.incarnation,
             machine=self._address.machine,
             id=number,
+            path=path,
             reader=reader,
-            size_bytes=size_bytes,
+            size_bytes=packed.flat_bytes,
             segment=segment,
             inline=inline,
         )
 
-    async def _shared(self, number: int, packed: Packed) -> str:
-        """Copy into shared memory; empty where there is no room: then it is fetched over the link."""
+    async def _store(self, number: int, packed: Packed, reader: str) -> str:
+        """Copy into shared memory, and return the segment's path; empty where there is no room: then it is copied into
+        this process's memory, and fetched over the link."""
+        size = Segment.size_for(packed)
+        fitting = sorted((one for one in self._spare if size <= one.size <= 2 * size), key=lambda one: one.size)
+        spare = next((one for one in fitting if one.claim()), None)
+        if spare is not None:
+            self._spare.remove(spare)
+
+        def written() -> Segment:
+            path = self._folder / f"{self._address.incarnation}-{number}.segment"
+            segment = spare or Segment(path, size)
+            segment.write(number, packed, outlives=not reader)
+            return segment
+
         try:
-            if packed.size_bytes < _BLOCKING_BYTES:
-                return self._segments.write(number, packed)
-            return await asyncio.to_thread(self._segments.write, number, packed)
+            segment = await asyncio.to_thread(written)
         except OSError:
+            self._held[number] = _Held(reader, await asyncio.to_thread(_flat, packed))
             return ""
+        self._held[number] = _Held(reader, segment)
+        return str(segment.path)
 
     def release(self, number: int) -> None:
         """Forget a payload; no-op for one that isn't held. Who has fetched it keeps it."""
-        if self._held.pop(number, None) is not None:
-            self._segments.release(number)
+        held = self._held.pop(number, None)
+        if held is not None and isinstance(held.content, Segment):
+            held.content.release()
+            self._spare.append(held.content)
+            if len(self._spare) > _SPARE:
+                self._spare.popleft().remove()
 
     def release_of(self, reader: str) -> None:
         """Forget what was for a process that is dead."""
@@ -84,7 +102,7 @@ class Payloads:
             self.release(number)
 
     def read(self, ref: PayloadRef) -> tuple[Any] | None:
-        """The message of a payload that is in ``ref``, held here, or in shared memory; None where its owner has to be
+        """The message of a payload that is in ``ref``, in shared memory or held here; None where its owner has to be
         asked. Raises PayloadReleased."""
         if ref.inline:
             return (load(*split(memoryview(bytearray(ref.inline)))),)
@@ -92,26 +110,35 @@ class Payloads:
             return (load(*self._reader.read(ref.segment, ref.id, alone=bool(ref.reader))),)
         if ref.incarnation != self._address.incarnation:
             return None
-        held = self._find(ref.id)
-        return (load(*self.parts(ref.id)[:2]) if held.packed is not None else held.message,)
+        header, block, _ = self.parts(ref.id)  # there was no room in shared memory
+        return (load(header, memoryview(bytearray(block))),)
 
-    def parts(self, number: int) -> tuple[Any, list[Any], list[Any]]:
-        """Header and parts, as they can be put in a frame, and the tensors that travel by themselves. Raises
-        PayloadReleased."""
-        held = self._find(number)
-        if held.segment:
-            header, memory = self._reader.read(held.segment, number, alone=False)
-            return pickle.PickleBuffer(header), list(map(pickle.PickleBuffer, memory)), []
-        packed = held.packed or pack(held.message)
-        aside = packed.tensors if packed.aside else []
-        return packed.header, list(map(pickle.PickleBuffer, packed.memory())), aside
-
-    def close(self) -> None:
-        """Forget all."""
-        self._held.clear()
-        self._segments.close()
-
-    def _find(self, number: int) -> _Held:
-        if number not in self._held:
+    def parts(self, number: int) -> tuple[Any, Any, list[Any]]:
+        """Header and content (see `load`) as they can be put in a frame, and the tensors that travel by themselves.
+        Raises PayloadReleased."""
+        held = self._held.get(number)
+        if held is None:
             raise PayloadReleased(f"payload {number} of {self._address.name} was released before it was fetched")
-        return self._held[number]
+        content = held.content
+        if isinstance(content, Packed):
+            aside = content.tensors if content.aside else []
+            return content.header, list(map(pickle.PickleBuffer, content.memory())), aside
+        if isinstance(content, Segment):
+            header, block = self._reader.read(str(content.path), number, alone=False)
+        else:
+            header, block = split(memoryview(content))
+        return pickle.PickleBuffer(header), pickle.PickleBuffer(block), []
+
+    async def close(self) -> None:
+        """Forget all."""
+        await asyncio.gather(*self._storing, return_exceptions=True)
+        for number in list(self._held):
+            self.release(number)
+        while self._spare:
+            self._spare.pop().remove()
+
+
+def _flat(packed: Packed) -> bytearray:
+    flat = bytearray(packed.flat_bytes)
+    packed.write(memoryview(flat))
+    return flat

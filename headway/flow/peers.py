@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +16,14 @@ import msgspec
 from headway.flow.packing import Arguments, load
 from headway.flow.paths import PairGroup, PayloadPath, PayloadRef, PeerAddress, choose_path, machine_identity
 from headway.flow.payloads import Payloads
-from headway.flow.peer_state import PeerState, Registry
+from headway.flow.peer_state import PeerState
 from headway.flow.segments import WorkflowFolder
-from headway.flow.sockets import connect_unix, is_own, listen, listening_unix
 from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.link import Link
 from headway.runtime.nodes.dial import dial, outlast
 from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, NotAdmitted, admit
-from headway.runtime.nodes.listener import Listener
+from headway.runtime.nodes.listener import Listener, listen_on_first
 from headway.runtime.stalls.waits import Waits
 
 FIND_S = 60.0  # that a process may take to be there, or there again
@@ -35,9 +35,9 @@ class _Connection:
     def __init__(self, hub: Hub, sock: socket.socket, name: str) -> None:
         self._hub = hub
         self.peer: PeerAddress | None = None  # once it has introduced itself
-        self.registered = False
         events: BoundedQueue[Any] = BoundedQueue(1)
         self.link = Link(name, sock, events, self.end, self.end, serves=self, waits=hub._waits)
+        hub._connections.add(self)
 
     def end(self, reason: str) -> None:
         """Close the connection: it has ended, or must."""
@@ -48,32 +48,27 @@ class _Connection:
             self._hub._lose(self.peer.name, self.peer.incarnation, reason)
 
     async def introduce(self, theirs: PeerAddress) -> PeerAddress:
-        """Exchange addresses: the first call on a connection."""
-        self._hub._joined(self, theirs)
+        """Exchange addresses: the first call on a connection. The driver knows by it that a process is there."""
+        self._hub._join(self, theirs)
         return self._hub.address
 
-    async def register(self) -> None:
-        """Register the process with the driver."""
-        self.registered = True
-        self._hub._registry.add(self._other)
-
     async def find(self, name: str, besides: list[str], timeout_s: float) -> PeerAddress | None:
-        """The address of a process that isn't one of these incarnations; None when it wasn't there in time."""
-        return await self._hub._registry.find(name, besides, timeout_s)
+        """See `PeerState.find`; for the driver."""
+        return await self._hub._peer(name).find(besides, timeout_s)
 
     async def lost(self, name: str, incarnation: str, cause: str) -> None:
-        """Take notice of the end of another process."""
+        """Take notice of the end of another process, as the driver says."""
         self._hub._lose(name, incarnation, cause)
-
-    async def forget(self, incarnation: str) -> None:
-        """Remove what a dead process left on this machine."""
         self._hub._folder.forget(incarnation)
+
+    async def path(self, sender: str, receiver: str, path: PayloadPath) -> None:
+        """Take notice of a path between two processes; for the driver."""
+        self._hub._on_path(sender, receiver, path)
 
     async def run(self, method: str, ref: PayloadRef) -> PayloadRef:
         """Run a method of the user's services."""
         hub = self._hub
-        call: Arguments = await hub.fetch(ref)
-        result = await hub._run(method, call)
+        result = await hub._run(method, await hub.fetch(ref))
         return await hub._hold_for(self._other, result, f"result of {hub.name}.{method}")
 
     async def deliver(self, tag: str, ref: PayloadRef) -> None:
@@ -81,19 +76,15 @@ class _Connection:
         inbox = self._hub._peer(self._other.name).inbox(tag)
         await inbox.accept(ref.size_bytes, lambda: self._hub.fetch(ref))
 
-    async def payload(self, number: int) -> tuple[Any, list[Any]]:
-        """Header and parts of a payload that is held here."""
-        return self._hub._payloads.parts(number)[:2]
-
-    async def collect(self, number: int, backend: Literal["gloo", "nccl"], meeting: str) -> tuple[Any, Any, list[int]]:
-        """Header and parts of a payload, and the bytes of its tensors that follow by a process group."""
-        header, parts, aside = self._hub._payloads.parts(number)
+    async def payload(self, number: int, backend: Literal["gloo", "nccl"], meeting: str) -> tuple[Any, Any, list[int]]:
+        """Header and content of a payload, and the bytes of its tensors that follow by a process group."""
+        header, content, aside = self._hub._payloads.parts(number)
         if aside:
             groups = self._hub._peer(self._other.name).groups
             if meeting not in groups:
                 groups[meeting] = PairGroup(backend, 0, meeting, self._hub._host)
             self._hub._spawn(asyncio.to_thread(groups[meeting].send, aside))
-        return header, parts, [tensor.nbytes for tensor in aside]
+        return header, content, [tensor.nbytes for tensor in aside]
 
     async def release(self, number: int) -> None:
         """Release a payload that is held here."""
@@ -109,13 +100,13 @@ class _Connection:
 class Hub:
     """A process's end of all connections to the other processes of a workflow.
 
-    Lifecycle: *made* -> *started* (it listens, and is registered with the driver) -> *closed*. It belongs to the event
-    loop that it is started in. Connections are made with the first message, and anew after the other process's
-    restart. Within a machine they are Unix sockets in a folder that only this user can enter; between machines TCP,
-    after the handshake with the run's key and epoch, encrypted where the run is.
+    Lifecycle: *made* -> *started* (it listens, and the driver knows it) -> *closed*. It belongs to the event loop that
+    it is started in. Connections are made with the first message, and anew after the other process's restart. Within a
+    machine they are Unix sockets in a folder that only this user can enter; between machines TCP, after the handshake
+    with the run's key and epoch, encrypted where the run is.
 
     A dead process is an error, never a hang: what waits for it raises WorkerDied; what is begun afterwards waits for
-    its successor, at most ``find_s``.
+    its successor, at most `FIND_S`.
 
     Example: in process "a" ``await hub.send("b", {"x": tensor})``, in process "b" ``await hub.recv("a")``;
     ``await hub.call("b", "score", texts)`` runs ``await services.score(texts)`` in "b".
@@ -133,35 +124,36 @@ class Hub:
         host: str = "",
         ports: Sequence[int] = (0,),
         certificate: str = "",
+        orphan_s: float = 60.0,
         services: object = None,
         forced_path: PayloadPath | None = None,
         machine: str = "",
-        find_s: float = FIND_S,
-        orphan_s: float = 60.0,
-        most_unreceived: int = 64,
-        most_unreceived_bytes: int = 1 << 30,
         waits: Waits | None = None,
-        on_lost: Callable[[str, str], object] = lambda name, cause: None,
         on_path: Callable[[str, str, PayloadPath], object] = lambda sender, receiver, path: None,
     ) -> None:
-        """``driver``: None: this process is, and keeps the registry. ``folder``: the workflow's on each machine, see
+        """``driver``: None: this process is, and knows who is there. ``folder``: the workflow's on each machine, see
         `new_folder`. ``host``: address of this machine for others, where it has any; it listens on the first of
         ``ports`` that is free. ``services``: whose coroutine methods others can call. ``forced_path``: of payloads, in
-        the place of what placement says. ``machine``: in the place of its identity. ``most_unreceived``: messages of
-        one peer and tag. ``on_lost(name, cause)``, ``on_path(sender, receiver, path)``: called once for each end of a
-        process, and once for each pair."""
+        the place of what placement says. ``machine``: in the place of its identity. ``on_path(sender, receiver,
+        path)``: called in the driver, once for each pair in the workflow and each path that its payloads take."""
         self.name = name
         self._driver = driver
         self._key, self._epoch, self._certificate, self._orphan_s = key, epoch, certificate, orphan_s
-        self._folder_path, self._device = Path(folder), device
-        self._host, self._ports = host, ports
-        self._services, self._machine = services, machine
+        self._host, self._ports, self._folder_path = host, ports, folder
+        self._services, self._waits, self._on_path = services, waits, on_path
         self._forced: PayloadPath | None = forced_path
-        self._find_s, self._limits, self._waits = find_s, (most_unreceived, most_unreceived_bytes), waits
-        self._on_lost, self._on_path = on_lost, on_path
+        incarnation = secrets.token_hex(8)
+        self.address = PeerAddress(
+            name=name,
+            incarnation=incarnation,
+            machine=machine or machine_identity(),
+            unix=str(Path(folder) / f"{incarnation}.sock"),
+            device=device,
+            pid=os.getpid(),
+        )
         self._peers: dict[str, PeerState] = {}
         self._connections: set[_Connection] = set()
-        self._paths: dict[tuple[str, str], PayloadPath] = {}  # by incarnations of sender and receiver
+        self._noted: set[tuple[str, PayloadPath]] = set()  # by the sender's incarnation
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listener: Listener | None = None
         self._closing = False
@@ -169,29 +161,21 @@ class Hub:
     # --- start and end --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen, and register with the driver. Raises ConfigurationError (port), ConnectionRefused (by the driver)."""
-        self._registry = Registry()  # of the driver
+        """Listen, and connect to the driver. Raises ConfigurationError (port), ConnectionRefused (by the driver)."""
         self._folder = WorkflowFolder(self._folder_path)
-        incarnation = secrets.token_hex(8)
-        path = self._folder.path / f"{incarnation}.sock"
-        self._unix = listening_unix(path)
-        self._spawn(self._accept())
-        self.address = PeerAddress(
-            name=self.name,
-            incarnation=incarnation,
-            machine=self._machine or machine_identity(),
-            unix=str(path),
-            device=self._device,
-            pid=os.getpid(),
-        )
         self._payloads = Payloads(self.address, self._folder.path)
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            self._unix.setblocking(False)
+            self._unix.bind(self.address.unix)
+            self._unix.listen()
+            self._spawn(self._accept())
             if self._host:
-                listening = (self._host, self._ports, self._key, self._epoch, self._take, self._certificate)
-                self._listener = await listen(*listening)
+                listening = (self._host, self._ports, self._key, self._epoch, self._take)
+                self._listener = await listen_on_first(*listening, certificate=self._certificate)
                 self.address = msgspec.structs.replace(self.address, tcp=self._listener.address)
             if self._driver is not None:
-                await (await self._connect(self._driver)).call("register")
+                await self._connect(self._driver)
         except BaseException:
             await self.close()
             raise
@@ -208,12 +192,11 @@ class Hub:
         for state in self._peers.values():
             state.gone.setdefault("", "this process closed its connections")
             state.fail()
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._unix.close()
-        self._payloads.close()
+        await self._payloads.close()
         self._folder.forget(self.address.incarnation)
         self._folder.close()
 
@@ -223,35 +206,33 @@ class Hub:
             raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
         outlast(sock, self._orphan_s)
         await admit(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
-        self._connections.add(_Connection(self, sock, hello.subject))
+        _Connection(self, sock, hello.subject)
 
     async def _accept(self) -> None:
         """Take processes of this machine."""
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(self._unix)
-            if is_own(sock):
-                self._connections.add(_Connection(self, sock, "a process of this machine"))
-            else:
-                sock.close()
+            _Connection(self, sock, "a process of this machine")
 
     # --- who is there ---------------------------------------------------------------------------------------
 
-    async def find(self, name: str, timeout_s: float | None = None) -> PeerAddress:
-        """The address of a process, waiting until it is there, again where it has ended. Raises WorkerDied after
-        ``timeout_s`` (default: the hub's ``find_s``)."""
-        timeout_s = self._find_s if timeout_s is None else timeout_s
-        state, besides = self._peer(name), list(self._peer(name).gone)
+    def _peer(self, name: str) -> PeerState:
+        if name not in self._peers:
+            self._peers[name] = PeerState(name)
+        return self._peers[name]
+
+    async def _find(self, name: str, timeout_s: float) -> PeerAddress:
+        """The address of a process, waiting until it is there, again where it has ended. Raises WorkerDied."""
+        state = self._peer(name)
         if self._closing:
             raise WorkerDied(name, "this process closed its connections")
-        if name == self.name:
-            return self.address
         if self._driver is None:
-            address = await self._registry.find(name, besides, timeout_s)
+            address = await state.find(list(state.gone), timeout_s)
         elif name == self._driver.name:
             address = None if self._driver.incarnation in state.gone else self._driver
         else:
             link, _ = await self._link(self._driver.name)
-            address = await self._ask(link, "find", name, besides, timeout_s)
+            address = await _ask(link, "find", name, list(state.gone), timeout_s)
         if address is None:
             if state.gone:
                 raise state.died()
@@ -260,23 +241,47 @@ class Hub:
             state.address = address
         return address
 
-    def forget(self, incarnation: str, cause: str = "") -> None:
-        """Take notice that a process has ended, and remove what it left in shared memory on all machines. For the
-        driver."""
-        if (name := self._registry.name_of(incarnation)) is not None:
-            self._lose(name, incarnation, cause or "ended")
-            self._peer(name).gone[incarnation] = cause or self._peer(name).gone[incarnation]
-        self._folder.forget(incarnation)
-        self._tell("forget", incarnation)
+    async def _link(self, name: str) -> tuple[Link, PeerAddress]:
+        """The connection to a process, made now where there is none. Raises WorkerDied as `_find` does."""
+        state = self._peer(name)
+        async with state.connecting:
+            while state.link is None or state.address is None:
+                address = state.address or await self._find(name, FIND_S)
+                try:
+                    await self._connect(address)
+                except (OSError, ConnectionRefused, WorkerDied) as error:
+                    self._lose(name, address.incarnation, f"can't be connected to: {error}")
+            return state.link, state.address
 
-    def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of all registered processes, without waiting."""
-        for connection in self._connections:
-            if connection.registered:
-                self._spawn(self._ask(connection.link, method, *args))
+    async def _connect(self, address: PeerAddress) -> None:
+        """Connect to a process and exchange addresses. Raises OSError, ConnectionRefused, WorkerDied."""
+        if address.machine == self.address.machine:
+            sock = await _connect_unix(address.unix)
+        elif address.tcp:
+            hello = Hello(purpose="peer", subject=self.name, epoch=self._epoch)
+            sock, _ = await dial(address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
+        else:
+            raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
+        connection = _Connection(self, sock, address.name)
+        try:
+            theirs = await connection.link.call("introduce", self.address)
+            if theirs.incarnation != address.incarnation:
+                raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
+        except BaseException as error:
+            connection.end(f"refused: {error}")
+            raise
+        self._join(connection, theirs)
+
+    def _join(self, connection: _Connection, theirs: PeerAddress) -> None:
+        """Take notice of the process at the other end of a connection."""
+        state = self._peer(theirs.name)
+        if state.address is not None and state.address.incarnation != theirs.incarnation:
+            self._lose(theirs.name, state.address.incarnation, "another process of its name has started")
+        connection.peer, connection.link.name = theirs, theirs.name
+        state.join(theirs, connection.link)
 
     def _lose(self, name: str, incarnation: str, cause: str) -> None:
-        """Take notice of the end of a process: fail what waits for it."""
+        """Take notice of the end of a process: fail what waits for it. The driver tells the others."""
         state = self._peer(name)
         if self._closing or incarnation in state.gone:
             return
@@ -287,70 +292,11 @@ class Hub:
         if state.address is None or state.address.incarnation == incarnation:
             state.fail()
         self._payloads.release_of(incarnation)
-        if self._registry.remove(name, incarnation):
-            self._tell("lost", name, incarnation, cause)
-        self._on_lost(name, cause)
-
-    # --- connections ----------------------------------------------------------------------------------------
-
-    def _peer(self, name: str) -> PeerState:
-        if name not in self._peers:
-            self._peers[name] = PeerState(name, *self._limits)
-        return self._peers[name]
-
-    async def _link(self, name: str) -> tuple[Link, PeerAddress]:
-        """The connection to a process, made now where there is none. Raises WorkerDied as `find` does."""
-        state = self._peer(name)
-        async with state.connecting:
-            while state.link is None or state.address is None:
-                address = state.address or await self.find(name)
-                try:
-                    await self._connect(address)
-                except (OSError, ConnectionRefused, WorkerDied) as error:
-                    self._lose(name, address.incarnation, f"can't be connected to: {error}")
-            return state.link, state.address
-
-    async def _connect(self, address: PeerAddress) -> Link:
-        """Connect to a process and exchange addresses. Raises OSError, ConnectionRefused, WorkerDied."""
-        if address.machine == self.address.machine:
-            sock = await connect_unix(address.unix)
-        else:
-            if not address.tcp:
-                raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
-            hello = Hello(purpose="peer", subject=self.name, epoch=self._epoch)
-            sock, _ = await dial(address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
-        connection = _Connection(self, sock, address.name)
-        self._connections.add(connection)
-        try:
-            theirs = await connection.link.call("introduce", self.address)
-            if theirs.incarnation != address.incarnation:
-                raise ConnectionRefused(f"{theirs.name} answers where {address.name} is due")
-        except BaseException as error:
-            connection.end(f"refused: {error}")
-            raise
-        self._joined(connection, theirs)
-        return connection.link
-
-    def _joined(self, connection: _Connection, theirs: PeerAddress) -> None:
-        """Take notice of a process at the other end of a connection."""
-        state = self._peer(theirs.name)
-        state.gone.pop(theirs.incarnation, None)  # it was given up too early
-        if state.address is not None and state.address.incarnation != theirs.incarnation:
-            self._lose(theirs.name, state.address.incarnation, "another process of its name has started")
-        connection.peer, connection.link.name = theirs, theirs.name
-        state.address = theirs
-        state.link = state.link or connection.link
-
-    async def _ask(self, link: Link, method: str, *args: Any) -> Any:
-        """Call a method of the other end's `_Connection`. Raises WorkerDied, also when it is closed already."""
-        if link.events.closed:
-            raise self._peer(link.name).died()
-        try:
-            return await link.call(method, *args)
-        except RemoteError as error:
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise
+        if self._driver is None:
+            self._folder.forget(incarnation)
+            for other in self._peers.values():
+                if other.link is not None:
+                    self._spawn(other.link.call("lost", name, incarnation, cause))
 
     # --- calls ----------------------------------------------------------------------------------------------
 
@@ -363,8 +309,6 @@ class Hub:
         link, address = await self._link(peer)
         ref = await self._hold_for(address, Arguments(args, named), f"call of {peer}.{method}")
         try:
-            if link.events.closed:
-                raise self._peer(peer).died()
             answer: PayloadRef = await link.call("run", method, ref)
         except RemoteError as error:
             named_error = RemoteError(peer, method, error.error, error.traceback)
@@ -375,8 +319,7 @@ class Hub:
         try:
             return await self.fetch(answer)
         finally:
-            if not answer.inline:
-                self._spawn(self._ask(link, "release", answer.id))
+            self.release(answer)
 
     async def _run(self, method: str, call: Arguments) -> Any:
         if self._services is None or method.startswith("_"):
@@ -385,44 +328,30 @@ class Hub:
 
     # --- payloads -------------------------------------------------------------------------------------------
 
-    def path_to(self, peer: str) -> PayloadPath | None:
-        """The path of payloads to a process; None before the first message to it."""
-        address = self._peer(peer).address
-        return None if address is None else self._paths.get((self.address.incarnation, address.incarnation))
+    async def hold(self, message: Any, label: str = "") -> PayloadRef:
+        """Hold a message until it is released, for any number of fetches by any process: in shared memory, where it
+        outlasts this process. Raises ConfigurationError that names what can't be pickled; ``label``: of which call or
+        channel."""
+        return await self._payloads.hold(message, label, "shared memory")
 
-    async def hold(self, message: Any, label: str = "", *, near: bool = False) -> PayloadRef:
-        """Hold a message until ``release(ref.id)``, for any number of fetches by any process: in shared memory, where
-        it outlasts this process until the driver forgets that. ``near``: by reference, which costs no copy where it is
-        fetched in this process. Raises ConfigurationError that names what can't be pickled; ``label``: of which call
-        or channel."""
-        return await self._payloads.hold(message, label, "reference" if near else "shared memory")
-
-    def release(self, number: int) -> None:
-        """Release a payload of this process; who has fetched it keeps it. No-op for one that is released already."""
-        self._payloads.release(number)
+    async def _hold_for(self, reader: PeerAddress, message: Any, label: str) -> PayloadRef:
+        path = choose_path(self.address, reader, self._forced)
+        return await self._payloads.hold(message, label, path, reader.incarnation)
 
     async def fetch(self, ref: PayloadRef) -> Any:
         """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
         with its owner alone, and that has ended."""
+        away = ref.path == "shared memory" and ref.machine != self.address.machine
+        self._note(ref, "link" if away else ref.path)
         if (found := self._payloads.read(ref)) is not None:
             return found[0]
         link, address = await self._link(ref.owner)
         if address.incarnation != ref.incarnation:
             raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
-        path = self._path(address, self.address)
-        if path in ("gloo", "nccl"):
-            return await self._collect(link, address, ref, path)
-        return load(*await self._ask(link, "payload", ref.id))
-
-    def _path(self, sender: PeerAddress, receiver: PeerAddress) -> PayloadPath:
-        pair = (sender.incarnation, receiver.incarnation)
-        if pair not in self._paths:
-            self._paths[pair] = choose_path(sender, receiver, self._forced)
-            self._on_path(sender.name, receiver.name, self._paths[pair])
-        return self._paths[pair]
-
-    async def _hold_for(self, reader: PeerAddress, message: Any, label: str) -> PayloadRef:
-        return await self._payloads.hold(message, label, self._path(self.address, reader), reader.incarnation)
+        if ref.path in ("gloo", "nccl"):
+            return await self._collect(link, address, ref, ref.path)
+        header, content, _ = await _ask(link, "payload", ref.id, "", "")
+        return load(header, content)
 
     async def _collect(self, link: Link, owner: PeerAddress, ref: PayloadRef, backend: Literal["gloo", "nccl"]) -> Any:
         """Fetch a payload whose tensors come by a process group."""
@@ -433,11 +362,39 @@ class Hub:
                 file = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
                 meeting = file if owner.machine == self.address.machine else f"{self._host}:0"
                 group = PairGroup(backend, 1, meeting, self._host)
-            header, parts, sizes = await self._ask(link, "collect", ref.id, backend, group.rendezvous)
+            header, parts, sizes = await _ask(link, "payload", ref.id, backend, group.rendezvous)
             if sizes:
                 parts += await state.unless_lost(asyncio.to_thread(group.receive, sizes))
                 state.group = group
         return load(header, parts)
+
+    def _note(self, ref: PayloadRef, path: PayloadPath) -> None:
+        """Report the path that a payload takes to here, the first time."""
+        if ref.incarnation == self.address.incarnation or (ref.incarnation, path) in self._noted:
+            return
+        self._noted.add((ref.incarnation, path))
+        if self._driver is None:
+            self._on_path(ref.owner, self.name, path)
+        elif (link := self._peer(self._driver.name).link) is not None:
+            self._spawn(link.call("path", ref.owner, self.name, path))
+
+    def release(self, ref: PayloadRef) -> None:
+        """Release a payload, whosever it is; who has fetched it keeps it. No-op for one that is released already."""
+        if ref.incarnation == self.address.incarnation:
+            self._payloads.release(ref.id)
+        elif not ref.inline:
+            self._spawn(self._release(ref))
+
+    async def _release(self, ref: PayloadRef) -> None:
+        """Release another process's payload: it does, or where it is dead its segment is removed here."""
+        with suppress(WorkerDied):
+            if ref.incarnation not in self._peer(ref.owner).gone:
+                link, address = await self._link(ref.owner)
+                if address.incarnation == ref.incarnation:
+                    return await link.call("release", ref.id)
+        if ref.segment and ref.machine == self.address.machine:
+            with suppress(FileNotFoundError):
+                os.unlink(ref.segment)
 
     # --- point to point -------------------------------------------------------------------------------------
 
@@ -448,13 +405,11 @@ class Hub:
         inbox = self._peer(peer).inbox(tag)
         if peer == self.name:
             return await inbox.accept(0, lambda: _as_is(message))
-        async with inbox.window:
-            async with inbox.sending:
-                link, address = await self._link(peer)
-                ref = await self._hold_for(address, message, f"send to {peer}{f' ({tag})' if tag else ''}")
-                delivery = asyncio.ensure_future(self._ask(link, "deliver", tag, ref))
+        async with inbox.sending:
+            link, address = await self._link(peer)
+            ref = await self._hold_for(address, message, f"send to {peer}{f' ({tag})' if tag else ''}")
             try:
-                await delivery
+                await _ask(link, "deliver", tag, ref)
             finally:
                 self._payloads.release(ref.id)
 
@@ -467,9 +422,9 @@ class Hub:
             while (found := inbox.pop()) is None:
                 if state.address is None and peer != self.name:
                     # After a death a successor has to be there already: nobody else says when to give up.
-                    await self.find(peer, 0.0 if state.gone else None)
-                    continue
-                await inbox.changed()
+                    await self._find(peer, 0.0 if state.gone else FIND_S)
+                else:
+                    await state.unless_lost(inbox.changed())
         return found[0]
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -483,6 +438,26 @@ class Hub:
                 task.exception()
 
         task.add_done_callback(done)
+
+
+async def _ask(link: Link, method: str, *args: Any) -> Any:
+    """Call a method of the other end's `_Connection`. Raises what it raises, WorkerDied."""
+    try:
+        return await link.call(method, *args)
+    except RemoteError as error:
+        raise error.__cause__ or error from None
+
+
+async def _connect_unix(path: str) -> socket.socket:
+    """Connect to a Unix socket. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def _as_is(message: Any) -> Any:

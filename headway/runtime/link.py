@@ -86,14 +86,15 @@ class Link:
         self._heard = True  # bytes arrived since the last health check
         self._reading = True  # not suspended by back-pressure
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed: WorkerDied | None = None
         sock.setblocking(False)
         tune(sock)
         self._loop.add_reader(sock, self._on_readable)
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
         """See :meth:`headway.runtime.workers.WorkerHandle.call`."""
-        if self.stopping:
-            raise WorkerDied(self.name, "stopped")
+        if self.stopping or self._closed is not None:
+            raise WorkerDied(self.name, "stopped" if self._closed is None else self._closed.cause)
         if self._waits is None:
             return await self._request(Kind.CALL, method, (method, args, named), timeout_s)
         with self._waits.on(f"{self._role}.{method}", self.name):
@@ -329,8 +330,8 @@ class Link:
 
     def close(self, error: WorkerDied) -> None:
         """Close the connection: calls that wait raise WorkerDied with the cause of ``error``; ``events`` is closed with
-        what was read."""
-        self._reading = False
+        what was read. Later calls raise it too."""
+        self._reading, self._closed = False, error
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()

@@ -27,7 +27,7 @@ from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorr
 from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRefused, Hello, NotAdmitted, admit
-from headway.runtime.nodes.listener import Listener
+from headway.runtime.nodes.listener import listen_on_first
 from headway.weights.leftovers import stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
 
@@ -96,7 +96,8 @@ class MirrorService:
         self.served_bytes = 0
         self._loop = asyncio.new_event_loop()  # of the listener alone
         threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True).start()
-        self._listener = self._listen(host, ports)
+        listening = listen_on_first(host, ports, key, epoch, self._take, self._log.warning, certificate)
+        self._listener = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
 
     def address(self) -> str:
         """Where other mirrors reach it."""
@@ -206,18 +207,6 @@ class MirrorService:
             self._changed.notify_all()
 
     # --- serving --------------------------------------------------------------------------------------------
-
-    def _listen(self, host: str, ports: Sequence[int]) -> Listener:
-        """Listen on the first free port."""
-        for port in ports:
-            found = Listener(f"{host}:{port}", self._key, self._epoch, self._take, self._log.warning, self._certificate)
-            try:
-                asyncio.run_coroutine_threadsafe(found.open(), self._loop).result()
-            except ConfigurationError as error:
-                reason = error
-            else:
-                return found
-        raise ConfigurationError(f"cluster.port_range {ports[0]}-{ports[-1]}: none is free for a mirror ({reason})")
 
     async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> None:
         """Take another mirror: see `OnClient`."""

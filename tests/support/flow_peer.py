@@ -107,14 +107,11 @@ class FlowPeer:
     def hold(self, name: str) -> Any:
         return self._run(self.hub.hold(self._kept[name]))
 
-    def release(self, number: int) -> None:
-        self.loop.call_soon_threadsafe(self.hub.release, number)
+    def release(self, ref: Any) -> None:
+        self.loop.call_soon_threadsafe(self.hub.release, ref)
 
     def fetch(self, ref: Any) -> str:
         return digest(self._run(self.hub.fetch(ref)))
-
-    def path_to(self, peer: str) -> str | None:
-        return self.hub.path_to(peer)
 
     def segments(self) -> int:
         return len(list(Path(self.hub.address.unix).parent.glob(f"{self.hub.address.incarnation}*.segment")))

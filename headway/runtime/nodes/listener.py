@@ -7,9 +7,9 @@ import contextlib
 import socket
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from headway.records.errors import HeadwayError
+from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.addresses import listening, split_address
 from headway.runtime.nodes.encryption import ServerEncryption
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, admit, authenticate, require_tls
@@ -132,3 +132,25 @@ class Listener:
         else:
             self._reported_s[cause] = now
             self._on_refusal(cause)
+
+
+async def listen_on_first(
+    host: str,
+    ports: Sequence[int],
+    key: str,
+    epoch: int,
+    on_client: OnClient,
+    on_refusal: OnRefusal = lambda cause: None,
+    certificate: str = "",
+) -> Listener:
+    """A `Listener` on the first port that is free. Raises ConfigurationError where none is."""
+    reason = ""
+    for port in ports:
+        found = Listener(f"{host}:{port}", key, epoch, on_client, on_refusal, certificate)
+        try:
+            await found.open()
+        except ConfigurationError as error:
+            reason = str(error)
+        else:
+            return found
+    raise ConfigurationError(f"cluster.port_range {ports[0]}-{ports[-1]}: none is free ({reason})")

@@ -12,7 +12,7 @@ from flow_peer import digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.flow.packing import ALIGNMENT, Arguments, load, pack, split, unpack
+from headway.flow.packing import Arguments, aligned_bytes, load, pack, slices, split
 from headway.records.errors import ConfigurationError
 
 DTYPES = [
@@ -61,12 +61,10 @@ def test_arrays_are_aligned_writable_views_of_the_block():
     message = {"t": torch.arange(10), "a": np.arange(3, dtype=np.int8), "frozen": np.arange(5)}
     message["frozen"].setflags(write=False)
     packed = pack(message)
-    block = bytearray(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in packed.sizes))
-    at = 0
-    for part in packed.memory():
-        block[at : at + part.nbytes] = part
-        at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    found = unpack(packed.header, memoryview(block))
+    block = bytearray(aligned_bytes(packed.sizes))
+    for place, part in zip(slices(packed.sizes, memoryview(block)), packed.memory(), strict=True):
+        place[:] = part
+    found = load(packed.header, memoryview(block))
     assert digest(found) == digest(message)
     found["t"][0] = 77
     assert 77 in np.frombuffer(block, np.int64)

@@ -125,7 +125,7 @@ def make_pool(clock: Clock, launcher: ScriptedLauncher, replicas: int = 2, **opt
         if name.startswith("generator"):  # those of the router: test_generator_router.py
             events.append(name)
 
-    pool = GeneratorPool(launcher, experiment, clock, on_event=note, **options)
+    pool = GeneratorPool(launcher, experiment, clock, **{"on_event": note, **options})
     return pool, events
 
 
@@ -286,8 +286,7 @@ def test_a_replica_whose_keeper_fails_is_lost_and_holds_nothing(failing):
             if failing == "event":
                 raise StorageFailed("the disk is full")
 
-        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
-        pool._on_event = on_event
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), on_event=on_event)
         await pool.start()
         first, second = launcher.started
         jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
@@ -315,8 +314,10 @@ def test_a_replica_that_answers_nothing_is_killed_and_replaced():
 
     async def main(clock: Clock):
         details: list[str] = []
-        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
-        pool._on_event = lambda name, detail, **data: details.append(detail)
+        def on_event(name: str, detail: str, **data: Any) -> None:
+            details.append(detail)
+
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1, on_event=on_event)
         await pool.start()
         launcher.started[0].update_s = 1e6
         assert await pool.update_weights(published(3)) == []
@@ -482,8 +483,10 @@ def test_a_death_says_who_why_and_how_many_requests_moved_and_the_restart_what_i
     events: list[tuple[str, dict[str, Any]]] = []
 
     async def main(clock: Clock):
-        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
-        pool._on_event = lambda name, detail, **fields: events.append((name, fields))
+        def on_event(name: str, detail: str, **fields: Any) -> None:
+            events.append((name, fields))
+
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), on_event=on_event)
         await pool.start()
         jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
         await clock.sleep(1)

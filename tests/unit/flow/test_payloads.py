@@ -1,0 +1,83 @@
+"""Payloads in shared memory: segments are used again, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway.flow.packing import Packed
+from headway.flow.paths import PeerAddress
+from headway.flow.payloads import Payloads
+from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
+from headway.records.errors import ConfigurationError
+
+ADDRESS = PeerAddress(name="a", incarnation="1", machine="here", unix="", pid=1)
+MESSAGE = np.arange(1 << 18)
+
+
+def left_in(folder: Path) -> list[str]:
+    return list(map(str, folder.iterdir()))
+
+
+def test_a_cancelled_hold_gives_its_segment_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        copying, going_on = threading.Event(), threading.Event()
+        write = Segment.write
+
+        def slow_write(segment: Segment, number: int, packed: Packed, **options: Any) -> None:
+            copying.set()
+            going_on.wait(10)
+            write(segment, number, packed, **options)
+
+        payloads = Payloads(ADDRESS, tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(Segment, "write", slow_write)
+            holding = asyncio.ensure_future(payloads.hold(MESSAGE, "", "shared memory"))
+            await asyncio.to_thread(copying.wait, 10)
+            holding.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await holding
+            going_on.set()
+            await asyncio.gather(*payloads._storing)
+        ref = await payloads.hold(MESSAGE, "", "shared memory")
+        assert left_in(tmp_path) == [ref.segment]
+        found = payloads.read(ref)
+        assert found is not None
+        assert np.array_equal(found[0], MESSAGE)
+        await payloads.close()
+        assert not left_in(tmp_path)
+
+    asyncio.run(main())
+
+
+def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
+    async def main() -> None:
+        folder = WorkflowFolder(tmp_path / "headway-flow-x")
+        payloads = Payloads(ADDRESS, folder.path)
+        kept, released = [await payloads.hold(MESSAGE, "", "shared memory") for _ in range(2)]
+        alone = await payloads.hold(MESSAGE, "", "shared memory", reader="2")
+        payloads.release(released.id)
+        folder.forget(ADDRESS.incarnation)
+        assert left_in(folder.path) == [kept.segment]
+        for ref in (released, alone):
+            with pytest.raises(PayloadReleased):
+                payloads.read(ref)
+        assert payloads.read(kept) is not None
+        await payloads.close()
+        folder.close()
+        assert not folder.path.exists()
+
+    asyncio.run(main())
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path):
+    open_to_all = tmp_path / "headway-flow-y"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="headway-flow-y is open to other users"):
+        WorkflowFolder(open_to_all)
