@@ -7,7 +7,7 @@
 Parts, each of which can be run alone:
 
 - `reasoning`, `simulator`: chains of timed workers on eight virtual devices, with real channels and processes:
-  long-tailed generation and training; a simulator whose time hardly falls with its share of a batch, a policy, training.
+  long-tailed generation and training; a simulator that is hardly faster with a smaller share, a policy, training.
 - `long_tail`, `judge`: tiny models on this machine's two cores: generation of forced, long-tailed lengths and training;
   the same with a judge model between them.
   Each of the four runs every mode x split x m in {1, 2, 4, whole}, three steps each after one that isn't counted, then

@@ -314,6 +314,7 @@ def test_a_replica_that_answers_nothing_is_killed_and_replaced():
 
     async def main(clock: Clock):
         details: list[str] = []
+
         def on_event(name: str, detail: str, **data: Any) -> None:
             details.append(detail)
 
