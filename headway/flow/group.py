@@ -184,6 +184,7 @@ class WorkerGroup:
         if slot.exhausted:
             assert slot.fault is not None
             if isinstance(slot.fault, WorkerDied):
+                slot.fault.add_note(f"flow.workers({self.stage!r}, ..., restarts=N) would start it anew")
                 raise slot.fault
             raise own_cause(slot.fault) if isinstance(slot.fault, HeadwayError) else slot.fault
         return await slot.restart()

@@ -30,3 +30,9 @@ def text_of(plan: ExecutionPlan) -> str:
         for name, placed in plan.stages.items()
     )
     return f"{mode_of(plan)}: {'; '.join(stages)}"
+
+
+def same_places(one: ExecutionPlan, other: ExecutionPlan) -> bool:
+    """Whether two plans differ in what they expect alone."""
+    places = ({name: (p.devices, p.chunk) for name, p in plan.stages.items()} for plan in (one, other))
+    return next(places) == next(places)

@@ -22,7 +22,7 @@ from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import EPOCH, open_machines
 from headway.flow.peers import Hub
-from headway.flow.placement import text_of
+from headway.flow.placement import same_places, text_of
 from headway.flow.process import enter
 from headway.flow.stage import STOP_GRACE_S, Stage, Surroundings
 from headway.flow.steps import StepBook
@@ -72,6 +72,9 @@ async def run_async(
     workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any
 ) -> Result:
     """`run`, inside an event loop."""
+    if unknown := options.keys() - set(FlowOptions._fields):
+        valid = ", ".join(FlowOptions._fields)
+        raise ConfigurationError(f"run has no option {', '.join(sorted(unknown))}; valid: {valid}")
     chosen = FlowOptions(**options)
     first, planner = _first_plan(plan, chosen)
     async with Flow(first, chosen, planner) as flow:
@@ -191,8 +194,9 @@ class Flow:
         """Start the workers of a stage, one on each of its devices, each built as ``kind(*positional, **named)``.
         Declare stages upstream first.
 
-        ``restarts``: deaths in a row after which a worker is started anew; its call is then made again, and what it had
-        got from channels is delivered again. ``most_workers``: a plan may give it so many devices.
+        ``restarts``: deaths in a row after which a worker is started anew, with its ``state()`` of the end of the last
+        step; its call is then made again, and what it had got from channels is delivered again. ``most_workers``: a
+        plan may give it so many devices.
         """
         where = _line()
         if stage in self._stages:
@@ -254,10 +258,14 @@ class Flow:
                 movable = {name for name, stage in self._stages.items() if stage.keeps_state}
                 self._planner.take(ended, turns, self._channels.edges, movable)
             self._channels.forget_closed()
+            await asyncio.gather(*(stage.remember() for stage in self._stages.values()))
 
     async def _move(self, plan: ExecutionPlan) -> None:
         """Change the plan between two steps: what moves has nothing in hand."""
         before, started = self.plan, time.monotonic()
+        if same_places(before, plan):  # other expectations alone
+            self.plan = plan
+            return
         left = {name: await stage.leave(before, plan) for name, stage in self._stages.items()}
         self.plan = plan
         await asyncio.gather(*(stage.arrive(before, plan, left[name]) for name, stage in self._stages.items()))

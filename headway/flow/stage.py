@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.host import WorkerSetup
 from headway.flow.machines import EPOCH, FlowMachines
+from headway.flow.packing import pack
 from headway.flow.peers import Hub
 from headway.flow.placement import shares
 from headway.flow.steps import StepBook
@@ -74,7 +76,13 @@ class Stage:
         self._around = around
         self._restarts = restarts
         self._where = where
+        if restarts and not self.keeps_state:
+            raise ConfigurationError(
+                f"stage {name!r} ({where}): restarts = {restarts}: a new worker would have nothing of what the dead "
+                "one held; valid for a class with state() and restore(), or stateless = True"
+            )
         self._deaths: dict[str, asyncio.Task[None]] = {}
+        self._states: dict[str, Any] = {}  # of workers that may be replaced, at the end of the last step
         self._idle_offloads: set[str] = set()  # workers whose offload frees nothing, which was reported
 
     @property
@@ -92,7 +100,16 @@ class Stage:
             )
         slots = [self._slot(plan, rank, device) for rank, device in enumerate(devices)]
         self.group.slots[:] = slots
-        await start_all(slots)
+        try:
+            await start_all(slots)
+        except (AttributeError, TypeError, pickle.PicklingError):
+            pack(self._arguments, f"arguments of stage {self.name!r} ({self._where})")  # says what can't be pickled
+            raise
+
+    async def remember(self) -> None:
+        """Ask the workers for what their successors will need, where they may have any."""
+        if self._restarts and not self.kind.stateless:
+            self._states = {slot.name: await self._ask(slot, "state") for slot in self.group.slots if slot.live}
 
     async def leave(self, before: ExecutionPlan, plan: ExecutionPlan) -> list[Any]:
         """Leave the devices, where another plan gives it others; returns its workers' states."""
@@ -103,6 +120,7 @@ class Stage:
                 f"stage {self.name!r} ({self._where}) can't be moved: its class has no state() and restore(), and "
                 "isn't stateless"
             )
+        self._states.clear()
         states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
         await self.stop()
         return states
@@ -171,6 +189,8 @@ class Stage:
 
         async def watch(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
+            if name in self._states:
+                await worker.call("call", "restore", (self._states[name],), {})
 
         around = self._around
         return WorkerSlot(

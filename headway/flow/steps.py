@@ -13,7 +13,7 @@ import msgspec
 
 from headway.flow.placement import mode_of
 from headway.flow.worker import StageTimes
-from headway.records.errors import RemoteError, WorkerDied
+from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.records.execution import WORKFLOW_FILE, ExecutionPlan, FlowLine, FlowStep, StageStep
 from headway.records.ledger import EventRecord
 from headway.records.trace import Span
@@ -42,6 +42,10 @@ class StepBook:
         self._trace: TraceFile | None = None
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
+            if (Path(directory) / WORKFLOW_FILE).exists():
+                raise ConfigurationError(
+                    f"directory = {str(directory)!r} has the steps of another workflow; choose a new one"
+                )
             self._file = LineFile(Path(directory) / WORKFLOW_FILE)
             self._trace = TraceFile(directory, clock, time.time())
 

@@ -39,15 +39,18 @@ class FlowWatch:
         seen, since_s = -1, self._clock.now()
         while True:
             await self._clock.sleep(self._stall_s / _LOOKS)
-            moved = self._channels.changes + sum(group.ended for group in self._groups().values())
+            moved = self._moved()
             if moved != seen or not any(group.busy for group in self._groups().values()):
                 seen, since_s = moved, self._clock.now()
             elif self._clock.now() - since_s >= self._stall_s:
                 waits = await self._waits()
-                if waits is not None and self._channels.changes == seen:
+                if waits is not None and self._moved() == seen:
                     unread = "".join(f"; nobody reads channel {name}" for name in self._channels.unread())
                     self._fail(NoProgress(f"nothing has moved for {self._stall_s:g} s: {', '.join(waits)}{unread}"))
                     return
+
+    def _moved(self) -> int:
+        return self._channels.changes + sum(group.ended for group in self._groups().values())
 
     async def _waits(self) -> list[str] | None:
         """Ask the workers that have a call what they wait for; None: one of them doesn't wait."""

@@ -82,7 +82,7 @@ class Worker:
 
     A plan that changes during the run moves a stage to other devices by building new workers there. They are given what
     the old ones' ``state()`` returned by ``restore(state)``; a class without these two is left where it is, unless it
-    says that it keeps nothing: ``stateless = True``.
+    says that it keeps nothing: ``stateless = True``. A worker that replaces a dead one is given the last step's state.
 
     Example::
 

@@ -14,13 +14,18 @@ from typing import Any
 import flow_workers
 import numpy as np
 import pytest
-from flow_workers import Doubles, double_all
+from flow_workers import Doubles, Remembers, double_all
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.flow.run import Flow, run
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError, NoProgress, RemoteError, WorkerDied
 from headway.runtime.nodes.handshake import KEY_VARIABLE
+
+
+class Forgetful(Worker):
+    """Neither stateless nor with a state to hand on."""
+
 
 ONE = {"double": "cpu:0"}
 TWO = {"double": ["cpu:0", "cpu:1"]}
@@ -95,6 +100,32 @@ def test_a_dead_worker_is_an_event_and_its_items_are_delivered_again(tmp_path: P
     assert "double_restarted" in events
 
 
+def test_a_restarted_worker_goes_on_from_the_state_of_the_last_step(tmp_path: Path):
+    async def workflow(flow: Flow) -> list[int]:
+        group = await flow.workers("double", Remembers, restarts=1)
+        numbers: list[int] = []
+        async for step in flow.steps(3):
+            numbers += await group.add(1, str(tmp_path / "died") if step == 2 else "")
+        return numbers
+
+    assert run(workflow, ONE) == [1, 2, 3]
+    assert (tmp_path / "died").exists()
+
+    async def forgetful(flow: Flow) -> None:
+        await flow.workers("double", Forgetful, restarts=1)
+
+    with pytest.raises(ConfigurationError, match=r"restarts = 1: a new worker would have nothing of what the dead one"):
+        run(forgetful, ONE)
+
+
+def test_a_folder_holds_one_workflow(tmp_path: Path):
+    run(double_all, ONE, 1, directory=tmp_path)
+    with pytest.raises(ConfigurationError, match="has the steps of another workflow"):
+        run(double_all, ONE, 1, directory=tmp_path)
+    with pytest.raises(ConfigurationError, match="run has no option stal_s; valid: devices, items, directory, stall_s"):
+        run(double_all, ONE, 1, stal_s=1)
+
+
 def test_a_call_of_a_worker_killed_from_outside_fails_at_once():
     async def workflow(flow: Flow) -> None:
         group = await flow.workers("double", Doubles)
@@ -144,6 +175,9 @@ def test_plans_and_arguments_that_do_not_fit_are_refused():
         group = await flow.workers("double", Doubles)
         await group.sleep({"seconds": [lambda: 1]})
 
+    async def unpicklable_worker(flow: Flow) -> None:
+        await flow.workers("double", Doubles, lambda: 1)
+
     async def too_large(flow: Flow) -> None:
         await flow.channel("small", bytes=10).put("more than ten bytes")
 
@@ -160,6 +194,7 @@ def test_plans_and_arguments_that_do_not_fit_are_refused():
         (undeclared, ONE, r"stage 'judge' \(.*test_flow.py:\d+\): the plan has no devices for it; it has: double"),
         (other_stages, {**ONE, "judge": "cpu:1"}, r"the plan has stages that the workflow doesn't: judge; it has: dou"),
         (unpicklable, ONE, r"double-0\.sleep.*seconds.*can't be (sent|pickled)"),
+        (unpicklable_worker, ONE, r"arguments of stage 'double'.*can't be (sent|pickled)"),
         (too_large, ONE, r"channel small: an item of \d+ bytes is larger than the channel \(10 bytes\)"),
         (local_class, ONE, r"Local .*must be defined at the top level of a module"),
         (no_worker, ONE, r"must be a class that extends headway.flow.Worker"),

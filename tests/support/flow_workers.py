@@ -18,6 +18,8 @@ from headway.flow.worker import Worker
 class Doubles(Worker):
     """Doubles numbers; told to die at one, it dies once."""
 
+    stateless = True
+
     def __init__(self, dies_at: int = -1, once: str = "") -> None:
         self.dies_at, self.once = dies_at, once
         self.memory = np.ones(0)
@@ -84,3 +86,23 @@ async def double_all(flow: Flow, numbers: int, arguments: tuple[Any, ...] = (), 
     result.close()
     await collecting
     return collected
+
+
+class Remembers(Worker):
+    """Has a number that grows by calls, and dies when it is told to, once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def add(self, amount: int, once: str = "") -> int:
+        self.number += amount
+        if once and not os.path.exists(once):
+            open(once, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.number
+
+    def state(self) -> int:
+        return self.number
+
+    def restore(self, number: int) -> None:
+        self.number = number
