@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.replication import BooksCopy
@@ -15,7 +16,7 @@ from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
-from headway.orchestrator.device_turns import open_locks
+from headway.orchestrator.device_turns import RunMemory, open_locks
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
@@ -107,6 +108,14 @@ def assemble(
         watch_of=watch_of,
     )
     waits = actors.waits or Waits(clock.now)
+    meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)
+
+    def on_event(name: str, detail: str, /, **fields: Any) -> None:
+        context.event(name, detail, **fields)
+
+    sides, memory = actors.sides, None
+    if sides is not None and experiment.run.offload:
+        memory = RunMemory(sides.generator, sides.trainer, meter, on_event)
     context = RunContext(
         experiment=experiment,
         clock=clock,
@@ -120,8 +129,9 @@ def assemble(
         rollouts=actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host),
         parking=parking,
         waits=waits,
-        locks=open_locks(experiment, actors.generator, clock, waits, actors.shared),
-        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
+        locks=open_locks(experiment, actors.generator, clock, waits, actors.shared, memory),
+        memory=memory,
+        meter=meter,
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

@@ -23,7 +23,7 @@ from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, Sides
-from headway.orchestrator.device_turns import join_replica
+from headway.orchestrator.device_turns import join_replica, require_offload
 from headway.orchestrator.moves import placed_as_before, placement_of, require_movable
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
@@ -252,6 +252,7 @@ async def wire(
     )
     launcher, configured = machines.launcher, machines.experiment
     require_movable(configured)
+    require_offload(configured)
     experiment = placed_as_before(configured, directory)
     samples = stack.enter_context(LineFile(directory.samples))
 
@@ -303,7 +304,7 @@ async def wire(
     began_s = clock.now()
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
     run.context.start_s = clock.now() - began_s
-    machines.take_offers(partial(join_replica, run.context.locks, generator))
+    machines.take_offers(partial(join_replica, run.context.locks, generator, run.context.memory))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
         pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]
