@@ -34,14 +34,14 @@ async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -
     """Result of ``call`` to the trainer, which has its devices to itself meanwhile. With `run.offload` one turn may
     span several calls: it is the train loop's to end, but for an error."""
     goes_on = run.memory is not None and run.state.training
-    if not run.locks.holds(TRAINER):
-        if run.memory is not None:
-            await run.state.finish_update()  # it may need replicas that are away in the turn
-        asked_s = run.clock.now()
-        await run.locks.acquire(TRAINER)
-        run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
+    if run.memory is not None and not run.locks.holds(TRAINER):
+        await run.state.finish_update()  # it may need replicas that are away in the turn
     # The turn ends before a dead trainer is replaced: an update may wait for what stands still meanwhile.
     try:
+        if not run.locks.holds(TRAINER):
+            asked_s = run.clock.now()
+            await run.locks.acquire(TRAINER)
+            run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
         result = await call()
     except BaseException:
         await run.locks.end(TRAINER)

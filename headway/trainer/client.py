@@ -150,7 +150,7 @@ class TrainerClient:
         """Move every rank's state off its device (`TrainerService.offload`), accumulated parts included; what each
         moved. Raises StorageFailed when a rank stays: so do all."""
         outcomes = await asyncio.gather(
-            *(_unwrapped(worker.call("offload")) for worker in self._running()), return_exceptions=True
+            *(_unwrapped(worker.call("offload")) for worker in self.workers), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
