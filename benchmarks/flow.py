@@ -7,16 +7,17 @@
 Parts, each of which can be run alone:
 
 - `reasoning`, `simulator`: chains of timed workers on eight virtual devices, with real channels, locks and processes:
-  long-tailed generation and training; a simulator whose time hardly falls with its share of a batch, a policy, training.
+  long-tailed generation and training; a simulator whose time hardly falls with its share of a batch, policy, training.
 - `long_tail`, `judge`: tiny models on this machine's two cores: generation of forced, long-tailed lengths and training;
   the same with a judge model between them.
   Each of the four runs every mode x split x m in {1, 2, 4, whole}, three steps each after one that isn't counted, then
   the automatic plan. `auto_over_best`: its throughput over the best median's, of the worst workload. `distinct_bests`:
   modes that are best somewhere, with the second mode's best at least 5 % slower (`best_modes`, `second_modes` show it).
-- `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck, workers of fixed times.
+- `chunks`: `chunk_model_error`, worst relative error of T_critical + (M/m - 1) T_bottleneck, workers of fixed times.
 - `lock`: `lock_overhead`, the worst share of a step in which nobody holds a device that somebody waits for, without on-
   and offloading.
 - `builtin`: `flow_over_builtin`, samples/s of examples/flow_grpo.py over `headway train`, same placement, budget 0.
+- `offload`: on- and offloading of a trainer and an engine beside the disk's own limit (parts/flow_offload.py).
 - `links`: `direct_over_relayed` and `many_over_flat` (parts/flow_links.py).
 
 Prints a line for each placement, what remains, and as the last line one JSON object.
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from parts.flow_models import trained
+from parts.flow_offload import offload_seconds
 from parts.flow_workloads import (
     Placement,
     Scripted,
@@ -206,6 +208,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {
     "lock": lock,
     "builtin": builtin,
     "links": links,
+    "offload": lambda arguments: offload_seconds(arguments.directory),
 }
 WORKLOADS = ("reasoning", "simulator", "long_tail", "judge")
 
