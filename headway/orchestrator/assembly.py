@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.replication import BooksCopy
@@ -16,7 +15,7 @@ from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
-from headway.orchestrator.device_turns import RunMemory, open_locks
+from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
@@ -36,6 +35,7 @@ from headway.rollout.makers.turn_sampler import Generate, TurnSampler
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
+from headway.runtime.workers import EventCallback
 
 WrapGenerate = Callable[[Generate], Generate]
 
@@ -109,13 +109,9 @@ def assemble(
     )
     waits = actors.waits or Waits(clock.now)
     meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)
-
-    def on_event(name: str, detail: str, /, **fields: Any) -> None:
-        context.event(name, detail, **fields)
-
-    sides, memory = actors.sides, None
-    if sides is not None and experiment.run.offload:
-        memory = RunMemory(sides.generator, sides.trainer, meter, on_event)
+    memory = _memory(
+        experiment, actors.sides, meter, lambda name, detail, /, **data: context.event(name, detail, **data)
+    )
     context = RunContext(
         experiment=experiment,
         clock=clock,
@@ -146,3 +142,10 @@ def assemble(
     if experiment.pruning.on:
         context.pruning = Pruner(context)
     return Run(context)
+
+
+def _memory(experiment: Experiment, sides: Sides | None, meter: Meter, on_event: EventCallback) -> RunMemory | None:
+    require_offload(experiment)
+    if sides is None or not experiment.run.offload:
+        return None
+    return RunMemory(sides.generator, sides.trainer, meter, on_event)

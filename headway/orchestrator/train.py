@@ -23,7 +23,7 @@ from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, Sides
-from headway.orchestrator.device_turns import join_replica, require_offload
+from headway.orchestrator.device_turns import join_replica
 from headway.orchestrator.moves import placed_as_before, placement_of, require_movable
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
@@ -252,7 +252,6 @@ async def wire(
     )
     launcher, configured = machines.launcher, machines.experiment
     require_movable(configured)
-    require_offload(configured)
     experiment = placed_as_before(configured, directory)
     samples = stack.enter_context(LineFile(directory.samples))
 
