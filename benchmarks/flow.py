@@ -17,6 +17,7 @@ Parts, each of which can be run alone:
 - `lock`: `lock_overhead`, the worst share of a step in which nobody holds a device that somebody waits for, without on-
   and offloading.
 - `builtin`: `flow_over_builtin`, samples/s of examples/flow_grpo.py over `headway train`, same placement, budget 0.
+- `offload`: on- and offloading of a trainer and an engine beside the disk's own limit (parts/flow_offload.py).
 - `links`: `direct_over_relayed` and `many_over_flat` (parts/flow_links.py).
 
 Prints a line for each placement, what remains, and as the last line one JSON object.
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from parts.flow_models import trained
+from parts.flow_offload import offload_seconds
 from parts.flow_workloads import (
     Placement,
     Scripted,
@@ -206,6 +208,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Report]] = {
     "lock": lock,
     "builtin": builtin,
     "links": links,
+    "offload": lambda arguments: offload_seconds(arguments.directory),
 }
 WORKLOADS = ("reasoning", "simulator", "long_tail", "judge")
 

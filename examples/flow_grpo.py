@@ -36,6 +36,7 @@ class Generate(Worker):
         from headway.generator.local import LocalGenerator
 
         self.generator = LocalGenerator(experiment, self.context)
+        self.offload, self.onload = self.generator.offload, self.generator.onload
         tokenizer, seed = Tokenizer.load(experiment.model.path), experiment.run.seed
         sample = self.generator.generate
         self.rollouts = SingleTurn(TurnSampler(sample, tokenizer, experiment.rollout, RealClock(), run_seed=seed))
@@ -80,6 +81,7 @@ class Train(Worker):
         values = experiment.model_dump(mode="json")
         self.trainer = TrainerService(self.context, experiment=values, run_id="flow-grpo")
         self.experiment, self.close = experiment, self.trainer.close
+        self.offload, self.onload = self.trainer.offload, self.trainer.onload
 
     async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights]:
         start = self.trainer.version * self.experiment.queue.groups_per_step

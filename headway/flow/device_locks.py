@@ -97,8 +97,22 @@ class DeviceLocks:
         try:
             yield
         finally:
-            self.release(name)
-            await self._settled()
+            await self.end(name)
+
+    async def end(self, name: str) -> None:
+        """Give a party's devices up; returns when those who got them compute again."""
+        self.release(name)
+        await self._settled()
+
+    async def vacate(self, name: str) -> None:
+        """Offload a party that was loaded outside a turn, for those who share its devices; no-op where none does."""
+        mine = self._lock.parties[name].devices
+        if not self._lock.holds(name) and any(one.devices & mine for one in self.parties.values() if one.name != name):
+            await self._offload(name)
+
+    def holds(self, name: str) -> bool:
+        """Whether a party holds its devices."""
+        return self._lock.holds(name)
 
     async def acquire(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for a party's devices, with its input at hand, and load it. Raises DeviceBusy, which names the holder,

@@ -17,6 +17,7 @@ from headway.generator.routing.limiter import Limiter
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
 from headway.records.clients import Watch
+from headway.records.device_lock import MemoryMove
 from headway.records.errors import (
     ConfigurationError,
     HeadwayError,
@@ -167,6 +168,14 @@ class GeneratorPool:
     async def resume_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
         await self._set_lent(indices, lent=False)
+
+    async def offload(self, index: int) -> list[MemoryMove]:
+        """See :class:`headway.records.clients.GeneratorMoves`."""
+        return await self._replicas[index].offload()
+
+    async def onload(self, index: int) -> list[MemoryMove]:
+        """See :class:`headway.records.clients.GeneratorMoves`."""
+        return await self._replicas[index].onload()
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -442,8 +451,9 @@ class GeneratorPool:
 
     async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
         """Apply ``weights`` on one replica. Raises WeightsCorrupt, WorkerDied or RemoteError."""
-        worker = replica.worker
-        if worker is None:
+        if replica.live:
+            await replica.returned.wait()
+        if (worker := replica.worker) is None:
             raise WorkerDied(replica.name, "not running")
         number, mode = self._updates, self._experiment.generator.update_mode
         mode = "keep" if mode == "drain" else mode  # nothing is in flight
@@ -477,6 +487,8 @@ class GeneratorPool:
         if replica.worker is not None:
             with contextlib.suppress(WorkerDied):  # its successor is notified when it is live
                 await call_replica(replica.worker, "lend", replica.lent)
+                if not replica.returned.is_set():
+                    await replica.offload()
 
     async def _refresh(self, replica: Replica) -> None:
         """Fetch a replica's counters. Raises WorkerDied or RemoteError."""

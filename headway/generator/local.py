@@ -28,6 +28,7 @@ class LocalGenerator:
         """``context``: the worker's. Raises ConfigurationError when the engine can't be built."""
         arguments: dict[str, Any] = replica_spec(0, str(context.device), experiment, None).arguments
         self.engine = build_engine(EngineSettings(**arguments), context)
+        self._newest: PublishedWeights | None = None  # which came while the engine was away
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
         self._decoding: asyncio.Task[None] | None = None
@@ -54,9 +55,27 @@ class LocalGenerator:
         """Response tokens of an open request; 0 for an unknown id."""
         return next((call.tokens for call in self._open.values() if call.request.request_id == request_id), 0)
 
-    def update_weights(self, published: PublishedWeights) -> AppliedWeights:
-        """Sample with other weights from now on. Raises WeightsCorrupt, with nothing changed."""
+    def update_weights(self, published: PublishedWeights) -> AppliedWeights | None:
+        """Sample with other weights from now on; None: from `onload` on. Raises WeightsCorrupt, with nothing
+        changed."""
+        if self.engine.memory is not None and self.engine.memory.away:
+            self._newest = published
+            return None
         return self.engine.apply(published, "keep")
+
+    def offload(self) -> None:
+        """Free weights and KV, while nobody samples; no-op for a server's. Raises StorageFailed, with nothing
+        changed."""
+        if self.engine.memory is not None:
+            self.engine.memory.offload()
+
+    def onload(self) -> None:
+        """Undo `offload`, and apply the newest weights that came meanwhile."""
+        if self.engine.memory is not None:
+            self.engine.memory.onload()
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            self.engine.apply(newest, "keep")
 
     async def _decode(self) -> None:
         """Decode until no request is open. An error of the engine fails all of them."""

@@ -10,6 +10,8 @@ import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan
 from headway.generator.engines.select import EngineSettings, build_engine
+from headway.records.device_lock import MemoryMove
+from headway.records.errors import ConfigurationError
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -39,6 +41,7 @@ class GeneratorService:
         self._activity = Activity()
         self._encoder = encoder()
         self._requests = decoder(list[GenerationRequest])
+        self._moved: list[MemoryMove] = []  # not yet reported
         self._lent_since_s: float | None = None
         self._lent_s = self._lent_idle_s = self._idle_before_s = 0.0
         self._streamed_s = time.monotonic()
@@ -55,6 +58,7 @@ class GeneratorService:
     def update_weights(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and apply a version between two decode steps. Raises WeightsCorrupt, with nothing
         changed, or WeightsMismatch, after which the engine samples no more."""
+        self._load()
         with self._activity.during("update"):
             return self._engine.apply(published, mode)
 
@@ -67,6 +71,31 @@ class GeneratorService:
             self._lent_s += now - self._lent_since_s
             self._lent_idle_s += self._engine.statistics().idle_s - self._idle_before_s
             self._lent_since_s = None
+
+    def offload(self) -> list[MemoryMove]:
+        """Free weights and KV while the device is lent; requests stay. Returns the moves since the last call of this
+        or `onload`. Raises StorageFailed, with nothing changed, and ConfigurationError for an engine that can't."""
+        if (memory := self._engine.memory) is None:
+            raise ConfigurationError(f"{type(self._engine).__name__} can't leave its device: run.offload = false")
+        with self._activity.during("offload"):
+            self._moved.append(memory.offload())
+        return self._take_moved()
+
+    def onload(self) -> list[MemoryMove]:
+        """Undo `offload` when there is something to compute: at once, or as soon as requests or weights come."""
+        if self._engine.open_requests:
+            self._load()
+        return self._take_moved()
+
+    def _load(self) -> None:
+        memory = self._engine.memory
+        if memory is not None and memory.away:
+            with self._activity.during("onload"):
+                self._moved.append(memory.onload())
+
+    def _take_moved(self) -> list[MemoryMove]:
+        moved, self._moved = self._moved, []
+        return moved
 
     def statistics(self) -> EngineStatistics:
         """Return the engine's counters; lent time is counted as lent, not as idle."""
@@ -85,6 +114,7 @@ class GeneratorService:
         """Run one engine step, and emit an event when due. Returns False when idle until the next call."""
         lent = self._lent_since_s is not None
         if self._engine.open_requests and not lent:
+            self._load()
             self._activity.be("busy")
         worked = not lent and self._engine.step()
         if not worked:

@@ -7,51 +7,44 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO
 
-import msgspec
 import torch
 from torch import Tensor
 
+from headway.records.device_lock import MemoryMove
 from headway.records.errors import StorageFailed
-from headway.runtime.scratch import ScratchFolder
 
 PREFIX = "headway-offload-"
-
-
-class MemoryMove(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that an offload or onload has moved, and its time."""
-
-    moved_bytes: int
-    seconds: float
-    freed_bytes: int = 0  # by which this process's resident memory fell, on a GPU its allocated memory
 
 
 class OffloadedTensors:
     """Tensors that can leave their device together.
 
-    Lifecycle: `offload` -> `onload`, again and again. While they are away the tensors must not be used. Of a process
-    that is killed meanwhile the next one in the same ``directory`` removes the file.
+    Lifecycle: `offload` -> `onload`, again and again. While they are away the tensors must not be used. The file has
+    no name: it ends with its process, however that ends.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
         """``directory``: of the file, by default the machine's temporary folder; memory is not a disk."""
         self._directory = directory
-        self._folder: ScratchFolder | None = None
+        self._file: IO[bytes] | None = None
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # storage, bytes, its copy on the host
 
     @property
     def away(self) -> bool:
         return bool(self._away)
 
-    def offload(self, tensors: Iterable[Tensor]) -> MemoryMove:
+    def offload(self, tensors: Iterable[Tensor], drop: Callable[[], None] = lambda: None) -> MemoryMove:
         """Empty the tensors' storages; no-op while they are away. Raises StorageFailed, with nothing changed, when the
-        disk is full or can't be written."""
+        disk is full or can't be written. ``drop`` frees what is made of them, once they are safe."""
         if self._away:
             return MemoryMove(moved_bytes=0, seconds=0.0)
-        started, before = time.perf_counter(), _used_bytes()
+        started, before = time.perf_counter(), used_bytes()
         storages = _own_storages(list(tensors))
         hosts: dict[int, Tensor] = {}
         for storage in storages:
@@ -62,31 +55,31 @@ class OffloadedTensors:
         self._away = [(storage, storage.nbytes(), hosts.get(storage.data_ptr())) for storage in storages]
         for storage in storages:
             storage.resize_(0)
+        drop()
         _give_back()
         moved = sum(size for _, size, _ in self._away)
         seconds = time.perf_counter() - started
-        return MemoryMove(moved_bytes=moved, seconds=seconds, freed_bytes=before - _used_bytes())
+        return MemoryMove(moved_bytes=moved, seconds=seconds, freed_bytes=before - used_bytes())
 
     def onload(self) -> MemoryMove:
         """Fill the storages again, bit by bit as they were; no-op while nothing is away. Raises StorageFailed when the
         file can't be read."""
         started, moved = time.perf_counter(), 0
         try:
-            file = None if self._folder is None else (self._folder.path / "tensors").open("rb", buffering=0)
+            if self._file is not None:
+                self._file.seek(0)
             for storage, size, host in self._away:
                 storage.resize_(size)
                 if host is not None:
                     _bytes_of(storage).copy_(host)
-                elif file is not None:
-                    _fill(file.fileno(), _view(storage))
+                elif self._file is not None:
+                    _fill(self._file.fileno(), _view(storage))
                 moved += size
-            if file is not None:
-                file.close()
         except OSError as error:
             raise StorageFailed(f"what was offloaded can't be read back: {error}") from error
         self._away = []
         self._forget_file()
-        return MemoryMove(moved_bytes=moved, seconds=time.perf_counter() - started)
+        return MemoryMove(moved_bytes=moved, seconds=time.perf_counter() - started, onload=True)
 
     def close(self) -> None:
         """Remove the file; what is away is lost."""
@@ -95,12 +88,11 @@ class OffloadedTensors:
 
     def _write(self, storages: list[torch.UntypedStorage]) -> None:
         try:
-            self._folder = ScratchFolder(PREFIX, directory=self._directory)
-            with (self._folder.path / "tensors").open("xb", buffering=0) as file:
-                for storage in storages:
-                    rest = _view(storage)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+            self._file = tempfile.TemporaryFile(prefix=PREFIX, dir=self._directory, buffering=0)  # noqa: SIM115
+            for storage in storages:
+                rest = _view(storage)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._forget_file()
             size = sum(storage.nbytes() for storage in storages)
@@ -110,9 +102,9 @@ class OffloadedTensors:
             ) from error
 
     def _forget_file(self) -> None:
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _own_storages(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
@@ -160,7 +152,7 @@ def _give_back() -> None:
         trim(0)
 
 
-def _used_bytes() -> int:
+def used_bytes() -> int:
     """Resident memory of this process, shared memory included; on a GPU what the allocator has of it."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_reserved()

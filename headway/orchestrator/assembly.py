@@ -15,7 +15,7 @@ from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
-from headway.orchestrator.device_turns import open_locks
+from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
@@ -35,6 +35,7 @@ from headway.rollout.makers.turn_sampler import Generate, TurnSampler
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
+from headway.runtime.workers import EventCallback
 
 WrapGenerate = Callable[[Generate], Generate]
 
@@ -107,6 +108,10 @@ def assemble(
         watch_of=watch_of,
     )
     waits = actors.waits or Waits(clock.now)
+    meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)
+    memory = _memory(
+        experiment, actors.sides, meter, lambda name, detail, /, **data: context.event(name, detail, **data)
+    )
     context = RunContext(
         experiment=experiment,
         clock=clock,
@@ -120,8 +125,9 @@ def assemble(
         rollouts=actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host),
         parking=parking,
         waits=waits,
-        locks=open_locks(experiment, actors.generator, clock, waits, actors.shared),
-        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
+        locks=open_locks(experiment, actors.generator, clock, waits, actors.shared, memory),
+        memory=memory,
+        meter=meter,
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,
@@ -136,3 +142,10 @@ def assemble(
     if experiment.pruning.on:
         context.pruning = Pruner(context)
     return Run(context)
+
+
+def _memory(experiment: Experiment, sides: Sides | None, meter: Meter, on_event: EventCallback) -> RunMemory | None:
+    require_offload(experiment)
+    if sides is None or not experiment.run.offload:
+        return None
+    return RunMemory(sides.generator, sides.trainer, meter, on_event)

@@ -11,6 +11,7 @@ from headway.config.schema import Experiment
 from headway.control.tuning.controller import ControllerState, Decision
 from headway.control.tuning.knob_search import ControlLimits
 from headway.flow.device_locks import DeviceLocks
+from headway.orchestrator.device_turns import RunMemory
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
@@ -86,6 +87,7 @@ class RunContext:
     parking: Parking
     waits: Waits
     locks: DeviceLocks
+    memory: RunMemory | None  # None: both sides stay in memory
     meter: Meter
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]

@@ -53,6 +53,8 @@ class StepInterval:
     apply_s: float = 0.0
     apply_pause_s: float = 0.0
     checkpoint_s: float = 0.0
+    switch_s: float = 0.0
+    offload_freed_bytes: int = 0
 
 
 class Meter:
@@ -163,6 +165,16 @@ class Meter:
         self._interval.checkpoint_s += seconds
         self._span("trainer-0", "checkpoint", seconds)
 
+    def switched(self, seconds: float, freed_bytes: int) -> None:
+        """A side left its devices, or came back."""
+        self._interval.switch_s += seconds
+        self._interval.offload_freed_bytes += freed_bytes
+
+    def on_device(self, device: str, party: str, what: str, start_s: float, end_s: float) -> None:
+        """See `OnSpan` of flow/device_locks.py."""
+        if self._observe is not None:
+            self._observe(Span(track=device, name=f"{party}: {what}", start_s=_tidy(start_s), end_s=_tidy(end_s)))
+
     def moved(self, action: str, seconds: float) -> None:
         self._span("plan", action, seconds)
 
@@ -213,6 +225,8 @@ class Meter:
             apply_s=interval.apply_s,
             apply_pause_s=interval.apply_pause_s,
             checkpoint_s=interval.checkpoint_s,
+            switch_s=interval.switch_s,
+            offload_freed_bytes=interval.offload_freed_bytes,
             trainer_wait_ratio=min(1.0, interval.wait_s / step_s),
             orchestrator_cpu_s=self._interval.cpu_s - interval.cpu_s,
             buffer_capacity_groups=buffer_capacity_groups,

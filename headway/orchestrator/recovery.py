@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from headway.algorithms.groups.batches import build_batch
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import CheckpointCorrupt, WorkerDied
 from headway.trainer.checkpoints import latest_valid, set_aside
@@ -19,13 +20,35 @@ Result = TypeVar("Result")
 async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
     """Result of ``call`` to the trainer. When the trainer dies meanwhile, a new one is brought to ``version``, and the
     call repeated. Raises WorkerDied when it keeps dying (``RESTARTS``)."""
+    turned = call if run.memory is None else lambda: trainer_turn(run, call)
     for _ in range(RESTARTS):
         try:
-            return await call()
+            return await turned()
         except WorkerDied as death:
             run.died(death)
             await restart_trainer(run, version)
-    return await call()
+    return await turned()
+
+
+async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -> Result:
+    """Result of ``call`` to the trainer, which has its devices to itself meanwhile. With `run.offload` one turn may
+    span several calls: it is the train loop's to end, but for an error."""
+    goes_on = run.memory is not None and run.state.training
+    if run.memory is not None and not run.locks.holds(TRAINER):
+        await run.state.finish_update()  # it may need replicas that are away in the turn
+    # The turn ends before a dead trainer is replaced: an update may wait for what stands still meanwhile.
+    try:
+        if not run.locks.holds(TRAINER):
+            asked_s = run.clock.now()
+            await run.locks.acquire(TRAINER)
+            run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
+        result = await call()
+    except BaseException:
+        await run.locks.end(TRAINER)
+        raise
+    if not goes_on:
+        await run.locks.end(TRAINER)
+    return result
 
 
 async def restart_trainer(run: RunContext, version: int, *, moved: bool = False) -> int:
@@ -43,6 +66,8 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
             if not left:
                 raise
         else:
+            if run.memory is not None:
+                await run.locks.vacate(TRAINER)
             await run.generator.update_weights(weights)
             run.state.published_version = version
             if moved:

@@ -8,6 +8,7 @@ from headway.buffer.audit import audit_file
 from headway.orchestrator.collect import Collect
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import ControlLoop
+from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.recovery import reopen_groups, restart_trainer, restore_records, restore_trainer
@@ -65,7 +66,10 @@ class Run:
         restore_records(run, version if recorded is None else min(recorded, version))
         try:
             replayed, samples = await restore_trainer(run, until=version)
-            await run.generator.update_weights(await run.trainer.publish(version))
+            weights = await run.trainer.publish(version)
+            if run.memory is not None:
+                await run.locks.vacate(TRAINER)
+            await run.generator.update_weights(weights)
             run.state.published_version = version
         except WorkerDied as death:
             run.died(death)

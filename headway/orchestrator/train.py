@@ -303,7 +303,7 @@ async def wire(
     began_s = clock.now()
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
     run.context.start_s = clock.now() - began_s
-    machines.take_offers(partial(join_replica, run.context.locks, generator))
+    machines.take_offers(partial(join_replica, run.context.locks, generator, run.context.memory))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
         pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]

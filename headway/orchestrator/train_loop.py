@@ -17,7 +17,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import call_with_restart
+from headway.orchestrator.recovery import call_with_restart, trainer_turn
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
 from headway.records.generation import PublishedWeights
@@ -204,6 +204,9 @@ class TrainLoop:
         if not report.skipped:
             await self._publish_if_due()
             await self._checkpoint_if_due()
+        if run.memory is not None:
+            await run.locks.end(TRAINER)
+            await self._applied()
         state.training = False
         run.parking.open_gate()
         state.changed.notify()
@@ -227,15 +230,8 @@ class TrainLoop:
         """The result of a ``call`` that trains; where the trainer shares devices with the generator, they are its own
         meanwhile."""
         run = self._run
-
-        async def in_turn() -> Result:
-            asked_s = run.clock.now()
-            # The turn ends before a dead trainer is replaced: an update may wait for what stands still meanwhile.
-            async with run.locks.turn(TRAINER):
-                run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
-                return await call()
-
-        return await call_with_restart(run, in_turn, run.state.version)
+        turned = call if run.memory is not None else lambda: trainer_turn(run, call)
+        return await call_with_restart(run, turned, run.state.version)
 
     def _require_steps(self, report: StepReport) -> None:
         """Raise NoProgress after ``MOST_SKIPPED_IN_A_ROW`` skipped steps in a row."""
@@ -267,8 +263,13 @@ class TrainLoop:
         run.meter.published(run.clock.now() - started)
         run.state.published_version = version
         candidate = await self._evaluations.save_candidate_if_due()
-        published_s = run.clock.now()
         run.state.update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
+        if run.memory is None:
+            await self._applied()
+
+    async def _applied(self) -> None:
+        """Wait for the version just published where nothing is generated before it is in place."""
+        run, published_s = self._run, self._run.clock.now()
         if run.experiment.queue.budget == 0:
             await run.state.finish_update()
             run.meter.update_waited(run.clock.now() - published_s)

@@ -22,6 +22,15 @@ class LockGrant(msgspec.Struct, frozen=True, kw_only=True):
     onload: bool = False  # it isn't on its devices: it must load after that
 
 
+class MemoryMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that an offload or onload has moved, and its time."""
+
+    moved_bytes: int
+    seconds: float
+    freed_bytes: int = 0  # by which the process's resident memory fell, on a GPU its allocated memory
+    onload: bool = False
+
+
 class LockChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Grants and recalls that a call on the lock has led to."""
 

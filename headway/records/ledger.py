@@ -132,6 +132,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     apply_s: float = 0.0  # until every replica had applied the version
     apply_pause_s: float = 0.0  # worst replica: time no token could be generated
     checkpoint_s: float = 0.0
+    switch_s: float = 0.0  # on- and offloading of both sides, summed
+    offload_freed_bytes: int = 0
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0  # share of the step the replicas had nothing to do, mean over replicas
     generator_lent_ratio: float = 0.0  # ... their devices were lent to the trainer, which isn't waiting

@@ -46,6 +46,7 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "time/apply_s": ("apply_s", "until every replica had applied the version"),
     "time/apply_pause_s": ("apply_pause_s", "worst replica: no token could be generated"),
     "time/checkpoint_s": ("checkpoint_s", "writing a checkpoint"),
+    "time/switch_s": ("switch_s", "on- and offloading of replicas and trainer"),
     "time/orchestrator_cpu_s": ("orchestrator_cpu_s", "CPU of the orchestrator's process, exporters included"),
     "time/verify_s": ("verify_s", "inside the verifiers, summed over responses"),
     "queue/open_groups": ("open_groups", "running, parked and buffered"),

@@ -9,12 +9,13 @@ import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
+from headway.records.device_lock import MemoryMove
 from headway.records.errors import HeadwayError, RemoteError, StepRefused, StorageFailed
 from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
@@ -22,9 +23,6 @@ from headway.records.training import CheckpointInfo, OptimiserSettings, PartRepo
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import own_cause
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
-
-if TYPE_CHECKING:
-    from headway.models.offload import MemoryMove
 
 T = TypeVar("T")
 
@@ -152,7 +150,7 @@ class TrainerClient:
         """Move every rank's state off its device (`TrainerService.offload`), accumulated parts included; what each
         moved. Raises StorageFailed when a rank stays: so do all."""
         outcomes = await asyncio.gather(
-            *(_unwrapped(worker.call("offload")) for worker in self._running()), return_exceptions=True
+            *(_unwrapped(worker.call("offload")) for worker in self.workers), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

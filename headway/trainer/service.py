@@ -19,8 +19,9 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
-from headway.models.offload import MemoryMove, OffloadedTensors
+from headway.models.offload import OffloadedTensors
 from headway.models.peak import measure_peak_flops
+from headway.records.device_lock import MemoryMove
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.generation import POLICY_ADAPTER, PublishedWeights
 from headway.records.tokens import TokenLogprobs

@@ -219,6 +219,13 @@ class Subscriber:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
         (self._buffer, self._views), self._kept = self._kept, (self._buffer, self._views)
 
+    def forget(self) -> None:
+        """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""
+        self._buffer, self._views = np.empty(0, dtype=np.uint8), None
+        self._kept = (self._buffer, self._views)
+        for _, source in self._maps.values():
+            source.madvise(mmap.MADV_DONTNEED)
+
     def _copied(self, source: mmap.mmap, start: int) -> Iterator[np.ndarray]:
         """Fill the buffer block by block; yield each block while it is still in the core's cache."""
         payload = np.frombuffer(source, dtype=np.uint8, count=len(self._buffer), offset=start)

@@ -101,6 +101,30 @@ def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: 
     assert (tmp_path / "two/run/logs/generator-0.log").is_file(), "its folder is seen on the node"
 
 
+@pytest.mark.slow
+def test_sides_that_offload_on_another_machine_train_the_weights_of_one(inputs: Any, tmp_path: Path) -> None:
+    """Generator and trainer take turns on one core of node b."""
+    settings = {"run": {"steps": 5, "deterministic": True}, "queue": {"budget": 0}, "checkpoint": {"every_steps": 5}}
+    (tmp_path / "one").mkdir()
+    command = tiny_run.train(tiny_run.write_experiment(tmp_path / "one", **settings, **inputs))
+    assert command.process.returncode == 0, command.output
+    (tmp_path / "two").mkdir()
+    run_there = settings["run"] | {"directory": str(tmp_path / "two/run"), "offload": True}
+    config = write_cluster_experiment(
+        tmp_path / "two", inputs, **{**settings, "run": run_there}, trainer={"devices": ["b/cpu:0"]}
+    )
+    with namespaces() as (here, there):
+        agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)
+        run = start_run(config, here)
+        output, _ = run.communicate(timeout=150)
+        assert run.returncode == 0, output + (tmp_path / "b.log").read_text()
+        assert agent.wait(10) == 0
+    assert newest_weights(tmp_path / "one/run") == newest_weights(tmp_path / "two/run")
+    steps = tiny_run.steps_of(tmp_path / "two/run")
+    assert min(step.offload_freed_bytes for step in steps[1:]) > 0
+    assert {event.worker for event in tiny_run.events_of(tmp_path / "two/run", "offload")} == {"generator-0", "trainer"}
+
+
 def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
         tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 20.0}

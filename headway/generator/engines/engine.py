@@ -6,9 +6,10 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from headway.generator.engines.requests import EngineRequest, refusal
+from headway.records.device_lock import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -23,11 +24,33 @@ from headway.tokens.tokenizer import Tokenizer
 Entry = TypeVar("Entry", bound=EngineRequest)
 
 
+class Memory(Protocol):
+    """What an engine has on its device."""
+
+    directory: str | None  # of the file, on a CPU; None: the machine's temporary folder
+
+    @property
+    def away(self) -> bool:
+        """Whether it is off the device: the engine must not step, nor apply weights."""
+        ...
+
+    def offload(self) -> MemoryMove:
+        """Free weights and KV; requests stay, and may come and go. No-op while away. Raises StorageFailed, with
+        nothing changed."""
+        ...
+
+    def onload(self) -> MemoryMove:
+        """Undo `offload`; no-op while not away."""
+        ...
+
+
 class Engine(ABC, Generic[Entry]):
     """An engine as its replica's process calls it, and the request bookkeeping before and after sampling.
 
     Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
     """
+
+    memory: Memory | None = None  # None: it can't leave
 
     def __init__(
         self,

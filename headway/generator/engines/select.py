@@ -26,10 +26,15 @@ from headway.tokens.tokenizer import Tokenizer
 def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
     """Build the engine of a replica. Raises ConfigurationError when it can't be built."""
     if settings.engine == "vllm":
-        return _vllm(settings, context.device)
-    if settings.engine == "vllm-server":
-        return _vllm_server(settings, context.device)
-    return _torch(settings, context)
+        engine = _vllm(settings, context.device)
+    elif settings.engine == "vllm-server":
+        engine = _vllm_server(settings, context.device)
+    else:
+        engine = _torch(settings, context)
+    folder = settings.offload_directory
+    if engine.memory is not None and folder and Path(folder).is_dir():
+        engine.memory.directory = folder
+    return engine
 
 
 def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:

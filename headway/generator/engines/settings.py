@@ -30,4 +30,5 @@ class EngineSettings:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     probe_every_updates: int = 1
     exchange_directory: str | None = None
+    offload_directory: str | None = None  # of what is offloaded; no folder: the temporary one
     restarted: bool = False  # of a replica that died: a server that is away is waited for

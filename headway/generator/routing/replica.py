@@ -14,10 +14,11 @@ from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
-from headway.records.errors import WorkerDied
+from headway.records.device_lock import MemoryMove
+from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
 from headway.runtime.devices import parse_device
-from headway.runtime.worker_slots import WorkerSlot
+from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.generator.service:GeneratorService"
@@ -38,6 +39,8 @@ class Replica:
         self.breaker = Breaker(experiment.router)
         self.resting = False  # takes no requests while another is live
         self.lent = False  # paused: another computes on its device now
+        self.returned = asyncio.Event()  # cleared while its memory makes room for another's
+        self.returned.set()
         self.silent = False  # its answer to a health check is overdue
         self.leaving = False  # takes no more requests
         self.left = False  # drained, and its process has ended
@@ -76,6 +79,28 @@ class Replica:
         """KV capacity in tokens."""
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
+    async def offload(self) -> list[MemoryMove]:
+        """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed where it stays."""
+        self.returned.clear()
+        try:
+            return await self._called("offload")
+        except StorageFailed:
+            self.returned.set()
+            raise
+
+    async def onload(self) -> list[MemoryMove]:
+        """See `GeneratorService.onload`. Raises WorkerDied."""
+        self.returned.set()
+        return await self._called("onload")
+
+    async def _called(self, method: str) -> list[MemoryMove]:
+        if self.worker is None:
+            raise WorkerDied(self.name, "not running")
+        try:
+            return await call_replica(self.worker, method)
+        except RemoteError as error:
+            raise own_cause(error) from None
+
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
         """The replica's standing for routing."""
         return standing_of(self._condition(now), newest_update, grace_s)
@@ -104,6 +129,7 @@ def replica_spec(
     """The worker specification of replica ``index`` on ``device``; ``adapters``: by name, beside the experiment's."""
     name = f"generator-{index}"
     settings, model = experiment.generator, experiment.model
+    sleeps = settings.engine == "vllm" and experiment.run.offload
     own = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}
     return WorkerSpec(
         name=name,
@@ -122,9 +148,10 @@ def replica_spec(
             "kv_capacity_tokens": settings.kv_capacity_tokens,
             "deterministic": experiment.run.deterministic,
             "engine": settings.engine,
-            "engine_arguments": settings.engine_arguments,
+            "engine_arguments": settings.engine_arguments | ({"enable_sleep_mode": True} if sleeps else {}),
             "probe_every_updates": settings.probe_every_updates,
             "exchange_directory": settings.exchange_directory,
+            "offload_directory": experiment.run.directory,
         },
         device=device,
         log_path=Path(log_directory) / f"{name}.log" if log_directory is not None else None,

@@ -13,7 +13,7 @@ from headway.config.schema import Experiment
 from headway.control.stalls import LOOPS
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import RunContext, Sides
-from headway.orchestrator.device_turns import placed_locks
+from headway.orchestrator.device_turns import TRAINER, placed_locks
 from headway.orchestrator.recovery import restart_trainer
 from headway.records.errors import ConfigurationError, EpochLost, HeadwayError
 from headway.records.plan import ExecutedMove, PlacementFile, PlannedMove, RunPlacement
@@ -132,7 +132,9 @@ class Moves:
         with run.waits.on("a change of plan", LOOPS, "the train loop"):
             failed = await self._reach(sides, wanted.placement, before)
         replicas = {self._names[device]: device for device in self._present.generator}
-        run.locks = placed_locks(replicas, self._present.trainer, run.generator, run.clock, run.waits)
+        run.locks = placed_locks(replicas, self._present.trainer, run.generator, run.clock, run.waits, run.memory)
+        if run.memory is not None:
+            await run.locks.vacate(TRAINER)
         cost_s = run.clock.now() - began_s
         run.state.moved = ExecutedMove(
             planned=wanted, version=run.state.version, cost_s=cost_s, placement=self._present

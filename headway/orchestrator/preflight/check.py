@@ -17,6 +17,7 @@ from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.sizes import sizes_of
+from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
@@ -68,6 +69,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         _functions,
         _devices,
         _engine,
+        _offload,
         _space,
         _run_directory,
         _cluster,
@@ -361,6 +363,11 @@ def _devices(inputs: _Inputs, findings: Findings) -> None:
 def _engine(inputs: _Inputs, findings: Findings) -> None:
     """Whether the generator's engine is installed, and computes this model on these devices."""
     findings += engine_findings(inputs.experiment, inputs.model)
+
+
+def _offload(inputs: _Inputs, findings: Findings) -> None:
+    with findings.refused("run.offload"):
+        require_offload(inputs.experiment)
 
 
 def _space(inputs: _Inputs, findings: Findings) -> None:

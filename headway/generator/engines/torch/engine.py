@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_table import SlotTable
 from headway.models.decoder import Decoder
@@ -115,6 +116,7 @@ class TorchEngine(Engine[EngineRequest]):
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
         self._model_version, self._model_update = version, 0  # of the model without an adapter
         self._subscriber = Subscriber()
+        self.memory = EngineMemory(self._runner, self._subscriber)
         self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1

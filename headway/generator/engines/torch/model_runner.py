@@ -108,6 +108,12 @@ class ModelRunner:
         if self._attention_kernels is not None and can_decode(model, kernels):
             self._native_decode = NativeDecode(model, self.cache, kernels)
 
+    def forget_panels(self) -> None:
+        """Free the kernels' copies of the weights until `weights_changed`: nothing can be computed meanwhile."""
+        self._native_decode = None
+        if self._kernels is not None:
+            self._kernels.pack(())
+
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Compute and store KV, without sampling."""

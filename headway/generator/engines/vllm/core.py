@@ -235,6 +235,13 @@ class VllmCore:
         scheduled."""
         self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
+    def sleep(self) -> None:
+        """Move the weights to host memory and discard all KV, while vLLM has no request."""
+        self._engine.sleep(level=1)
+
+    def wake_up(self) -> None:
+        self._engine.wake_up()
+
     def add_adapter(self, label: str, folder: Path) -> Any:
         """Load a LoRA from ``folder``, which may be removed then; returns vLLM's LoRARequest. Raises vLLM's errors."""
         from vllm.lora.request import LoRARequest

@@ -16,6 +16,8 @@ from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.generator.engines.vllm.reference import PROBE, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
+from headway.models.offload import used_bytes
+from headway.records.device_lock import MemoryMove
 from headway.records.errors import WeightsMismatch
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
@@ -58,6 +60,8 @@ class VllmEngine(VllmRequests):
             now=now,
         )
         self._core = core
+        if settings.engine_arguments.get("enable_sleep_mode"):
+            self.memory = VllmMemory(core, self._renew_all)
         self._probe_logprobs: list[float] | None = None  # result of the probe under way
         core.name_version(settings.version)
         self._register_adapters()
@@ -202,6 +206,11 @@ class VllmEngine(VllmRequests):
             self._absorb(self._core.drain())
             yield
 
+    def _renew_all(self) -> None:
+        """Return every request from vLLM to waiting, with its tokens."""
+        with self._caught_up():
+            self._renewed(list(self._given.values()))
+
     def _load_revision(self, label: str, folder: Path) -> Any:
         try:
             return self._core.add_adapter(label, folder)
@@ -217,6 +226,34 @@ class VllmEngine(VllmRequests):
         """See `Engine.statistics`; KV in whole blocks."""
         running = sum(ticket in self._given for ticket in self._core.running)
         return self._statistics(running, self._core.kv_used_tokens, self._core.kv_capacity_tokens)
+
+
+class VllmMemory:
+    """vLLM's sleep mode, level 1: its weights go to host memory, its KV is discarded and computed anew from the
+    requests' tokens. It has not been run on a GPU yet, and needs one."""
+
+    def __init__(self, core: VllmCore, renew_all: Callable[[], None]) -> None:
+        self.directory: str | None = None  # unused: vLLM keeps its weights in host memory
+        self.away = False
+        self._core, self._renew_all = core, renew_all
+
+    def offload(self) -> MemoryMove:
+        """See `Memory.offload`."""
+        if self.away:
+            return MemoryMove(moved_bytes=0, seconds=0.0)
+        started, before = time.perf_counter(), used_bytes()
+        self._renew_all()
+        self._core.sleep()
+        self.away, freed = True, before - used_bytes()
+        return MemoryMove(moved_bytes=max(0, freed), seconds=time.perf_counter() - started, freed_bytes=freed)
+
+    def onload(self) -> MemoryMove:
+        """See `Memory.onload`."""
+        started = time.perf_counter()
+        if self.away:
+            self._core.wake_up()
+            self.away = False
+        return MemoryMove(moved_bytes=0, seconds=time.perf_counter() - started, onload=True)
 
 
 def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> Any:
