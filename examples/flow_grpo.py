@@ -79,7 +79,7 @@ class Train(Worker):
         from headway.trainer.service import TrainerService
 
         values = experiment.model_dump(mode="json")
-        self.trainer = TrainerService(self.context, experiment=values, run_id="flow-grpo")
+        self.trainer = TrainerService(self.context, experiment=values, run_id=self.run_id)
         self.experiment, self.close = experiment, self.trainer.close
         self.offload, self.onload = self.trainer.offload, self.trainer.onload
 

@@ -100,7 +100,7 @@ class Trains(Worker):
     def __init__(self, experiment: Experiment) -> None:
         from headway.trainer.service import TrainerService
 
-        self.trainer = TrainerService(self.context, experiment=experiment.model_dump(mode="json"), run_id="flow")
+        self.trainer = TrainerService(self.context, experiment=experiment.model_dump(mode="json"), run_id=self.run_id)
         self.experiment, self.close = experiment, self.trainer.close
 
     async def run(self, groups: Channel) -> PublishedWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -134,6 +135,11 @@ class Worker:
     def chunk(self) -> int | None:
         """Items that the plan has it take at once; None: all of them."""
         return self._host.place.chunk
+
+    @property
+    def run_id(self) -> str:
+        """A name that no other process of this machine has: for what a trainer publishes."""
+        return f"flow-{self.name}-{os.getpid()}"
 
     @property
     def log(self) -> logging.Logger:

@@ -67,10 +67,11 @@ def weights(model: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(model / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize(("plan", "part"), first(3, [(plan, part) for part in (2, None, 1) for plan in MODES]))
+@pytest.mark.parametrize("case", first(3, [(plan, part) for part in (2, None, 1) for plan in MODES]))
 def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(
-    trained: Callable[[int | None], tuple[Path, Path]], tmp_path: Path, plan: dict[str, Any], part: int | None
+    trained: Callable[[int | None], tuple[Path, Path]], tmp_path: Path, case: tuple[dict[str, Any], int | None]
 ):
+    plan, part = case
     config, model = trained(part)
     output = tmp_path / "model"
     program = [str(ROOT / "examples" / "flow_grpo.py"), str(config), written(plan, part), str(output)]

@@ -25,7 +25,7 @@ Entry = TypeVar("Entry", bound=EngineRequest)
 
 
 class Memory(Protocol):
-    """What an engine has on its device."""
+    """An engine's weights and KV on its device, which they can leave."""
 
     directory: str | None  # of the file, on a CPU; None: the machine's temporary folder
 
