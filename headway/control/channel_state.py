@@ -184,13 +184,6 @@ class ChannelState:
         self._bytes -= sum(item.bytes for item in lost)
         return lost
 
-    def reassign(self, consumer: str) -> None:
-        """``consumer`` is lost for good: what is assigned to it goes to the others."""
-        if self._balance is None or len(self._weights) < 2:
-            return
-        self._weights.pop(consumer, None)
-        self._in = deque((t, self._assign(item) if owner == consumer else owner, item) for t, owner, item in self._in)
-
     def statistics(self, now: float) -> ChannelStatistics:
         return ChannelStatistics(
             name=self.name,

@@ -22,8 +22,8 @@ import msgspec
 
 from headway.control.channel_state import ChannelStatistics
 from headway.flow.channel import ChannelClosed
-from headway.flow.paths import PayloadRef
-from headway.flow.peers import Hub, PeerAddress
+from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
+from headway.flow.peers import Hub
 from headway.flow.process import enter
 from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
 from headway.records.errors import ConfigurationError, RemoteError
@@ -39,13 +39,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     place: WorkerPlace
     driver: PeerAddress
-    key: str
-    epoch: int
-    folder: str  # scratch folder of its machine
-    host: str = ""  # address of its machine for others; "": the workflow has one machine
-    ports: tuple[int, ...] = ()  # on one of which it listens there
-    certificate: str = ""  # of encrypted connections
-    orphan_s: float = 60.0  # outages of the network that connections outlast
+    peers: PeerSettings
     script: str = ""  # module that the workflow was started as
 
 
@@ -66,14 +60,13 @@ class WorkerHost:
         self.context = context
         self.place = setup.place
         self.name = f"{setup.place.stage}-{setup.place.rank}"
-        self._setup = setup
         self.turns = Turns(self)
         self.ending = False
         self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
         self._links = asyncio.new_event_loop()
         for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
-        self.hub = self._on_links(self._connected()).result()
+        self.hub = self._on_links(self._connected(setup)).result()
         enter(self)
         if setup.script:  # classes of the script that was started are the same here
             sys.modules["__main__"] = importlib.import_module(setup.script)
@@ -156,21 +149,9 @@ class WorkerHost:
 
     # Inside.
 
-    async def _connected(self) -> Hub:
-        setup = self._setup
-        hub = Hub(
-            self.name,
-            driver=setup.driver,
-            key=setup.key,
-            epoch=setup.epoch,
-            device=setup.place.device,
-            folder=setup.folder,
-            host=setup.host,
-            ports=setup.ports,
-            certificate=setup.certificate,
-            orphan_s=setup.orphan_s,
-            services=_Services(self),
-        )
+    async def _connected(self, setup: WorkerSetup) -> Hub:
+        services = _Services(self)
+        hub = Hub(self.name, setup.peers, driver=setup.driver, services=services, device=setup.place.device)
         await hub.start()
         return hub
 
@@ -225,7 +206,7 @@ class _Services:
         """Give the devices up at the next wait: another stage wants them."""
         await self._host.on_loop(self._host.turns.recall())
 
-    async def waits_for(self) -> str:
+    def waits_for(self) -> str:
         """Say what the worker's call waits for; empty: it computes."""
         return self._host.turns.waits_for
 

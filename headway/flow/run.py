@@ -9,18 +9,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from headway.config.cluster import ClusterConfig
 from headway.control.channel_state import Balance
-from headway.flow.auto import AutoPlanner, Planner
+from headway.flow.auto import AutoPlanner
 from headway.flow.channel import BYTES, ITEMS, Channel
 from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
-from headway.flow.machines import EPOCH, open_machines
+from headway.flow.machines import open_machines
 from headway.flow.peers import Hub
 from headway.flow.placement import text_of
 from headway.flow.process import enter
@@ -35,7 +36,7 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 
 Result = TypeVar("Result")
-PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"] | Planner
+PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"]
 MakeLauncher = Callable[[Clock, EventCallback, Waits], Launcher]
 STALL_S = 120.0
 
@@ -55,8 +56,7 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     """Run ``workflow(flow, *arguments)`` to its end and return its result.
 
     ``plan``: an `ExecutionPlan`, or a mapping of its form; or ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or
-    "auto": the first steps measure the stages on all ``devices``, the following ones run as is expected to be fastest
-    (or a `Planner` of your own).
+    "auto": the first steps measure the stages on all ``devices``, the following ones run as is expected to be fastest.
     Options: ``devices``; ``items`` of a step, which "auto" needs, as do several workers that share all of them;
     ``directory``, where logs, events and steps are written; ``stall_s``: when nothing has moved for so long and all
     workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, by default this
@@ -78,7 +78,7 @@ async def run_async(
         return await flow.play(workflow, arguments)
 
 
-def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Planner | None]:
+def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, AutoPlanner | None]:
     """The plan to begin with, and what changes it."""
     if isinstance(plan, ExecutionPlan):
         return plan, None
@@ -93,16 +93,15 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Pl
             for stage, devices in plan.items()
         }
         return ExecutionPlan(stages=stages, items=options.items), None
-    if isinstance(plan, str) and (plan != "auto" or not options.devices or options.items is None):
+    if plan != "auto" or not options.devices or options.items is None:
         raise ConfigurationError(f"plan = {plan!r}: valid: stages with devices, or 'auto' with devices and items")
-    planner = AutoPlanner(options.devices, options.items or 1) if isinstance(plan, str) else plan
-    return ExecutionPlan(stages={}, items=options.items), planner
+    return ExecutionPlan(stages={}, items=options.items), AutoPlanner(options.devices, options.items)
 
 
 class Flow:
     """A running workflow: starts its workers where the plan puts them, makes its channels, counts its steps."""
 
-    def __init__(self, plan: ExecutionPlan, options: FlowOptions, planner: Planner | None) -> None:
+    def __init__(self, plan: ExecutionPlan, options: FlowOptions, planner: AutoPlanner | None) -> None:
         self.plan = plan
         self.history: list[FlowStep] = []  # of the steps that have ended
         self._options = options
@@ -126,14 +125,9 @@ class Flow:
         self._around = Surroundings(
             hub=Hub(
                 "driver",
+                machines.settings_at(""),
                 driver=None,
-                key=machines.key,
-                epoch=EPOCH,
-                folder=machines.folder,
-                host=machines.host_of(""),
-                ports=machines.ports or (0,),
-                certificate=machines.certificate,
-                services=_Services(self._channels, self._locks),
+                services=self._services(),
                 waits=self._waits,
                 on_path=self._on_path,
             ),
@@ -268,6 +262,18 @@ class Flow:
             "plan_changed", f"{text_of(before)} -> {text_of(plan)}{expected}; took {seconds:.1f} s", seconds=seconds
         )
 
+    def _services(self) -> SimpleNamespace:
+        """Methods that the workers call in this process."""
+        channels, locks = self._channels, self._locks
+        return SimpleNamespace(
+            put=channels.put_refs,
+            get=channels.get_refs,
+            acknowledge=channels.acknowledge,
+            channel_statistics=channels.statistics_of,
+            acquire=locks.acquire,
+            release=locks.release,
+        )
+
     def _on_path(self, sender: str, receiver: str, path: str) -> None:
         self._book.event("path", f"{sender} -> {receiver}: {path}", worker=receiver)
 
@@ -288,38 +294,6 @@ class Flow:
             self._failure = error
             if self._playing is not None:
                 self._playing.cancel()
-
-
-class _Services:
-    """Methods of the workflow's process that its workers call."""
-
-    def __init__(self, channels: Channels, locks: DeviceLocks) -> None:
-        self._channels = channels
-        self._locks = locks
-
-    async def put(self, producer: str, number: int, refs: Sequence[Any], weights: Sequence[float]) -> bool:
-        """See `Channels.put_refs`."""
-        return await self._channels.put_refs(producer, number, refs, weights)
-
-    async def get(self, consumer: str, number: int, weight: float | None) -> Sequence[Any]:
-        """See `Channels.get_refs`."""
-        return await self._channels.get_refs(consumer, number, weight)
-
-    async def acknowledge(self, consumer: str) -> None:
-        """See `Channels.acknowledge`."""
-        self._channels.acknowledge(consumer)
-
-    async def channel_statistics(self, number: int) -> Any:
-        """See `Channels.statistics_of`."""
-        return await self._channels.statistics_of(number)
-
-    async def acquire(self, worker: str) -> None:
-        """Wait until a worker has its devices."""
-        await self._locks.acquire(worker)
-
-    async def release(self, worker: str) -> None:
-        """Take a worker's devices back."""
-        self._locks.release(worker)
 
 
 def _local(clock: Clock, on_event: EventCallback, waits: Waits) -> Launcher:

@@ -13,7 +13,7 @@ from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.host import WorkerSetup
-from headway.flow.machines import EPOCH, FlowMachines
+from headway.flow.machines import FlowMachines
 from headway.flow.peers import Hub
 from headway.flow.placement import shares
 from headway.flow.steps import StepBook
@@ -147,13 +147,7 @@ class Stage:
                 shares=shares(plan, self.name, device),
             ),
             driver=around.hub.address,
-            key=around.machines.key,
-            epoch=EPOCH,
-            folder=around.machines.folder,
-            host=around.machines.host_of(device),
-            ports=around.machines.ports,
-            certificate=around.machines.certificate,
-            orphan_s=around.machines.orphan_s,
+            peers=around.machines.settings_at(device),
             script=self._script,
         )
 
