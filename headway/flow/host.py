@@ -34,15 +34,6 @@ T = TypeVar("T")
 _FREED_BYTES = 1 << 20  # an offload that frees less frees nothing
 
 
-class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place, and how it reaches the others."""
-
-    place: WorkerPlace
-    driver: PeerAddress
-    peers: PeerSettings
-    script: str = ""  # module that the workflow was started as
-
-
 class CallReport(msgspec.Struct, frozen=True, kw_only=True):
     """A call's result."""
 
@@ -51,25 +42,32 @@ class CallReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHost:
-    """The worker object of a flow worker's process: see the module's text. ``factory``: the user's class, as
-    ``module:Class``; ``arguments``: positional and by name."""
+    """The worker object of a flow worker's process: see the module's text."""
 
     def __init__(
-        self, context: WorkerContext, *, setup: WorkerSetup, factory: str, arguments: tuple[Any, dict[str, Any]]
+        self,
+        context: WorkerContext,
+        *,
+        place: WorkerPlace,
+        driver: PeerAddress,
+        peers: PeerSettings,
+        factory: str,
+        arguments: tuple[Any, dict[str, Any]],
+        script: str = "",
     ) -> None:
-        self.context = context
-        self.place = setup.place
-        self.name = f"{setup.place.stage}-{setup.place.rank}"
+        """``factory``: the user's class, as ``module:Class``; ``arguments``: positional and by name; ``script``: module
+        that the workflow was started as."""
+        self.context, self.place, self.name = context, place, place.name
         self.turns = Turns(self)
         self.ending = False
         self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
         self._links = asyncio.new_event_loop()
         for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
-        self.hub = self._on_links(self._connected(setup)).result()
+        self.hub = self._on_links(self._connected(driver, peers)).result()
         enter(self)
-        if setup.script:  # classes of the script that was started are the same here
-            sys.modules["__main__"] = importlib.import_module(setup.script)
+        if script:  # classes of the script that was started are the same here
+            sys.modules["__main__"] = importlib.import_module(script)
         self.worker: Worker | None = None
         self.worker = self._on_loop(self._built(factory, *arguments)).result()
 
@@ -149,9 +147,8 @@ class WorkerHost:
 
     # Inside.
 
-    async def _connected(self, setup: WorkerSetup) -> Hub:
-        services = _Services(self)
-        hub = Hub(self.name, setup.peers, driver=setup.driver, services=services, device=setup.place.device)
+    async def _connected(self, driver: PeerAddress, peers: PeerSettings) -> Hub:
+        hub = Hub(self.name, peers, driver=driver, services=_Services(self), device=self.place.device)
         await hub.start()
         return hub
 

@@ -28,7 +28,7 @@ class FlowMachines:
     nodes: Nodes | None = None
 
     def settings_at(self, device: str) -> PeerSettings:
-        """Those of a process on a device; empty: of the workflow's own."""
+        """The settings of a process on a device; "": of the workflow's own process."""
         host = "" if self.nodes is None else self.nodes.host_of(split_node(device)[0])
         return msgspec.structs.replace(self.settings, host=host)
 

@@ -141,30 +141,6 @@ class Trainer(Protocol):
     async def stop(self) -> None: ...
 
 
-class GeneratorMoves(Protocol):
-    """A generator whose replicas join and leave during a run."""
-
-    async def join(self, device: str) -> str:
-        """Start a replica on ``device``, with the newest weights; returns its name."""
-        ...
-
-    async def leave(self, name: str, *, move: bool = False) -> None:
-        """Stop the replica of this name; ``move``: its requests move to others with their tokens."""
-        ...
-
-
-class TrainerMoves(Protocol):
-    """A trainer whose ranks start on other devices during a run."""
-
-    async def kill(self) -> None:
-        """End all ranks, whatever they do; what they published stays readable."""
-        ...
-
-    def place(self, devices: tuple[str, ...]) -> None:
-        """Have the ranks start on these devices the next time."""
-        ...
-
-
 class Verifier(Protocol):
     """A pool that scores responses outside the orchestrator."""
 

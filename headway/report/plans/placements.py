@@ -11,17 +11,8 @@ from headway.records.plan import RunPlan
 from headway.report.formats import duration, percent, quantity
 from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT, EVENT_PLAN_OUTCOME
 
-STAGE_HEADS = (
-    "stage",
-    "placement",
-    "from version",
-    "samples/s",
-    "expected",
-    "busy",
-    "waits for data",
-    "waits for its device",
-    "transfers",
-)
+_FIGURES = ("from version", "samples/s", "expected", "busy", "waits for data", "waits for its device", "transfers")
+STAGE_HEADS = ("stage", "placement", *_FIGURES)
 
 
 class PlacedSteps(NamedTuple):
@@ -93,13 +84,10 @@ def change_sentence(lines: Sequence[LedgerLine]) -> str:
     last = changes[-1]
     back = sum(event.event == EVENT_PLAN_KEPT for event in changes)
     made = len(changes) - back
-    after = "".join(f"; then {line.detail}" for line in lines if _is_outcome(line, last))
+    events = [line for line in lines if isinstance(line, EventRecord) and line.step > last.step]
+    after = "".join(f"; then {event.detail}" for event in events if event.event == EVENT_PLAN_OUTCOME)
     times = f"{made} {'change' if made == 1 else 'changes'} of plan in the run" + (
         f", {back} more taken back" if back else ""
     )
     cost = duration(float(last.data["cost_s"]))
     return f"{times}; the last at version {last.step}, in {cost}: {last.detail}{after}."
-
-
-def _is_outcome(line: LedgerLine, change: EventRecord) -> bool:
-    return isinstance(line, EventRecord) and line.event == EVENT_PLAN_OUTCOME and line.step > change.step
