@@ -149,7 +149,7 @@ class ChannelState:
             moved = self._admit(now, settled)
             moved = self._serve(settled) or moved
         if self.closed and not self._puts:
-            for get in [get for get in self._gets if not self._has(get.consumer)]:
+            for get in [get for get in self._gets if self._first_for(get.consumer) is None]:
                 self._settle(get)
                 settled.append(get)
         return settled
@@ -242,9 +242,6 @@ class ChannelState:
         self._got.setdefault(get.consumer, []).extend(get.items)
         if self._balance is None:
             self._weights[get.consumer] = self._weights.get(get.consumer, 0.0) + sum(item.weight for item in get.items)
-
-    def _has(self, consumer: str) -> bool:
-        return self._first_for(consumer) is not None
 
     def _first_for(self, consumer: str) -> int | None:
         if self._balance is None:

@@ -65,17 +65,14 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     Raises what the workflow raises; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
     of a worker's method; WorkerDied.
     """
-    return asyncio.run(run_async(workflow, plan, *arguments, **options))
-
-
-async def run_async(
-    workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any
-) -> Result:
-    """`run`, inside an event loop."""
     chosen = FlowOptions(**options)
     first, planner = _first_plan(plan, chosen)
-    async with Flow(first, chosen, planner) as flow:
-        return await flow.play(workflow, arguments)
+
+    async def play() -> Result:
+        async with Flow(first, chosen, planner) as flow:
+            return await flow.play(workflow, arguments)
+
+    return asyncio.run(play())
 
 
 def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, AutoPlanner | None]:
@@ -156,7 +153,7 @@ class Flow:
 
     async def play(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
         """Run the workflow; what fails outside of it ends it."""
-        self._playing = asyncio.ensure_future(_awaited(workflow(self, *arguments)))
+        self._playing = asyncio.ensure_future(workflow(self, *arguments))
         hub, stall_s = self._around.hub, self._options.stall_s
         watch = FlowWatch(self._groups, self._channels, hub, self._clock, stall_s, self._fail)
         watching = asyncio.create_task(watch.loop(), name="watch")
@@ -235,10 +232,8 @@ class Flow:
         """Number the steps from 0; between two of them they are counted, and the plan may change."""
         for step in range(count):
             self._require_all_declared()
-            if (
-                self._planner is not None
-                and (better := self._planner.plan_for(step, self.plan, self.history)) is not None
-            ):
+            better = self._planner and self._planner.plan_for(step, self.plan, self.history)
+            if better is not None:
                 await self._move(better)
             self._book.begin(step, self._locks.statistics().idle_wanted_s)
             yield step
@@ -307,7 +302,3 @@ def _line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-async def _awaited(awaitable: Awaitable[Result]) -> Result:
-    return await awaitable
