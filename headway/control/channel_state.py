@@ -149,7 +149,7 @@ class ChannelState:
             moved = self._admit(now, settled)
             moved = self._serve(settled) or moved
         if self.closed and not self._puts:
-            for get in [get for get in self._gets if not self._has(get.consumer)]:
+            for get in [get for get in self._gets if self._first_for(get.consumer) is None]:
                 self._settle(get)
                 settled.append(get)
         return settled
@@ -183,13 +183,6 @@ class ChannelState:
         self._in = deque(one for one in self._in if one[2] not in lost)
         self._bytes -= sum(item.bytes for item in lost)
         return lost
-
-    def reassign(self, consumer: str) -> None:
-        """``consumer`` is lost for good: what is assigned to it goes to the others."""
-        if self._balance is None or len(self._weights) < 2:
-            return
-        self._weights.pop(consumer, None)
-        self._in = deque((t, self._assign(item) if owner == consumer else owner, item) for t, owner, item in self._in)
 
     def statistics(self, now: float) -> ChannelStatistics:
         return ChannelStatistics(
@@ -249,9 +242,6 @@ class ChannelState:
         self._got.setdefault(get.consumer, []).extend(get.items)
         if self._balance is None:
             self._weights[get.consumer] = self._weights.get(get.consumer, 0.0) + sum(item.weight for item in get.items)
-
-    def _has(self, consumer: str) -> bool:
-        return self._first_for(consumer) is not None
 
     def _first_for(self, consumer: str) -> int | None:
         if self._balance is None:

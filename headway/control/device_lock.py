@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.records.device_lock import LockChanges, LockGrant, LockHolder, LockStatistics, Party, PartyWaits
+from headway.records.device_lock import LockChanges, LockGrant, LockStatistics, Party
 
 OVERTAKES = 2  # later asks that an ask lets go first
 
 
 class _Ask:
-    def __init__(self, party: Party, number: int, since_s: float) -> None:
-        self.party, self.number, self.since_s = party, number, since_s
+    def __init__(self, party: Party, number: int) -> None:
+        self.party, self.number = party, number
         self.overtaken = 0  # by later asks, on devices that this one wants
 
 
@@ -51,8 +51,7 @@ class DeviceLock:
         self._held: dict[str, _Hold] = {}
         self._loaded: set[str] = set()
         self._dead: set[str] = set()
-        self._waits: dict[str, PartyWaits] = {}
-        self._asked = self._grants = self._switches = self._onloads = self._offloads = 0
+        self._asked = self._grants = self._switches = 0
         self._idle_wanted_s, self._looked_s = 0.0, now
 
     def add(self, party: Party, *, loaded: bool = False) -> None:
@@ -82,13 +81,13 @@ class DeviceLock:
             raise ValueError(f"party {name!r} {'holds its devices' if name in self._held else 'asks'} already")
         self._advance(now)
         self._asked += 1
-        self._asks[name] = _Ask(party, self._asked, now)
+        self._asks[name] = _Ask(party, self._asked)
         return self._settle(now)
 
     def withdraw(self, name: str, now: float) -> LockChanges:
         """End a party's ask ungranted; no-op without one."""
         self._advance(now)
-        self._end_ask(name, now)
+        self._asks.pop(name, None)
         return self._settle(now)
 
     def release(self, name: str, now: float) -> LockChanges:
@@ -104,7 +103,7 @@ class DeviceLock:
     def dead(self, name: str, now: float) -> LockChanges:
         """Note that a party's process has ended. Its devices stay taken until `memory_free`."""
         self._advance(now)
-        self._end_ask(name, now)
+        self._asks.pop(name, None)
         if name in self._held or name in self._loaded:
             self._dead.add(name)
         return self._settle(now)
@@ -126,43 +125,25 @@ class DeviceLock:
         """Whether a party holds and is recalled."""
         return name in self._held and self._held[name].recalled_at_s is not None
 
-    def loaded(self, name: str) -> bool:
-        """Whether a party is on its devices, computing or not."""
-        return name in self._loaded
-
-    def in_the_way(self, name: str, now: float) -> tuple[LockHolder, ...]:
-        """Return who keeps a party from its devices, the longest holder first."""
-        wanted, found = self.parties[name].devices, list[LockHolder]()
+    def in_the_way(self, name: str, now: float) -> dict[str, str]:
+        """Return who keeps a party from its devices, the longest holder first, and in words: of which, since when."""
+        wanted, found = self.parties[name].devices, list[tuple[float, str, str]]()
         for other in self._taking(without=name):
             party, hold = self.parties[other], self._held.get(other)
             if shared := party.devices & wanted:
-                since_s, recalled_s = (now, None) if hold is None else (hold.since_s, hold.recalled_at_s)
-                found.append(
-                    LockHolder(
-                        name=other,
-                        stage=party.stage,
-                        devices=tuple(sorted(shared)),
-                        held_s=now - since_s,
-                        recalled_s=None if recalled_s is None else now - recalled_s,
-                        dead=other in self._dead,
-                    )
-                )
-        return tuple(sorted(found, key=lambda holder: (-holder.held_s, holder.name)))
+                held_s = 0.0 if hold is None else now - hold.since_s
+                said = f"{other} (stage {party.stage}) has {', '.join(sorted(shared))} for {held_s:.1f} s"
+                if other in self._dead:
+                    said += ", dead, its memory not known to be free"
+                if hold is not None and hold.recalled_at_s is not None:
+                    said += f", recalled {now - hold.recalled_at_s:.1f} s ago"
+                found.append((-held_s, other, said))
+        return {other: said for _, other, said in sorted(found)}
 
     def statistics(self, now: float) -> LockStatistics:
         """Return the counts up to ``now``."""
         self._advance(now)
-        waits = dict(self._waits)
-        for name, asked in self._asks.items():
-            waits[name] = _with_wait(waits.get(name), now - asked.since_s)
-        return LockStatistics(
-            grants=self._grants,
-            switches=self._switches,
-            onloads=self._onloads,
-            offloads=self._offloads,
-            idle_wanted_s=self._idle_wanted_s,
-            waits=waits,
-        )
+        return LockStatistics(grants=self._grants, switches=self._switches, idle_wanted_s=self._idle_wanted_s)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -216,23 +197,6 @@ class DeviceLock:
         self._loaded -= set(leaving)
         self._loaded.add(party.name)
         self._held[party.name] = _Hold(now)
-        self._waited(party.name, now - asked.since_s)
         self._grants += 1
         self._switches += bool(leaving)
-        self._onloads += onload
-        self._offloads += len(leaving)
         return LockGrant(party=party.name, offload=tuple(leaving), onload=onload)
-
-    def _end_ask(self, name: str, now: float) -> None:
-        if (asked := self._asks.pop(name, None)) is not None:
-            self._waited(name, now - asked.since_s)
-
-    def _waited(self, name: str, seconds: float) -> None:
-        self._waits[name] = _with_wait(self._waits.get(name), seconds)
-
-
-def _with_wait(before: PartyWaits | None, seconds: float) -> PartyWaits:
-    before = before or PartyWaits()
-    return PartyWaits(
-        count=before.count + 1, seconds=before.seconds + seconds, longest_s=max(before.longest_s, seconds)
-    )

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Protocol
 
 import msgspec
 
@@ -38,29 +37,6 @@ _STEPS = 3  # ... in so many steps in a row: then the plan is made anew
 _GAIN = 0.10  # of a step's time, that another plan must bring
 
 
-class Planner(Protocol):
-    """Changes a workflow's plan between its steps."""
-
-    def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
-        """The plan when a stage is declared, which may have ``most`` workers."""
-        ...
-
-    def take(
-        self,
-        step: FlowStep,
-        turns: Mapping[str, Sequence[tuple[int, float]]],
-        edges: Iterable[tuple[str, str]],
-        movable: Iterable[str],
-    ) -> None:
-        """Take a step's measurements: ``turns``, (items, seconds) of single ones by stage; ``edges``, from which stage
-        to which items have gone; ``movable``, stages that can be moved."""
-        ...
-
-    def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
-        """The plan from this step on; None: as before."""
-        ...
-
-
 class AutoPlanner:
     """Plans a workflow out of its own steps.
 
@@ -81,7 +57,7 @@ class AutoPlanner:
         self._planned_at = 0  # step
 
     def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
-        """See `Planner.with_stage`: it is on all devices that it can use."""
+        """The plan when a stage is declared, which may have ``most`` workers: it is on all devices that it can use."""
         self._most[stage] = most
         placed = StagePlacement(devices=tuple(self._devices[:most]))
         return msgspec.structs.replace(plan, stages={**plan.stages, stage: placed})
@@ -93,7 +69,8 @@ class AutoPlanner:
         edges: Iterable[tuple[str, str]],
         movable: Iterable[str],
     ) -> None:
-        """See `Planner.take`."""
+        """Take a step's measurements: ``turns``, (items, seconds) of single ones by stage; ``edges``, from which stage
+        to which items have gone; ``movable``, stages that can be moved."""
         self._edges, self._movable = set(edges), set(movable)
         if step.step < WARM_UP:
             return
@@ -103,7 +80,7 @@ class AutoPlanner:
             self._switches[stage] = (seconds + step.stages[stage].switch_s, count + step.stages[stage].turns)
 
     def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
-        """See `Planner.plan_for`. Raises ConfigurationError for a stage that can't be planned."""
+        """The plan from this step on; None: as before. Raises ConfigurationError for a stage that can't be planned."""
         if step == PROFILE - 1:
             quarter = max(1, self._items // 4)
             stages = {name: msgspec.structs.replace(placed, chunk=quarter) for name, placed in plan.stages.items()}

@@ -51,10 +51,7 @@ class Channel:
             raise ChannelClosed(f"channel {self.name} is closed")
         return items[0] if weight is None else items
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self._items()
-
-    async def _items(self) -> AsyncIterator[Any]:
+    async def __aiter__(self) -> AsyncIterator[Any]:
         """Items one by one, until it is closed and empty."""
         while items := await here().get(self._number, self.name, None):
             yield items[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from headway.control.device_lock import DeviceLock
 from headway.records.device_lock import LockChanges, LockGrant, LockStatistics, Party
@@ -19,11 +19,10 @@ OnSpan = Callable[[str, str, str, float, float], None]  # device, party, "onload
 WAIT = "a device"  # the kind of wait under which a party waits for its devices
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Moves:
-    recall: Move | None
-    wanted: Move | None
-    resume: Move | None
+class _Moves(TypedDict, total=False):
+    recall: Move
+    wanted: Move
+    resume: Move
     onload: Move | None
     offload: Move | None
 
@@ -62,24 +61,14 @@ class DeviceLocks:
         self._failed: BaseException | None = None  # what stopped a recall or a resumption: no turn can be relied on
         self._tasks = dict[asyncio.Task[None], str]()  # recalls and resumptions under way, by party
 
-    def add(
-        self,
-        party: Party,
-        *,
-        recall: Move | None = None,
-        wanted: Move | None = None,
-        resume: Move | None = None,
-        onload: Move | None = None,
-        offload: Move | None = None,
-        loaded: bool = False,
-    ) -> None:
+    def add(self, party: Party, *, loaded: bool = False, **moves: Unpack[_Moves]) -> None:
         """Take in a party. ``recall`` and ``resume``: it is a standing one, already on its devices unless they are
         held; ``recall`` returns when it computes no more. ``wanted``: told that somebody wants what it holds, which it
         gives up by `release` when it can. ``loaded``: it is on its devices. ``onload``, ``offload``: bring its state to
         its devices, and away. Raises ValueError for a name that is taken."""
-        self._lock.add(party, loaded=loaded or recall is not None)
-        self._moves[party.name] = _Moves(recall=recall, wanted=wanted, resume=resume, onload=onload, offload=offload)
-        if recall is not None:
+        self._lock.add(party, loaded=loaded or "recall" in moves)
+        self._moves[party.name] = moves
+        if (recall := moves.get("recall")) is not None:
             now = self._clock.now()
             changes = self._lock.ask(party.name, now)
             if not self._lock.holds(party.name):
@@ -125,7 +114,7 @@ class DeviceLocks:
             self._follow(changes)
             if not granted.done():
                 holders = self._lock.in_the_way(name, self._clock.now())
-                with self._waits.on(WAIT, holders[0].name if holders else name, name):
+                with self._waits.on(WAIT, next(iter(holders), name), name):
                     async with asyncio.timeout(timeout_s):
                         await granted
             await self._load(granted.result())
@@ -163,14 +152,8 @@ class DeviceLocks:
     def why(self, name: str, waited_s: float | None = None) -> str:
         """Say who keeps a party from its devices, and since when."""
         now, mine = self._clock.now(), self._lock.parties[name]
-        holders = [
-            f"{one.name} (stage {one.stage}) has {', '.join(one.devices)} for {one.held_s:.1f} s"
-            + (", dead, its memory not known to be free" if one.dead else "")
-            + ("" if one.recalled_s is None else f", recalled {one.recalled_s:.1f} s ago")
-            for one in self._lock.in_the_way(name, now)
-        ]
         after = "" if waited_s is None else f" after {waited_s:g} s"
-        cause = "; ".join(holders) or "they are kept for another that asked before"
+        cause = "; ".join(self._lock.in_the_way(name, now).values()) or "they are kept for another that asked before"
         return f"{name} (stage {mine.stage}) doesn't have its devices {', '.join(sorted(mine.devices))}{after}: {cause}"
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -179,16 +162,16 @@ class DeviceLocks:
         """Carry out what the lock has decided."""
         for grant in changes.grants:
             moves = self._moves[grant.party]
-            if moves.recall is not None:
+            if "recall" in moves:
                 self._start(grant.party, self._resume(grant, moves))
             elif not (future := self._asking[grant.party]).done():
                 future.set_result(grant)
         for name in changes.recalls:
             moves = self._moves[name]
-            if moves.recall is not None:
-                self._start(name, self._recall(name, moves.recall))
-            elif moves.wanted is not None:
-                self._start(name, moves.wanted())
+            if "recall" in moves:
+                self._start(name, self._recall(name, moves["recall"]))
+            elif "wanted" in moves:
+                self._start(name, moves["wanted"]())
 
     def _start(self, name: str, work: Awaitable[None]) -> None:
         before = [task for task, of in self._tasks.items() if of == name]
@@ -217,18 +200,17 @@ class DeviceLocks:
 
     async def _resume(self, grant: LockGrant, moves: _Moves) -> None:
         await self._load(grant)
-        if moves.resume is not None:
-            await moves.resume()
+        if "resume" in moves:
+            await moves["resume"]()
 
     async def _load(self, grant: LockGrant) -> None:
         """Make room, then load."""
         await asyncio.gather(*(self._offload(name) for name in grant.offload))
-        onload = self._moves[grant.party].onload
-        if grant.onload and onload is not None:
-            await self._move(grant.party, "onload", onload)
+        if grant.onload and "onload" in (moves := self._moves[grant.party]):
+            await self._move(grant.party, "onload", moves["onload"])
 
     async def _offload(self, name: str) -> None:
-        if (offload := self._moves[name].offload) is None:
+        if (offload := self._moves[name].get("offload")) is None:
             return
         try:
             await self._move(name, "offload", offload)

@@ -96,9 +96,8 @@ class WorkerGroup:
         self._kind = kind
         self._died = died
         self._fail = fail
-        self._ranks: tuple[int, ...] | None = None
+        self._ranks: tuple[int] | None = None  # of the one worker that is meant
         self._shard: tuple[str, int, str | None] | None = None
-        self._one = False
         self._base = self
 
     def __len__(self) -> int:
@@ -114,7 +113,7 @@ class WorkerGroup:
         if not 0 <= rank < len(self):
             raise ConfigurationError(f"stage {self.stage}: there is no rank {rank}; it has {len(self)} worker(s)")
         chosen = self._view()
-        chosen._ranks, chosen._one = (rank,), True
+        chosen._ranks = (rank,)
         return chosen
 
     def sharded(self, argument: str, axis: int = 0, key: str | None = None) -> WorkerGroup:
@@ -133,7 +132,7 @@ class WorkerGroup:
 
     def _view(self) -> WorkerGroup:
         view = WorkerGroup(self.stage, self._kind, self._died, self._fail)
-        view._ranks, view._shard, view._one, view._base = self._ranks, self._shard, self._one, self._base
+        view._ranks, view._shard, view._base = self._ranks, self._shard, self._base
         return view
 
     def _begin(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> GroupCall:
@@ -152,7 +151,7 @@ class WorkerGroup:
 
         def finish(values: list[Any]) -> Any:
             if self._shard is None:
-                return values[0] if self._one else values
+                return values if self._ranks is None else values[0]
             return self._joined(where, method, values, [own[self._shard[0]] for own in each])
 
         return GroupCall(calls, finish, self._fail)

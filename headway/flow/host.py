@@ -22,8 +22,8 @@ import msgspec
 
 from headway.control.channel_state import ChannelStatistics
 from headway.flow.channel import ChannelClosed
-from headway.flow.paths import PayloadRef
-from headway.flow.peers import Hub, PeerAddress
+from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
+from headway.flow.peers import Hub
 from headway.flow.process import enter
 from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
 from headway.records.errors import ConfigurationError, RemoteError
@@ -34,21 +34,6 @@ T = TypeVar("T")
 _FREED_BYTES = 1 << 20  # an offload that frees less frees nothing
 
 
-class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place, and how it reaches the others."""
-
-    place: WorkerPlace
-    driver: PeerAddress
-    key: str
-    epoch: int
-    folder: str  # scratch folder of its machine
-    host: str = ""  # address of its machine for others; "": the workflow has one machine
-    ports: tuple[int, ...] = ()  # on one of which it listens there
-    certificate: str = ""  # of encrypted connections
-    orphan_s: float = 60.0  # outages of the network that connections outlast
-    script: str = ""  # module that the workflow was started as
-
-
 class CallReport(msgspec.Struct, frozen=True, kw_only=True):
     """A call's result."""
 
@@ -57,26 +42,32 @@ class CallReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHost:
-    """The worker object of a flow worker's process: see the module's text. ``factory``: the user's class, as
-    ``module:Class``; ``arguments``: positional and by name."""
+    """The worker object of a flow worker's process: see the module's text."""
 
     def __init__(
-        self, context: WorkerContext, *, setup: WorkerSetup, factory: str, arguments: tuple[Any, dict[str, Any]]
+        self,
+        context: WorkerContext,
+        *,
+        place: WorkerPlace,
+        driver: PeerAddress,
+        peers: PeerSettings,
+        factory: str,
+        arguments: tuple[Any, dict[str, Any]],
+        script: str = "",
     ) -> None:
-        self.context = context
-        self.place = setup.place
-        self.name = f"{setup.place.stage}-{setup.place.rank}"
-        self._setup = setup
+        """``factory``: the user's class, as ``module:Class``; ``arguments``: positional and by name; ``script``: module
+        that the workflow was started as."""
+        self.context, self.place, self.name = context, place, place.name
         self.turns = Turns(self)
         self.ending = False
         self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
         self._links = asyncio.new_event_loop()
         for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
-        self.hub = self._on_links(self._connected()).result()
+        self.hub = self._on_links(self._connected(driver, peers)).result()
         enter(self)
-        if setup.script:  # classes of the script that was started are the same here
-            sys.modules["__main__"] = importlib.import_module(setup.script)
+        if script:  # classes of the script that was started are the same here
+            sys.modules["__main__"] = importlib.import_module(script)
         self.worker: Worker | None = None
         self.worker = self._on_loop(self._built(factory, *arguments)).result()
 
@@ -156,21 +147,8 @@ class WorkerHost:
 
     # Inside.
 
-    async def _connected(self) -> Hub:
-        setup = self._setup
-        hub = Hub(
-            self.name,
-            driver=setup.driver,
-            key=setup.key,
-            epoch=setup.epoch,
-            device=setup.place.device,
-            folder=setup.folder,
-            host=setup.host,
-            ports=setup.ports,
-            certificate=setup.certificate,
-            orphan_s=setup.orphan_s,
-            services=_Services(self),
-        )
+    async def _connected(self, driver: PeerAddress, peers: PeerSettings) -> Hub:
+        hub = Hub(self.name, peers, driver=driver, services=_Services(self), device=self.place.device)
         await hub.start()
         return hub
 
@@ -225,7 +203,7 @@ class _Services:
         """Give the devices up at the next wait: another stage wants them."""
         await self._host.on_loop(self._host.turns.recall())
 
-    async def waits_for(self) -> str:
+    def waits_for(self) -> str:
         """Say what the worker's call waits for; empty: it computes."""
         return self._host.turns.waits_for
 

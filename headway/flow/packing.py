@@ -89,7 +89,7 @@ def pack(message: Any, label: str = "", tensors: Tensors = "copy") -> Packed:
     found, aside = pickler.tensors, tensors in ("cpu", "cuda")
     grads = [tensor.requires_grad for tensor in found]
     devices = [] if aside or all(tensor.is_cpu for tensor in found) else [str(tensor.device) for tensor in found]
-    parts = [tensor if tensor.is_contiguous() and not tensor.is_neg() else _contiguous(tensor) for tensor in found]
+    parts = [one if one.is_contiguous() and not one.is_neg() else one.resolve_neg().contiguous() for one in found]
     parts = [tensor.detach() for tensor in parts] if any(grads) else parts
     parts = [tensor.cpu() for tensor in parts] if devices else parts
     buffers = [buffer.raw() for buffer in pickler.buffers]
@@ -148,10 +148,6 @@ def as_bytes(tensor: Any) -> Any:
 def aligned_bytes(sizes: Sequence[int]) -> int:
     """Bytes of a block of parts of these sizes."""
     return sum([size + -size % ALIGNMENT for size in sizes])
-
-
-def _contiguous(tensor: Any) -> Any:
-    return tensor.resolve_neg().contiguous()
 
 
 class _Pickler(pickle.Pickler):

@@ -30,7 +30,20 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     unix: str  # path of its socket, for processes of its machine
     tcp: str = ""  # HOST:PORT for the others; empty: the workflow has one machine
     device: str = "cpu:0"
-    pid: int
+
+
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the processes of a workflow find and trust each other."""
+
+    key: str
+    epoch: int = 1  # a workflow keeps no books that an older process of it could write to
+    folder: Path  # of sockets and shared memory, the same on all of its machines
+    host: str = ""  # address of this process's machine for others; "": the workflow has one machine
+    ports: tuple[int, ...] = (0,)  # it listens there on the first that is free
+    certificate: str = ""  # of encrypted connections
+    orphan_s: float = 60.0  # outages of the network that connections outlast
+    machine: str = ""  # in the place of the machine's identity
+    forced_path: PayloadPath | None = None  # of payloads, in the place of what placement says
 
 
 class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from headway.flow.packing import Arguments, load
-from headway.flow.paths import PairGroup, PayloadPath, PayloadRef, PeerAddress, choose_path, machine_identity
+from headway.flow.paths import (
+    PairGroup,
+    PayloadPath,
+    PayloadRef,
+    PeerAddress,
+    PeerSettings,
+    choose_path,
+    machine_identity,
+)
 from headway.flow.payloads import Payloads
 from headway.flow.peer_state import PeerState
 from headway.flow.segments import WorkflowFolder
@@ -82,7 +90,7 @@ class _Connection:
         if aside:
             groups = self._hub._peer(self._other.name).groups
             if meeting not in groups:
-                groups[meeting] = PairGroup(backend, 0, meeting, self._hub._host)
+                groups[meeting] = PairGroup(backend, 0, meeting, self._hub._settings.host)
             self._hub._spawn(asyncio.to_thread(groups[meeting].send, aside))
         return header, content, [tensor.nbytes for tensor in aside]
 
@@ -115,41 +123,26 @@ class Hub:
     def __init__(
         self,
         name: str,
+        settings: PeerSettings,
         *,
         driver: PeerAddress | None,
-        key: str,
-        epoch: int,
-        folder: str | Path,
-        device: str = "cpu:0",
-        host: str = "",
-        ports: Sequence[int] = (0,),
-        certificate: str = "",
-        orphan_s: float = 60.0,
         services: object = None,
-        forced_path: PayloadPath | None = None,
-        machine: str = "",
+        device: str = "cpu:0",
         waits: Waits | None = None,
         on_path: Callable[[str, str, PayloadPath], object] = lambda sender, receiver, path: None,
     ) -> None:
-        """``driver``: None: this process is, and knows who is there. ``folder``: the workflow's on each machine, see
-        `new_folder`. ``host``: address of this machine for others, where it has any; it listens on the first of
-        ``ports`` that is free. ``services``: whose coroutine methods others can call. ``forced_path``: of payloads, in
-        the place of what placement says. ``machine``: in the place of its identity. ``on_path(sender, receiver,
-        path)``: called in the driver, once for each pair in the workflow and each path that its payloads take."""
-        self.name = name
-        self._driver = driver
-        self._key, self._epoch, self._certificate, self._orphan_s = key, epoch, certificate, orphan_s
-        self._host, self._ports, self._folder_path = host, ports, folder
+        """``driver``: None: this process is, and knows who is there. ``services``: whose methods others can call.
+        ``on_path(sender, receiver, path)``: called in the driver, once for each pair in the workflow and each path that
+        its payloads take."""
+        self.name, self._settings, self._driver = name, settings, driver
         self._services, self._waits, self._on_path = services, waits, on_path
-        self._forced: PayloadPath | None = forced_path
         incarnation = secrets.token_hex(8)
         self.address = PeerAddress(
             name=name,
             incarnation=incarnation,
-            machine=machine or machine_identity(),
-            unix=str(Path(folder) / f"{incarnation}.sock"),
+            machine=settings.machine or machine_identity(),
+            unix=str(settings.folder / f"{incarnation}.sock"),
             device=device,
-            pid=os.getpid(),
         )
         self._peers: dict[str, PeerState] = {}
         self._connections: set[_Connection] = set()
@@ -162,7 +155,8 @@ class Hub:
 
     async def start(self) -> None:
         """Listen, and connect to the driver. Raises ConfigurationError (port), ConnectionRefused (by the driver)."""
-        self._folder = WorkflowFolder(self._folder_path)
+        settings = self._settings
+        self._folder = WorkflowFolder(settings.folder)
         self._payloads = Payloads(self.address, self._folder.path)
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -170,9 +164,9 @@ class Hub:
             self._unix.bind(self.address.unix)
             self._unix.listen()
             self._spawn(self._accept())
-            if self._host:
-                listening = (self._host, self._ports, self._key, self._epoch, self._take)
-                self._listener = await listen_on_first(*listening, certificate=self._certificate)
+            if settings.host:
+                listening = (settings.host, settings.ports, settings.key, settings.epoch, self._take)
+                self._listener = await listen_on_first(*listening, certificate=settings.certificate)
                 self.address = msgspec.structs.replace(self.address, tcp=self._listener.address)
             if self._driver is not None:
                 await self._connect(self._driver)
@@ -204,8 +198,8 @@ class Hub:
         """Take a process of another machine: see `OnClient`."""
         if hello.purpose != "peer":
             raise NotAdmitted(f"connections of a {hello.purpose} aren't accepted here")
-        outlast(sock, self._orphan_s)
-        await admit(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
+        outlast(sock, self._settings.orphan_s)
+        await admit(sock, Admission(epoch=self._settings.epoch, orphan_s=self._settings.orphan_s))
         _Connection(self, sock, hello.subject)
 
     async def _accept(self) -> None:
@@ -258,8 +252,9 @@ class Hub:
         if address.machine == self.address.machine:
             sock = await _connect_unix(address.unix)
         elif address.tcp:
-            hello = Hello(purpose="peer", subject=self.name, epoch=self._epoch)
-            sock, _ = await dial(address.tcp, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
+            own = self._settings
+            hello = Hello(purpose="peer", subject=self.name, epoch=own.epoch)
+            sock, _ = await dial(address.tcp, own.key, hello, own.orphan_s, encrypted=bool(own.certificate))
         else:
             raise ConnectionRefused(f"{address.name} is on another machine and listens on no port")
         connection = _Connection(self, sock, address.name)
@@ -301,7 +296,7 @@ class Hub:
     # --- calls ----------------------------------------------------------------------------------------------
 
     async def call(self, peer: str, method: str, /, *args: Any, **named: Any) -> Any:
-        """Run a coroutine method of a process's services and return its result. Raises RemoteError with the remote
+        """Run a method of a process's services and return its result. Raises RemoteError with the remote
         traceback (``__cause__`` is the exception itself where it is a HeadwayError), WorkerDied, ConfigurationError
         for arguments that can't be sent."""
         if peer == self.name:
@@ -324,7 +319,8 @@ class Hub:
     async def _run(self, method: str, call: Arguments) -> Any:
         if self._services is None or method.startswith("_"):
             raise AttributeError(f"{self.name} has no public method {method}")
-        return await getattr(self._services, method)(*call.arguments, **call.named)
+        result = getattr(self._services, method)(*call.arguments, **call.named)
+        return await result if inspect.isawaitable(result) else result
 
     # --- payloads -------------------------------------------------------------------------------------------
 
@@ -335,7 +331,7 @@ class Hub:
         return await self._payloads.hold(message, label, "shared memory")
 
     async def _hold_for(self, reader: PeerAddress, message: Any, label: str) -> PayloadRef:
-        path = choose_path(self.address, reader, self._forced)
+        path = choose_path(self.address, reader, self._settings.forced_path)
         return await self._payloads.hold(message, label, path, reader.incarnation)
 
     async def fetch(self, ref: PayloadRef) -> Any:
@@ -360,8 +356,8 @@ class Hub:
             group, state.group = state.group, None  # a transfer that is cut off leaves it in no known state
             if group is None:
                 file = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
-                meeting = file if owner.machine == self.address.machine else f"{self._host}:0"
-                group = PairGroup(backend, 1, meeting, self._host)
+                meeting = file if owner.machine == self.address.machine else f"{self._settings.host}:0"
+                group = PairGroup(backend, 1, meeting, self._settings.host)
             header, parts, sizes = await _ask(link, "payload", ref.id, backend, group.rendezvous)
             if sizes:
                 parts += await state.unless_lost(asyncio.to_thread(group.receive, sizes))

@@ -9,18 +9,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from headway.config.cluster import ClusterConfig
 from headway.control.channel_state import Balance
-from headway.flow.auto import AutoPlanner, Planner
+from headway.flow.auto import AutoPlanner
 from headway.flow.channel import BYTES, ITEMS, Channel
 from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
-from headway.flow.machines import EPOCH, open_machines
+from headway.flow.machines import open_machines
 from headway.flow.peers import Hub
 from headway.flow.placement import same_places, text_of
 from headway.flow.process import enter
@@ -35,7 +36,7 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 
 Result = TypeVar("Result")
-PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"] | Planner
+PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"]
 MakeLauncher = Callable[[Clock, EventCallback, Waits], Launcher]
 STALL_S = 120.0
 
@@ -55,8 +56,7 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     """Run ``workflow(flow, *arguments)`` to its end and return its result.
 
     ``plan``: an `ExecutionPlan`, or a mapping of its form; or ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or
-    "auto": the first steps measure the stages on all ``devices``, the following ones run as is expected to be fastest
-    (or a `Planner` of your own).
+    "auto": the first steps measure the stages on all ``devices``, the following ones run as is expected to be fastest.
     Options: ``devices``; ``items`` of a step, which "auto" needs, as do several workers that share all of them;
     ``directory``, where logs, events and steps are written; ``stall_s``: when nothing has moved for so long and all
     workers wait, the workflow ends with what they wait for; ``launcher``: what starts processes, by default this
@@ -65,23 +65,20 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     Raises what the workflow raises; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
     of a worker's method; WorkerDied.
     """
-    return asyncio.run(run_async(workflow, plan, *arguments, **options))
-
-
-async def run_async(
-    workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any
-) -> Result:
-    """`run`, inside an event loop."""
     if unknown := options.keys() - set(FlowOptions._fields):
         valid = ", ".join(FlowOptions._fields)
         raise ConfigurationError(f"run has no option {', '.join(sorted(unknown))}; valid: {valid}")
     chosen = FlowOptions(**options)
     first, planner = _first_plan(plan, chosen)
-    async with Flow(first, chosen, planner) as flow:
-        return await flow.play(workflow, arguments)
+
+    async def play() -> Result:
+        async with Flow(first, chosen, planner) as flow:
+            return await flow.play(workflow, arguments)
+
+    return asyncio.run(play())
 
 
-def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Planner | None]:
+def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, AutoPlanner | None]:
     """The plan to begin with, and what changes it."""
     if isinstance(plan, ExecutionPlan):
         return plan, None
@@ -96,16 +93,15 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Pl
             for stage, devices in plan.items()
         }
         return ExecutionPlan(stages=stages, items=options.items), None
-    if isinstance(plan, str) and (plan != "auto" or not options.devices or options.items is None):
+    if plan != "auto" or not options.devices or options.items is None:
         raise ConfigurationError(f"plan = {plan!r}: valid: stages with devices, or 'auto' with devices and items")
-    planner = AutoPlanner(options.devices, options.items or 1) if isinstance(plan, str) else plan
-    return ExecutionPlan(stages={}, items=options.items), planner
+    return ExecutionPlan(stages={}, items=options.items), AutoPlanner(options.devices, options.items)
 
 
 class Flow:
     """A running workflow: starts its workers where the plan puts them, makes its channels, counts its steps."""
 
-    def __init__(self, plan: ExecutionPlan, options: FlowOptions, planner: Planner | None) -> None:
+    def __init__(self, plan: ExecutionPlan, options: FlowOptions, planner: AutoPlanner | None) -> None:
         self.plan = plan
         self.history: list[FlowStep] = []  # of the steps that have ended
         self._options = options
@@ -129,14 +125,9 @@ class Flow:
         self._around = Surroundings(
             hub=Hub(
                 "driver",
+                machines.settings_at(""),
                 driver=None,
-                key=machines.key,
-                epoch=EPOCH,
-                folder=machines.folder,
-                host=machines.host_of(""),
-                ports=machines.ports or (0,),
-                certificate=machines.certificate,
-                services=_Services(self._channels, self._locks),
+                services=self._services(),
                 waits=self._waits,
                 on_path=self._on_path,
             ),
@@ -165,7 +156,7 @@ class Flow:
 
     async def play(self, workflow: Callable[..., Awaitable[Result]], arguments: Sequence[Any]) -> Result:
         """Run the workflow; what fails outside of it ends it."""
-        self._playing = asyncio.ensure_future(_awaited(workflow(self, *arguments)))
+        self._playing = asyncio.ensure_future(workflow(self, *arguments))
         hub, stall_s = self._around.hub, self._options.stall_s
         watch = FlowWatch(self._groups, self._channels, hub, self._clock, stall_s, self._fail)
         watching = asyncio.create_task(watch.loop(), name="watch")
@@ -245,10 +236,8 @@ class Flow:
         """Number the steps from 0; between two of them they are counted, and the plan may change."""
         for step in range(count):
             self._require_all_declared()
-            if (
-                self._planner is not None
-                and (better := self._planner.plan_for(step, self.plan, self.history)) is not None
-            ):
+            better = self._planner and self._planner.plan_for(step, self.plan, self.history)
+            if better is not None:
                 await self._move(better)
             self._book.begin(step, self._locks.statistics().idle_wanted_s)
             yield step
@@ -276,6 +265,18 @@ class Flow:
             "plan_changed", f"{text_of(before)} -> {text_of(plan)}{expected}; took {seconds:.1f} s", seconds=seconds
         )
 
+    def _services(self) -> SimpleNamespace:
+        """Methods that the workers call in this process."""
+        channels, locks = self._channels, self._locks
+        return SimpleNamespace(
+            put=channels.put_refs,
+            get=channels.get_refs,
+            acknowledge=channels.acknowledge,
+            channel_statistics=channels.statistics_of,
+            acquire=locks.acquire,
+            release=locks.release,
+        )
+
     def _on_path(self, sender: str, receiver: str, path: str) -> None:
         self._book.event("path", f"{sender} -> {receiver}: {path}", worker=receiver)
 
@@ -298,38 +299,6 @@ class Flow:
                 self._playing.cancel()
 
 
-class _Services:
-    """Methods of the workflow's process that its workers call."""
-
-    def __init__(self, channels: Channels, locks: DeviceLocks) -> None:
-        self._channels = channels
-        self._locks = locks
-
-    async def put(self, producer: str, number: int, refs: Sequence[Any], weights: Sequence[float]) -> bool:
-        """See `Channels.put_refs`."""
-        return await self._channels.put_refs(producer, number, refs, weights)
-
-    async def get(self, consumer: str, number: int, weight: float | None) -> Sequence[Any]:
-        """See `Channels.get_refs`."""
-        return await self._channels.get_refs(consumer, number, weight)
-
-    async def acknowledge(self, consumer: str) -> None:
-        """See `Channels.acknowledge`."""
-        self._channels.acknowledge(consumer)
-
-    async def channel_statistics(self, number: int) -> Any:
-        """See `Channels.statistics_of`."""
-        return await self._channels.statistics_of(number)
-
-    async def acquire(self, worker: str) -> None:
-        """Wait until a worker has its devices."""
-        await self._locks.acquire(worker)
-
-    async def release(self, worker: str) -> None:
-        """Take a worker's devices back."""
-        self._locks.release(worker)
-
-
 def _local(clock: Clock, on_event: EventCallback, waits: Waits) -> Launcher:
     return LocalLauncher(clock, on_event=on_event, waits=waits)
 
@@ -341,7 +310,3 @@ def _line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-async def _awaited(awaitable: Awaitable[Result]) -> Result:
-    return await awaitable

@@ -13,8 +13,7 @@ from typing import Any
 from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
-from headway.flow.host import WorkerSetup
-from headway.flow.machines import EPOCH, FlowMachines
+from headway.flow.machines import FlowMachines
 from headway.flow.packing import pack
 from headway.flow.peers import Hub
 from headway.flow.placement import shares
@@ -98,7 +97,7 @@ class Stage:
                 f"stage {self.name!r} ({self._where}): the plan gives it {len(devices)} devices; it can have "
                 f"{self.most} worker(s), one on each"
             )
-        slots = [self._slot(plan, rank, device) for rank, device in enumerate(devices)]
+        slots = [self._slot(self._place(plan, rank)) for rank in range(len(devices))]
         self.group.slots[:] = slots
         try:
             await start_all(slots)
@@ -133,12 +132,11 @@ class Stage:
                 await self._ask(slot, "restore", states[min(rank, len(states) - 1)])
             return
         for rank, slot in enumerate(self.group.slots):
-            setup = self._setup(plan, rank, plan.stages[self.name].devices[rank])
-            slot.spec.arguments["setup"] = setup
+            slot.spec.arguments["place"] = place = self._place(plan, rank)
             self._around.locks.remove(slot.name)
-            self._add_party(setup.place, loaded=True)
+            self._add_party(place, loaded=True)
             if slot.live is not None:
-                await slot.live.call("move_to", setup.place)
+                await slot.live.call("move_to", place)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all workers; those whose call nobody waits for at once."""
@@ -153,46 +151,36 @@ class Stage:
         assert slot.live is not None
         return (await slot.live.call("call", method, arguments, {})).value
 
-    def _setup(self, plan: ExecutionPlan, rank: int, device: str) -> WorkerSetup:
-        around = self._around
-        return WorkerSetup(
-            place=WorkerPlace(
-                stage=self.name,
-                rank=rank,
-                world_size=len(plan.stages[self.name].devices),
-                device=device,
-                chunk=plan.worker_chunk(self.name),
-                shares=shares(plan, self.name, device),
-            ),
-            driver=around.hub.address,
-            key=around.machines.key,
-            epoch=EPOCH,
-            folder=around.machines.folder,
-            host=around.machines.host_of(device),
-            ports=around.machines.ports,
-            certificate=around.machines.certificate,
-            orphan_s=around.machines.orphan_s,
-            script=self._script,
+    def _place(self, plan: ExecutionPlan, rank: int) -> WorkerPlace:
+        devices = plan.stages[self.name].devices
+        return WorkerPlace(
+            stage=self.name,
+            rank=rank,
+            world_size=len(devices),
+            device=devices[rank],
+            chunk=plan.worker_chunk(self.name),
+            shares=shares(plan, self.name, devices[rank]),
         )
 
-    def _slot(self, plan: ExecutionPlan, rank: int, device: str) -> WorkerSlot:
-        setup = self._setup(plan, rank, device)
-        name = f"{self.name}-{rank}"
-        spec = WorkerSpec(
-            name=name,
-            factory=_FACTORY,
-            arguments={"setup": setup, "factory": self._factory, "arguments": self._arguments},
-            device=device,
-            log_path=None if self._around.logs is None else self._around.logs / f"{name}.log",
-        )
-        self._add_party(setup.place, loaded=False)
+    def _slot(self, place: WorkerPlace) -> WorkerSlot:
+        around, name = self._around, place.name
+        arguments: dict[str, Any] = {
+            "place": place,
+            "driver": around.hub.address,
+            "peers": around.machines.settings_at(place.device),
+            "factory": self._factory,
+            "arguments": self._arguments,
+            "script": self._script,
+        }
+        log = None if around.logs is None else around.logs / f"{name}.log"
+        spec = WorkerSpec(name=name, factory=_FACTORY, arguments=arguments, device=place.device, log_path=log)
+        self._add_party(place, loaded=False)
 
         async def watch(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
             if name in self._states:
                 await worker.call("call", "restore", (self._states[name],), {})
 
-        around = self._around
         return WorkerSlot(
             spec, around.machines.launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch
         )
@@ -201,7 +189,7 @@ class Stage:
         """Have a worker whose devices are others' too take turns on them."""
         if not place.shares:
             return
-        name, hub = f"{place.stage}-{place.rank}", self._around.hub
+        name, hub = place.name, self._around.hub
 
         async def offload() -> None:
             seconds, freed = await hub.call(name, "offload")

@@ -28,6 +28,10 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int | None = None  # items that the plan has it take at once; None: all
     shares: bool = False  # its devices are other stages' too
 
+    @property
+    def name(self) -> str:
+        return f"{self.stage}-{self.rank}"
+
 
 class Host(Protocol):
     """The process of a worker, as the worker sees it."""

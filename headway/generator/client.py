@@ -170,11 +170,11 @@ class GeneratorPool:
         await self._set_lent(indices, lent=False)
 
     async def offload(self, index: int) -> list[MemoryMove]:
-        """See :class:`headway.records.clients.GeneratorMoves`."""
+        """Free the memory of a paused replica; returns its moves since the last call of this or `onload`."""
         return await self._replicas[index].offload()
 
     async def onload(self, index: int) -> list[MemoryMove]:
-        """See :class:`headway.records.clients.GeneratorMoves`."""
+        """Have a replica that was offloaded compute again; it loads when it has something to."""
         return await self._replicas[index].onload()
 
     async def rest_replicas(self, resting: Collection[int]) -> None:

@@ -11,21 +11,13 @@ from headway.config.schema import Experiment
 from headway.control.tuning.controller import ControllerState, Decision
 from headway.control.tuning.knob_search import ControlLimits
 from headway.flow.device_locks import DeviceLocks
+from headway.generator.client import GeneratorPool
 from headway.orchestrator.device_turns import RunMemory
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import TaskSelector
-from headway.records.clients import (
-    Generator,
-    GeneratorMoves,
-    PromptCodec,
-    RolloutMaker,
-    Trainer,
-    TrainerMoves,
-    Verifier,
-    Watch,
-)
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.node import NodeConditions
@@ -36,6 +28,7 @@ from headway.records.task import Task
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import death_fields
+from headway.trainer.client import TrainerClient
 
 Decide = Callable[
     [ControllerState, Sequence[StepRecord], ControlLimits], Coroutine[Any, Any, tuple[Decision, float]]
@@ -63,10 +56,11 @@ class EarlyPruning(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """The two sides of a run whose placement may change, and the placement that its configuration says."""
+    """The two sides of a run whose placement may change, processes on devices, and the placement that its configuration
+    says."""
 
-    generator: GeneratorMoves
-    trainer: TrainerMoves
+    generator: GeneratorPool
+    trainer: TrainerClient
     configured: RunPlacement
 
 

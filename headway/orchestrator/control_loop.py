@@ -114,13 +114,11 @@ class RateControl:
         if self._mode == "off" or run.state.draining:
             return
         self._records.append(record)
-        if self._outcome.changes(
-            record, run.state.moved
-        ):  # the knobs, and what was learnt of them, were of another placement
-            self.stop_looking()
+        if self._outcome.changes(record, run.state.moved):
+            self.stop_looking()  # the knobs, and what was learnt of them, were of another placement
             self._limits, self._state, self._advised = _limits_in(run.experiment), None, run.state.knobs
         if (outcome := self._outcome.due()) is not None:
-            run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
+            run.event(EVENT_PLAN_OUTCOME, outcome[0], **outcome[1])
         if self._state is None:
             moved_at = run.state.moved.version if run.state.moved else 0
             filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling

@@ -11,13 +11,14 @@ from headway.config.schema import Experiment
 from headway.flow.device_locks import DeviceLocks, Move
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.meter import Meter
-from headway.records.clients import Generator, GeneratorMoves, TrainerMoves
+from headway.records.clients import Generator
 from headway.records.device_lock import MemoryMove, Party
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback
+from headway.trainer.client import TrainerClient
 
 TRAINER = "trainer"
 GENERATE, TRAIN = "generate", "train"  # stages, in the workflow's order
@@ -49,7 +50,7 @@ class RunMemory:
     step's record; in the trace, spans on the device's track.
     """
 
-    def __init__(self, generator: GeneratorMoves, trainer: TrainerMoves, meter: Meter, on_event: EventCallback) -> None:
+    def __init__(self, generator: GeneratorPool, trainer: TrainerClient, meter: Meter, on_event: EventCallback) -> None:
         self.on_event, self.on_span = on_event, meter.on_device
         self._generator, self._trainer, self._meter = generator, trainer, meter
         self._told = set[tuple[str, str]]()

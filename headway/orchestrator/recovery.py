@@ -70,10 +70,9 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
                 await run.locks.vacate(TRAINER)
             await run.generator.update_weights(weights)
             run.state.published_version = version
-            if moved:
-                return replayed
-            lost = {"worker": "trainer", "lost_s": run.clock.now() - died_s, "lost_samples": samples}
-            run.event("trainer_restored", f"version {version}", replayed=replayed, **lost)
+            if not moved:
+                lost = {"worker": "trainer", "lost_s": run.clock.now() - died_s, "lost_samples": samples}
+                run.event("trainer_restored", f"version {version}", replayed=replayed, **lost)
             return replayed
     raise AssertionError("unreachable")
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from headway.records.device_lock import MemoryMove
 from headway.records.environment import PartialRollout
 from headway.records.generation import (
     AppliedWeights,
@@ -140,46 +139,6 @@ class Trainer(Protocol):
         ...
 
     async def stop(self) -> None: ...
-
-
-class GeneratorMoves(Protocol):
-    """A generator whose replicas join, leave, and make room during a run."""
-
-    async def join(self, device: str) -> str:
-        """Start a replica on ``device``, with the newest weights; returns its name."""
-        ...
-
-    async def leave(self, name: str, *, move: bool = False) -> None:
-        """Stop the replica of this name; ``move``: its requests move to others with their tokens."""
-        ...
-
-    async def offload(self, index: int) -> list[MemoryMove]:
-        """Free the memory of a paused replica; returns its moves since the last call of this or `onload`."""
-        ...
-
-    async def onload(self, index: int) -> list[MemoryMove]:
-        """Have a replica that was offloaded compute again; it loads when it has something to."""
-        ...
-
-
-class TrainerMoves(Protocol):
-    """A trainer whose ranks start on other devices, and make room, during a run."""
-
-    async def kill(self) -> None:
-        """End all ranks, whatever they do; what they published stays readable."""
-        ...
-
-    def place(self, devices: tuple[str, ...]) -> None:
-        """Have the ranks start on these devices the next time."""
-        ...
-
-    async def offload(self) -> list[MemoryMove]:
-        """Free every rank's memory; returns what each moved."""
-        ...
-
-    async def onload(self) -> list[MemoryMove]:
-        """Undo `offload`."""
-        ...
 
 
 class Verifier(Protocol):

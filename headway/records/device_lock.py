@@ -38,31 +38,9 @@ class LockChanges(msgspec.Struct, frozen=True, kw_only=True):
     recalls: tuple[str, ...] = ()  # holders that are wanted since now: they release at their next wait
 
 
-class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A party in the way of another."""
-
-    name: str
-    stage: str
-    devices: tuple[str, ...]  # those that the other wants
-    held_s: float
-    recalled_s: float | None = None  # how long ago it was recalled; None: it wasn't
-    dead: bool = False  # its memory isn't known to be free
-
-
-class PartyWaits(msgspec.Struct, frozen=True, kw_only=True):
-    """A party's waits for its devices, those that go on included."""
-
-    count: int = 0
-    seconds: float = 0.0
-    longest_s: float = 0.0
-
-
 class LockStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a lock since its beginning."""
 
     grants: int
     switches: int  # grants for which another party had to leave
-    onloads: int
-    offloads: int
     idle_wanted_s: float  # device-seconds in which nobody held what somebody waited for; loading is holding
-    waits: dict[str, PartyWaits]  # by party

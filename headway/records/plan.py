@@ -210,9 +210,7 @@ class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):
 class PlacementFile(msgspec.Struct, frozen=True, kw_only=True):
     """``RUN/placement.json``: the placement in effect, where it isn't the configuration's."""
 
-    configured: (
-        RunPlacement  # by the configuration under which the run moved: under another one, this file says nothing
-    )
+    configured: RunPlacement  # by the configuration under which the run moved: under another this file says nothing
     present: RunPlacement
 
 

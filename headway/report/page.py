@@ -15,7 +15,7 @@ from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.incidents import HEADS, incident_rows
 from headway.report.live import shown_pass_at, shown_score
-from headway.report.plans.placements import CHANGE_HEADS, STAGE_HEADS, change_rows, placed_steps, stage_rows
+from headway.report.plans.placements import STAGE_HEADS, changes_of, placed_steps, stage_rows
 from headway.report.plans.run_plan import draw_plan
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
 from headway.report.run_cost import with_cost
@@ -136,13 +136,11 @@ def _plan(view: RunView) -> str:
 
 
 def _placements(view: RunView, plan: RunPlan | None) -> str:
-    """The stages' time placement by placement, and the changes; "" without plan and changes."""
-    changes = change_rows(view.lines)
-    if plan is None and not changes:
+    """The stages' time placement by placement; "" without plan and changes, which are among the events."""
+    if plan is None and not changes_of(view.lines):
         return ""
     stages = stage_rows(placed_steps(view.lines, view.configuration, plan))
-    text = "<h2>Stages by placement</h2>" + _table(STAGE_HEADS, stages, text_columns=2)
-    return text + ("<h2>Changes of plan</h2>" + _table(CHANGE_HEADS, changes, text_columns=1) if changes else "")
+    return "<h2>Stages by placement</h2>" + _table(STAGE_HEADS, stages, text_columns=2)
 
 
 def _verdict(view: RunView) -> str:

@@ -27,9 +27,7 @@ EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
 EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode; of
 # what it recommends the keys of the experiment with their values
-EVENT_PLAN_CHANGED = (
-    "plan_changed"  # live; data: before, after, gain and rate (samples/s before), cost_s, as expected too
-)
+EVENT_PLAN_CHANGED = "plan_changed"  # data: before, after, gain and rate (samples/s before), cost_s, as expected too
 EVENT_PLAN_KEPT = "plan_kept"  # a change of plan failed and was taken back; data as above
 EVENT_PLAN_OUTCOME = "plan_outcome"  # some steps after a change; data: rate, expected, measured (samples/s), cost_s
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best

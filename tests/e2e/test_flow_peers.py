@@ -15,6 +15,7 @@ import torch
 from flow_peer import KEY, digest, tensors, workflow
 from worker_processes import run
 
+from headway.flow.paths import PeerSettings
 from headway.flow.peer_state import MOST_UNRECEIVED
 from headway.flow.peers import Hub
 from headway.flow.segments import PayloadReleased, new_folder
@@ -91,9 +92,9 @@ def test_two_machines_use_the_link_with_the_runs_key(way: str):
             assert ("driver", "b", "gloo" if way == "gloo" else "link") in paths
             ref = await hub.hold(big)
             assert await b.call("fetch", ref) == digest(big)
-            settings: dict[str, Any] = {"driver": hub.address, "folder": new_folder(), "machine": "third"}
+            settings: dict[str, Any] = {"folder": new_folder(), "machine": "third"}
             for wrong in ({"key": make_key(), "epoch": 1}, {"key": KEY, "epoch": 2}):
-                intruder = Hub("intruder", **(settings | wrong))
+                intruder = Hub("intruder", PeerSettings(**(settings | wrong)), driver=hub.address)
                 with pytest.raises(ConnectionRefused):
                     await intruder.start()
             assert not left_in(settings["folder"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.flow.paths import PeerAddress, PeerSettings
 from headway.flow.peers import Hub
 from headway.flow.segments import new_folder
 from headway.runtime.child import WorkerContext
@@ -49,11 +50,11 @@ class Services:
 class FlowPeer:
     """A worker with a hub."""
 
-    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+    def __init__(self, context: WorkerContext, driver: PeerAddress, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="hub", daemon=True).start()
         services = Services()
-        self.hub = services.hub = Hub(context.name, services=services, **settings)
+        self.hub = services.hub = Hub(context.name, PeerSettings(**settings), driver=driver, services=services)
         self._run(self.hub.start())
         self._kept: dict[str, Any] = {}
 
@@ -170,9 +171,11 @@ async def workflow(
     *names: str, driver: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Hub, dict[str, WorkerHandle], Any]]:
     """A driver's hub, workers with hubs by name, and a function that starts one more. ``settings``: of every hub."""
-    common: dict[str, Any] = {"key": KEY, "epoch": 1, "folder": new_folder()} | settings
+    common: dict[str, Any] = {"key": KEY, "folder": new_folder()} | settings
+    own = common | (driver or {})
+    callbacks = {name: own.pop(name) for name in ("on_path",) if name in own}
     services = Services()
-    hub = services.hub = Hub("driver", driver=None, services=services, **(common | (driver or {})))
+    hub = services.hub = Hub("driver", PeerSettings(**own), driver=None, services=services, **callbacks)
     await hub.start()
     launcher = LocalLauncher(RealClock())
     workers: dict[str, WorkerHandle] = {}

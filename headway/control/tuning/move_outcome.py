@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from headway.records.ledger import StepRecord
 from headway.records.plan import ExecutedMove
 
 MEASURED = 16  # steps that a rate is taken over, at most
-
-
-class OutcomeText(NamedTuple):
-    """A comparison as an event of the ledger has it."""
-
-    detail: str
-    data: dict[str, float]
 
 
 class MoveOutcome:
@@ -37,8 +29,8 @@ class MoveOutcome:
         self._due = moved
         return True
 
-    def due(self) -> OutcomeText | None:
-        """The comparison that the last step has completed."""
+    def due(self) -> tuple[str, dict[str, float]] | None:
+        """The comparison that the last step has completed, as an event's detail and data."""
         moved = self._due
         if moved is None or self._records[-1].step < moved.version + self._filling + MEASURED - 1:
             return None
@@ -49,7 +41,7 @@ class MoveOutcome:
             f"{moved.cost_s:.1f} s, expected {planned.cost_s:.1f} s"
         )
         data = {"rate": planned.rate, "expected": expected, "measured": measured, "cost_s": moved.cost_s}
-        return OutcomeText(detail, {name: round(value, 3) for name, value in data.items()})
+        return detail, {name: round(value, 3) for name, value in data.items()}
 
     def rate(self, first: int) -> float:
         """Trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""

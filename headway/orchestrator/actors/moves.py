@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple
 
@@ -70,24 +71,18 @@ def require_movable(experiment: Experiment) -> None:
         return
     placed = placement_of(experiment)
     names = list(dict.fromkeys((*placed.generator, *placed.trainer)))
-    said = f"control.devices = 'move' (--plan auto) with {', '.join(names)}: "
+    pairs = itertools.combinations(map(parse_device, names), 2)
     if experiment.control.mode != "act":
-        raise ConfigurationError(
-            f"{said}control.mode = {experiment.control.mode!r} changes nothing in a run; valid: control.mode = 'act'"
-        )
-    if len(names) == 1:
-        raise ConfigurationError(
-            f"{said}with one device there is one plan, temporal, in which the sides take turns; leave it out"
-        )
-    if not alike(names) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
-        raise ConfigurationError(
-            f"{said}the sides can only change places on devices of one kind and size, one device a replica"
-        )
-    parsed = [parse_device(name) for name in names]
-    for index, one in enumerate(parsed):
-        for other in parsed[index + 1 :]:
-            if one.shares_with(other):
-                raise ConfigurationError(f"{said}{one} and {other} share a part; valid: equal names, or nothing shared")
+        said = f"control.mode = {experiment.control.mode!r} changes nothing in a run; valid: control.mode = 'act'"
+    elif len(names) == 1:
+        said = "with one device there is one plan, temporal, in which the sides take turns; leave it out"
+    elif not alike(names) or experiment.generator.engine_arguments.get("tensor_parallel_size", 1) != 1:
+        said = "the sides can only change places on devices of one kind and size, one device a replica"
+    elif clash := next((pair for pair in pairs if pair[0].shares_with(pair[1])), None):
+        said = f"{clash[0]} and {clash[1]} share a part; valid: equal names, or nothing shared"
+    else:
+        return
+    raise ConfigurationError(f"control.devices = 'move' (--plan auto) with {', '.join(names)}: {said}")
 
 
 def placed_as_before(experiment: Experiment, directory: RunDirectory) -> Experiment:

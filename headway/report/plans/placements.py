@@ -1,4 +1,4 @@
-"""A run's placements: what each was expected to bring, what its stages did with their time, and what changes cost."""
+"""A run's placements: what each was expected to bring, and what its stages did with their time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,8 @@ from headway.records.plan import RunPlan
 from headway.report.formats import duration, percent, quantity
 from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT, EVENT_PLAN_OUTCOME
 
-STAGE_HEADS = (
-    "stage",
-    "placement",
-    "from version",
-    "samples/s",
-    "expected",
-    "busy",
-    "waits for data",
-    "waits for its device",
-    "transfers",
-)
-CHANGE_HEADS = ("change", "version", "gain expected", "samples/s before", "after", "cost", "cost expected")
+_FIGURES = ("from version", "samples/s", "expected", "busy", "waits for data", "waits for its device", "transfers")
+STAGE_HEADS = ("stage", "placement", *_FIGURES)
 
 
 class PlacedSteps(NamedTuple):
@@ -86,40 +76,18 @@ def _step_s(step: StepRecord) -> float:
     return step.step_s
 
 
-def change_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:
-    """Rows under `CHANGE_HEADS`: each change of plan, with what it came to where that was measured."""
-    outcomes = [line for line in lines if isinstance(line, EventRecord) and line.event == EVENT_PLAN_OUTCOME]
-    changes, rows = changes_of(lines), list[list[str]]()
-    for index, event in enumerate(changes):
-        until = changes[index + 1].step if index + 1 < len(changes) else float("inf")
-        after = next((one for one in outcomes if event.step < one.step <= until), None)
-        made, data = event.event == EVENT_PLAN_CHANGED, event.data
-        rows.append(
-            [
-                event.detail if made else f"taken back: {event.detail}",
-                f"{event.step:,}",
-                f"{float(data['gain']) - 1:+.0%}",
-                quantity(float(data["rate"])),
-                quantity(float(after.data["measured"])) if made and after else "–",
-                duration(float(data["cost_s"])),
-                duration(float(data["expected_cost_s"])),
-            ]
-        )
-    return rows
-
-
 def change_sentence(lines: Sequence[LedgerLine]) -> str:
-    """Say how often the plan was changed, and what the last change came to; "" where it wasn't."""
-    rows = change_rows(lines)
-    if not rows:
+    """Say how often the plan was changed, and what was said of the last change; "" where it wasn't."""
+    changes = changes_of(lines)
+    if not changes:
         return ""
-    _, version, gain, before, after, cost, _ = rows[-1]
-    back = sum(event.event == EVENT_PLAN_KEPT for event in changes_of(lines))
-    made = len(rows) - back
+    last = changes[-1]
+    back = sum(event.event == EVENT_PLAN_KEPT for event in changes)
+    made = len(changes) - back
+    events = [line for line in lines if isinstance(line, EventRecord) and line.step > last.step]
+    after = "".join(f"; then {event.detail}" for event in events if event.event == EVENT_PLAN_OUTCOME)
     times = f"{made} {'change' if made == 1 else 'changes'} of plan in the run" + (
         f", {back} more taken back" if back else ""
     )
-    return (
-        f"{times}; the last at version {version}, in {cost}: {before} samples/s before, {after} after it ({gain} "
-        "expected)."
-    )
+    cost = duration(float(last.data["cost_s"]))
+    return f"{times}; the last at version {last.step}, in {cost}: {last.detail}{after}."

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from headway.records.errors import ConfigurationError
 from headway.records.execution import WORKFLOW_FILE, FlowLine, FlowStep, StageStep
 from headway.records.ledger import EventRecord
 from headway.report.formats import duration, percent
 from headway.report.printing import Rows, print_rows
+from headway.telemetry.trace_file import decoded_lines
 
 
 def is_workflow(folder: str | Path) -> bool:
@@ -23,14 +23,8 @@ def is_workflow(folder: str | Path) -> bool:
 def read_workflow(folder: str | Path) -> list[FlowLine]:
     """The steps and events of a workflow, oldest first; a torn last line is left out. Raises ConfigurationError for a
     damaged one."""
-    path, decoder, found = Path(folder) / WORKFLOW_FILE, msgspec.json.Decoder(FlowLine), list[FlowLine]()
-    *lines, _ = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(decoder.decode(line))
-        except msgspec.MsgspecError as error:
-            raise ConfigurationError(f"{path}, line {number}: damaged: {error}") from None
-    return found
+    path, decoder = Path(folder) / WORKFLOW_FILE, msgspec.json.Decoder(FlowLine)
+    return decoded_lines(path, path.read_bytes(), decoder.decode)
 
 
 def workflow_rows(lines: Sequence[FlowLine]) -> Rows:

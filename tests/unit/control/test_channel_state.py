@@ -173,16 +173,6 @@ def test_consumers_take_turns_or_follow_a_function():
         astray.advance(0.0)
 
 
-def test_what_a_lost_consumer_was_to_get_goes_to_the_others():
-    channel = state(10, balance="round_robin", consumers=["a", "b"])
-    put(channel, 1, 2, 3, 4)
-    channel.advance(0.0)
-    channel.reassign("a")
-    get = channel.get("b", 4.0)
-    channel.advance(0.0)
-    assert values(get) == [1, 2, 3, 4]
-
-
 def test_a_dead_producers_items_are_dropped_where_they_died_with_it():
     channel = state(2)
     put(channel, "kept", "lost")

@@ -9,7 +9,7 @@ from headway.config.load import changed_experiment
 from headway.control.tuning.controller import ControllerState, Decision, decide
 from headway.control.tuning.diagnosis import every_split
 from headway.control.tuning.knob_search import first_knobs, limits_of
-from headway.control.tuning.move_outcome import MEASURED, MoveOutcome, OutcomeText
+from headway.control.tuning.move_outcome import MEASURED, MoveOutcome
 from headway.records.ledger import StepRecord
 from headway.records.plan import ExecutedMove, PlannedMove, RunPlacement
 from tests.unit.control.test_replan import devices, generation_bound
@@ -66,7 +66,7 @@ def test_a_run_that_can_move_is_moved_before_its_knobs_are_set() -> None:
 
 
 def test_an_outcome_is_measured_without_the_steps_in_which_the_queue_fills() -> None:
-    outcome, move, said = MoveOutcome(budget=2), moved(HYBRID), list[tuple[int, OutcomeText]]()
+    outcome, move, said = MoveOutcome(budget=2), moved(HYBRID), list[tuple[int, tuple[str, dict[str, float]]]]()
     assert not any(outcome.changes(record(step, 10.0), None) for step in range(20))
     assert outcome.changes(record(20, 0.1), move)
     for step in range(21, 60):
@@ -75,8 +75,8 @@ def test_an_outcome_is_measured_without_the_steps_in_which_the_queue_fills() -> 
             said.append((step, found))
     ((step, text),) = said
     assert step == 23 + MEASURED - 1
-    assert text.data == {"rate": 10.0, "expected": 15.0, "measured": 14.0, "cost_s": 4.0}
-    assert "14 samples/s, expected 15, before 10; it took 4.0 s, expected 2.0 s" in text.detail
+    assert text[1] == {"rate": 10.0, "expected": 15.0, "measured": 14.0, "cost_s": 4.0}
+    assert "14 samples/s, expected 15, before 10; it took 4.0 s, expected 2.0 s" in text[0]
 
 
 def test_a_move_that_was_taken_back_changes_nothing() -> None:

@@ -16,7 +16,7 @@ from headway.flow.payloads import Payloads
 from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
 from headway.records.errors import ConfigurationError
 
-ADDRESS = PeerAddress(name="a", incarnation="1", machine="here", unix="", pid=1)
+ADDRESS = PeerAddress(name="a", incarnation="1", machine="here", unix="")
 MESSAGE = np.arange(1 << 18)
 
 

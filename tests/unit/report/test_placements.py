@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.records.ledger import EventRecord, QueueFlow, StepRecord
-from headway.report.plans.placements import change_rows, change_sentence, placed_steps, stage_rows
+from headway.report.plans.placements import change_sentence, placed_steps, stage_rows
 
 SPATIAL, HYBRID = "spatial: generate on cpu:0; train on cpu:1", "hybrid: generate on cpu:0, cpu:1; train on cpu:1"
 
@@ -49,8 +49,8 @@ def test_a_run_that_stays_has_its_configuration_as_placement() -> None:
 
 
 def test_changes_have_what_they_came_to_and_cost() -> None:
-    made, back = change_rows(LINES)
-    assert made[1:] == ["4", "+50%", "10", "14", "3.0 s", "2.0 s"]
-    assert back[0].startswith("taken back: ")
-    assert back[4] == "–"
-    assert change_sentence(LINES).startswith("1 change of plan in the run, 1 more taken back; the last at version 9")
+    moved = f"in 3.0 s: {SPATIAL} -> {HYBRID}"
+    outcome = EventRecord(event="plan_outcome", detail="14 samples/s, expected 15", step=8)
+    made = change_sentence([*LINES[:-2], outcome])
+    assert made == f"1 change of plan in the run; the last at version 4, {moved}; then 14 samples/s, expected 15."
+    assert change_sentence(LINES) == f"1 change of plan in the run, 1 more taken back; the last at version 9, {moved}."
