@@ -206,8 +206,8 @@ class DeviceLocks:
     async def _load(self, grant: LockGrant) -> None:
         """Make room, then load."""
         await asyncio.gather(*(self._offload(name) for name in grant.offload))
-        if grant.onload and "onload" in (moves := self._moves[grant.party]):
-            await self._move(grant.party, "onload", moves["onload"])
+        if grant.onload and (onload := self._moves[grant.party].get("onload")) is not None:
+            await self._move(grant.party, "onload", onload)
 
     async def _offload(self, name: str) -> None:
         if (offload := self._moves[name].get("offload")) is None:
