@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from headway.flow.auto import AutoPlanner
 from headway.flow.channel import Channel
 from headway.flow.run import Flow
 from headway.flow.worker import Worker
@@ -88,10 +87,11 @@ class VirtualDevices:
         return await self._local.start(dataclasses.replace(spec, device="cpu:all"))
 
 
-class Scripted:
-    """A planner that goes through the plans of one placement, ``each`` steps with each."""
+class Scripted(AutoPlanner):
+    """Goes through the plans of one placement, ``each`` steps with each."""
 
     def __init__(self, placement: Placement, chunks: Sequence[int | None], items: int, each: int) -> None:
+        super().__init__((), items)
         self._plans = [
             ExecutionPlan(
                 stages={name: StagePlacement(devices=devices, chunk=chunk) for name, devices in placement.items()},
@@ -102,9 +102,9 @@ class Scripted:
         self._each = each
 
     def with_stage(self, plan: ExecutionPlan, stage: str, most: int | None) -> ExecutionPlan:
-        return msgspec.structs.replace(plan, stages=self._plans[0].stages, items=self._plans[0].items)
+        return self._plans[0]
 
-    def take(self, step: FlowStep, *measured: object) -> None:
+    def take(self, *measured: object) -> None:
         pass
 
     def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:

@@ -36,7 +36,7 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 
 Result = TypeVar("Result")
-PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"]
+PlanLike = ExecutionPlan | Mapping[str, Any] | Literal["auto"] | AutoPlanner
 MakeLauncher = Callable[[Clock, EventCallback, Waits], Launcher]
 STALL_S = 120.0
 
@@ -82,6 +82,8 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Au
     """The plan to begin with, and what changes it."""
     if isinstance(plan, ExecutionPlan):
         return plan, None
+    if isinstance(plan, AutoPlanner):
+        return ExecutionPlan(stages={}, items=options.items), plan
     if isinstance(plan, Mapping) and "stages" in plan:
         try:
             return msgspec.convert(plan, ExecutionPlan), None
