@@ -25,7 +25,7 @@ from headway.flow.channel import ChannelClosed
 from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
 from headway.flow.peers import Hub
 from headway.flow.process import enter
-from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
+from headway.flow.worker import Turns, Worker, WorkerPlace
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
 from headway.runtime.worker_slots import own_cause
@@ -79,10 +79,6 @@ class WorkerHost:
         finally:
             self._on_links(self.hub.call("driver", "acknowledge", self.name)).result()
         return CallReport(value=value, seconds=time.perf_counter() - started)
-
-    def times(self) -> StageTimes:
-        """The seconds since the last reading."""
-        return self.turns.take()
 
     def move_to(self, place: WorkerPlace) -> None:
         """Take another part of the plan: its devices stay."""

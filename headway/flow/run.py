@@ -28,7 +28,7 @@ from headway.flow.process import enter
 from headway.flow.stage import STOP_GRACE_S, Stage, Surroundings
 from headway.flow.steps import StepBook
 from headway.flow.watch import FlowWatch
-from headway.flow.worker import Worker
+from headway.flow.worker import StageTimes, Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
 from headway.runtime.clock import Clock, RealClock
@@ -243,7 +243,8 @@ class Flow:
                 await self._move(better)
             self._book.begin(step, self._locks.statistics().idle_wanted_s)
             yield step
-            ended, turns = await self._book.end(self.plan, self._groups(), self._locks.statistics().idle_wanted_s)
+            idle_s = self._locks.statistics().idle_wanted_s
+            ended, turns = await self._book.end(self.plan, self._groups(), self._times, idle_s)
             self.history.append(ended)
             if self._planner is not None:
                 movable = {name for name, stage in self._stages.items() if stage.keeps_state}
@@ -257,6 +258,11 @@ class Flow:
         if same_places(before, plan):  # other expectations alone
             self.plan = plan
             return
+        if busy := [name for name, stage in self._stages.items() if stage.group.busy]:
+            raise ConfigurationError(
+                f"the plan can't be changed before step {len(self.history)}: {', '.join(busy)} still has a call; await "
+                "all calls inside their step"
+            )
         left = {name: await stage.leave(before, plan) for name, stage in self._stages.items()}
         self.plan = plan
         await asyncio.gather(*(stage.arrive(before, plan, left[name]) for name, stage in self._stages.items()))
@@ -266,6 +272,9 @@ class Flow:
         self._book.event(
             "plan_changed", f"{text_of(before)} -> {text_of(plan)}{expected}; took {seconds:.1f} s", seconds=seconds
         )
+
+    async def _times(self, worker: str) -> StageTimes:
+        return await self._around.hub.call(worker, "times")
 
     def _services(self) -> SimpleNamespace:
         """Methods that the workers call in this process."""

@@ -108,7 +108,11 @@ class Stage:
     async def remember(self) -> None:
         """Ask the workers for what their successors will need, where they may have any."""
         if self._restarts and not self.kind.stateless:
-            self._states = {slot.name: await self._ask(slot, "state") for slot in self.group.slots if slot.live}
+            self._states = {
+                slot.name: await self._ask(slot, "state")
+                for slot in self.group.slots
+                if slot.live and slot.name not in self.group.busy
+            }
 
     async def leave(self, before: ExecutionPlan, plan: ExecutionPlan) -> list[Any]:
         """Leave the devices, where another plan gives it others; returns its workers' states."""

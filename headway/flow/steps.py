@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +71,18 @@ class StepBook:
         self._step, self._began_s, self._idle_s = step, self._clock.now(), idle_s
 
     async def end(
-        self, plan: ExecutionPlan, groups: Mapping[str, WorkerGroup], idle_s: float
+        self,
+        plan: ExecutionPlan,
+        groups: Mapping[str, WorkerGroup],
+        times: Callable[[str], Awaitable[StageTimes]],
+        idle_s: float,
     ) -> tuple[FlowStep, Turns]:
-        """The step has ended: ask all workers for their times. Returns it, and what single turns took."""
+        """The step has ended: ask all workers for their ``times``. Returns it, and what single turns took."""
         now = self._clock.now()
         stages: dict[str, StageStep] = {}
         turns: Turns = {}
         for stage, group in groups.items():
-            found = await asyncio.gather(*(_times(slot.live) for slot in group.slots))
+            found = await asyncio.gather(*(_times(slot, times) for slot in group.slots))
             turns[stage] = [(turn.items, turn.busy_s) for one in found for turn in one.each]
             for slot, one in zip(group.slots, found, strict=True):
                 self._trace_turns(slot, one)
@@ -123,8 +127,8 @@ class StepBook:
 _SUMMED = ("busy_s", "data_wait_s", "device_wait_s", "switch_s", "transfer_s", "items", "turns")
 
 
-async def _times(worker: Any) -> StageTimes:
-    if worker is not None:
+async def _times(slot: WorkerSlot, ask: Callable[[str], Awaitable[StageTimes]]) -> StageTimes:
+    if slot.live is not None:
         with contextlib.suppress(WorkerDied, RemoteError):
-            return await worker.call("times")
+            return await ask(slot.name)
     return StageTimes()

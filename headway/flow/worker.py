@@ -238,6 +238,10 @@ class Turns:
         self._recalled = True
         await self._give_up_if_wanted()
 
+    async def taken(self) -> StageTimes:
+        """`take`, for another thread's loop."""
+        return self.take()
+
     def take(self) -> StageTimes:
         """The times since the last call."""
         taken, self.times, self._before = self.times, StageTimes(), (0, 0.0)

@@ -118,6 +118,17 @@ def test_a_restarted_worker_goes_on_from_the_state_of_the_last_step(tmp_path: Pa
         run(forgetful, ONE)
 
 
+def test_a_plan_is_not_changed_under_a_running_call():
+    async def workflow(flow: Flow) -> None:
+        group = await flow.workers("double", Doubles)
+        calls: list[Any] = []
+        async for _ in flow.steps(4):
+            calls.append(group.pause(0.5))
+
+    with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: double still has a call"):
+        run(workflow, "auto", devices=["cpu:0", "cpu:1"], items=4)
+
+
 def test_a_folder_holds_one_workflow(tmp_path: Path):
     run(double_all, ONE, 1, directory=tmp_path)
     with pytest.raises(ConfigurationError, match="has the steps of another workflow"):
