@@ -45,14 +45,14 @@ class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     closed: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Put:
     """A producer's items on their way into the channel."""
 
     items: deque[Item]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Get:
     """A consumer's request: for one item, or for items of a total weight of at least ``weight``."""
 
@@ -162,6 +162,13 @@ class ChannelState:
         elif waiting in self._gets:
             self._gets.remove(waiting)
             self._return(waiting.consumer, waiting.items)
+
+    def give_back(self, consumer: str, payloads: Sequence[Any]) -> None:
+        """``consumer`` got these in vain: they are in the channel again."""
+        got = self._got.get(consumer, [])
+        items = [item for item in got if item.payload in payloads]
+        self._got[consumer] = [item for item in got if item.payload not in payloads]
+        self._return(consumer, items)
 
     def acknowledge(self, consumer: str) -> list[Item]:
         """The call of ``consumer`` has ended: what it got is done with. Returns those items."""

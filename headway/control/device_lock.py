@@ -96,6 +96,10 @@ class DeviceLock:
         self._held.pop(name, None)
         return self._settle(now)
 
+    def loaded(self, name: str) -> bool:
+        """Whether a party is on its devices, computing or not."""
+        return name in self._loaded
+
     def stays(self, name: str) -> None:
         """Note that a party which was to leave its devices couldn't: it is still loaded."""
         self._loaded.add(name)

@@ -79,6 +79,12 @@ class Channels:
         self.edges |= {(item.producer.rpartition("-")[0], to) for item in get.items}
         return [item.payload for item in get.items]
 
+    def give_back(self, consumer: str, number: int, refs: Sequence[PayloadRef]) -> None:
+        """``consumer`` was cancelled while it got these."""
+        if (state := self._states.get(number)) is not None:
+            state.give_back(consumer, refs)
+            self._advance(state)
+
     def acknowledge(self, consumer: str) -> None:
         """A call of ``consumer`` has ended: what it got can go."""
         for state in self._states.values():
@@ -138,6 +144,8 @@ class Channels:
             with self._waits.on(what, f"channel {state.name}", who):
                 await settled
         except asyncio.CancelledError:
+            if settled.done() and isinstance(waiting, Get):
+                state.give_back(waiting.consumer, [item.payload for item in waiting.items])
             state.withdraw(waiting)
             self._advance(state)
             raise

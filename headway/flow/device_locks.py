@@ -99,6 +99,10 @@ class DeviceLocks:
         if not self._lock.holds(name) and any(one.devices & mine for one in self.parties.values() if one.name != name):
             await self._offload(name)
 
+    def loaded(self, name: str) -> bool:
+        """Whether a party is on its devices; one that isn't known takes turns with nobody."""
+        return name not in self._lock.parties or self._lock.loaded(name)
+
     def holds(self, name: str) -> bool:
         """Whether a party holds its devices."""
         return self._lock.holds(name)

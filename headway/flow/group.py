@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from headway.flow.host import CallReport
 from headway.flow.packing import Arguments, pack
-from headway.records.errors import ConfigurationError, HeadwayError, WorkerDied
+from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 
 
@@ -86,11 +87,13 @@ class WorkerGroup:
         kind: type[Any],
         died: Callable[[str], Awaitable[None]],
         fail: Callable[[BaseException], None],
+        acknowledge: Callable[[str], None],
     ) -> None:
-        """``died(name)``: wait until a worker's death has been dealt with."""
+        """``died(name)``: wait until a worker's death has been dealt with. ``acknowledge(name)``: its call is over."""
+        self._acknowledge = acknowledge
         self.stage = stage
         self.slots: list[WorkerSlot] = []
-        self.busy: set[str] = set()  # workers that have a call
+        self.busy: Counter[str] = Counter()  # calls of each worker that has one
         self.ended = 0  # calls
         self.abandoned: set[str] = set()  # workers whose call nobody waits for any more: it still runs
         self._kind = kind
@@ -131,7 +134,7 @@ class WorkerGroup:
         return lambda *positional, **named: self._begin(method, positional, named)
 
     def _view(self) -> WorkerGroup:
-        view = WorkerGroup(self.stage, self._kind, self._died, self._fail)
+        view = WorkerGroup(self.stage, self._kind, self._died, self._fail, self._acknowledge)
         view._ranks, view._shard, view._base = self._ranks, self._shard, self._base
         return view
 
@@ -159,13 +162,18 @@ class WorkerGroup:
     async def _call(self, rank: int, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
         """Call one worker; again in its successor, while its stage may restart it."""
         slot = self.slots[rank]
-        self.busy.add(slot.name)
+        self.busy[slot.name] += 1
         try:
             while True:
                 if (worker := slot.live) is None and (worker := await self._revived(slot)) is None:
                     continue
                 try:
-                    return await worker.call("call", method, positional, named)
+                    report = await worker.call("call", method, positional, named)
+                    self._acknowledge(slot.name)
+                    return report
+                except RemoteError:
+                    self._acknowledge(slot.name)
+                    raise
                 except WorkerDied:
                     await self._died(slot.name)
                 except (AttributeError, TypeError, pickle.PicklingError):
@@ -176,7 +184,7 @@ class WorkerGroup:
                     raise
         finally:
             self.ended += 1
-            self.busy.discard(slot.name)
+            self.busy -= Counter([slot.name])
 
     async def _revived(self, slot: WorkerSlot) -> Any:
         """A successor of a worker that has died. Raises WorkerDied when it may have none."""

@@ -25,7 +25,7 @@ from headway.flow.channel import ChannelClosed
 from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
 from headway.flow.peers import Hub
 from headway.flow.process import enter
-from headway.flow.worker import Turns, Worker, WorkerPlace
+from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
 from headway.runtime.worker_slots import own_cause
@@ -60,6 +60,7 @@ class WorkerHost:
         self.context, self.place, self.name = context, place, place.name
         self.turns = Turns(self)
         self.ending = False
+        self._returns: set[asyncio.Task[Any]] = set()  # of items that nobody wants any more
         self.loop = asyncio.new_event_loop()  # of the user's methods; its tasks show in stalls
         self._links = asyncio.new_event_loop()
         for name, loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
@@ -74,10 +75,7 @@ class WorkerHost:
     def call(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
         """Run a method of the user's object."""
         started = time.perf_counter()
-        try:
-            value = self._on_loop(self._run(method, positional, named)).result()
-        finally:
-            self._on_links(self.hub.call("driver", "acknowledge", self.name)).result()
+        value = self._on_loop(self._run(method, positional, named)).result()
         return CallReport(value=value, seconds=time.perf_counter() - started)
 
     def move_to(self, place: WorkerPlace) -> None:
@@ -102,12 +100,24 @@ class WorkerHost:
                 raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
-        async with self.turns.waiting(f"items of channel {name}"):
-            refs: list[PayloadRef] = await self.ask_driver("get", self.name, number, weight)
-            with self.turns.transferring():
-                items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
+        asking = asyncio.ensure_future(self.ask_driver("get", self.name, number, weight))
+        try:
+            async with self.turns.waiting(f"items of channel {name}"):
+                refs: list[PayloadRef] = await asyncio.shield(asking)
+        except asyncio.CancelledError:  # what the channel gives now is for another
+            asking.add_done_callback(lambda done: self._give_back(done, number))
+            raise
+        with self.turns.transferring():
+            items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
         self.turns.times.items += len(items)
         return items
+
+    def _give_back(self, got: asyncio.Future[list[PayloadRef]], number: int) -> None:
+        if not got.cancelled() and got.exception() is None and got.result():
+            self._returns.add(
+                task := self.loop.create_task(self.ask_driver("give_back", self.name, number, got.result()))
+            )
+            task.add_done_callback(self._returns.discard)
 
     def portion(self, name: str) -> float:
         place = self.place
@@ -198,6 +208,10 @@ class _Services:
     async def recall(self) -> None:
         """Give the devices up at the next wait: another stage wants them."""
         await self._host.on_loop(self._host.turns.recall())
+
+    async def times(self) -> StageTimes:
+        """The seconds since the last reading, also amid a call."""
+        return await self._host.on_loop(self._host.turns.taken())
 
     def waits_for(self) -> str:
         """Say what the worker's call waits for; empty: it computes."""

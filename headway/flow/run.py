@@ -32,6 +32,7 @@ from headway.flow.worker import StageTimes, Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.devices import split_node
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 
@@ -70,6 +71,7 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
         raise ConfigurationError(f"run has no option {', '.join(sorted(unknown))}; valid: {valid}")
     chosen = FlowOptions(**options)
     first, planner = _first_plan(plan, chosen)
+    _require_possible(first, chosen)
 
     async def play() -> Result:
         async with Flow(first, chosen, planner) as flow:
@@ -81,12 +83,12 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
 def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, AutoPlanner | None]:
     """The plan to begin with, and what changes it."""
     if isinstance(plan, ExecutionPlan):
-        return plan, None
+        return msgspec.structs.replace(plan, items=plan.items or options.items), None
     if isinstance(plan, AutoPlanner):
         return ExecutionPlan(stages={}, items=options.items), plan
     if isinstance(plan, Mapping) and "stages" in plan:
         try:
-            return msgspec.convert(plan, ExecutionPlan), None
+            return msgspec.convert({"items": options.items, **plan}, ExecutionPlan), None
         except msgspec.ValidationError as error:
             raise ConfigurationError(f"plan: {error}") from None
     if isinstance(plan, Mapping):
@@ -98,6 +100,21 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Au
     if plan != "auto" or not options.devices or options.items is None:
         raise ConfigurationError(f"plan = {plan!r}: valid: stages with devices, or 'auto' with devices and items")
     return ExecutionPlan(stages={}, items=options.items), AutoPlanner(options.devices, options.items)
+
+
+def _require_possible(plan: ExecutionPlan, options: FlowOptions) -> None:
+    """Raise ConfigurationError for a plan that no workflow can be run by."""
+    for stage, placed in plan.stages.items():
+        if not placed.devices or (placed.chunk is not None and placed.chunk < 1):
+            raise ConfigurationError(
+                f"plan: stage {stage!r}: devices {list(placed.devices)}, chunk {placed.chunk}: valid: at least one "
+                "device, and a chunk of at least one item, or none"
+            )
+        if repeated := {device for device in placed.devices if placed.devices.count(device) > 1}:
+            raise ConfigurationError(f"plan: stage {stage!r} has {', '.join(sorted(repeated))} more than once")
+        for device in placed.devices:
+            if (node := split_node(device)[0]) and options.cluster is None:
+                raise ConfigurationError(f"plan: stage {stage!r}: {device}: node {node!r} needs cluster = ...")
 
 
 class Flow:
@@ -165,6 +182,10 @@ class Flow:
         self._failed = True  # until it has ended well: then workers are given time to end
         try:
             result = await self._playing
+            if self._failure is not None:
+                raise self._failure
+            for name in [name for group in self._groups().values() for name in group.busy]:
+                self._book.event("call_not_awaited", f"the workflow has ended; {name} still has a call", worker=name)
             self._failed = False
             return result
         except asyncio.CancelledError:
@@ -282,7 +303,7 @@ class Flow:
         return SimpleNamespace(
             put=channels.put_refs,
             get=channels.get_refs,
-            acknowledge=channels.acknowledge,
+            give_back=channels.give_back,
             channel_statistics=channels.statistics_of,
             acquire=locks.acquire,
             release=locks.release,

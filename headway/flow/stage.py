@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import sys
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from headway.flow.placement import shares
 from headway.flow.steps import StepBook
 from headway.flow.worker import Worker, WorkerPlace
 from headway.records.device_lock import Party
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.records.execution import ExecutionPlan
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
-from headway.runtime.worker_slots import WorkerSlot, start_all
-from headway.runtime.workers import WorkerHandle, WorkerSpec
+from headway.runtime.worker_slots import WorkerSlot, own_cause, start_all
+from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
 
 _FACTORY = "headway.flow.host:WorkerHost"
 STOP_GRACE_S = 10.0
@@ -69,7 +70,7 @@ class Stage:
         self.name = name
         self.kind = kind
         self.most = most
-        self.group = WorkerGroup(name, kind, self._dealt_with, around.fail)
+        self.group = WorkerGroup(name, kind, self._dealt_with, around.fail, around.channels.acknowledge)
         self._factory, self._script = _factory_of(kind, where)
         self._arguments = arguments
         self._around = around
@@ -133,14 +134,19 @@ class Stage:
         if plan.stages[self.name].devices != before.stages[self.name].devices:
             await self.start(plan)
             for rank, slot in enumerate(self.group.slots if states else []):
-                await self._ask(slot, "restore", states[min(rank, len(states) - 1)])
+                state = states[min(rank, len(states) - 1)]
+                await self._ask(slot, "restore", state)
+                self._states[slot.name] = state
             return
         for rank, slot in enumerate(self.group.slots):
             slot.spec.arguments["place"] = place = self._place(plan, rank)
+            loaded = self._around.locks.loaded(slot.name)
             self._around.locks.remove(slot.name)
-            self._add_party(place, loaded=True)
+            self._add_party(place, loaded=loaded)
             if slot.live is not None:
                 await slot.live.call("move_to", place)
+                if not loaded and not place.shares:
+                    await self._around.hub.call(slot.name, "onload")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all workers; those whose call nobody waits for at once."""
@@ -185,9 +191,8 @@ class Stage:
             if name in self._states:
                 await worker.call("call", "restore", (self._states[name],), {})
 
-        return WorkerSlot(
-            spec, around.machines.launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch
-        )
+        launcher = _Launcher(around.machines.launcher, around.locks)
+        return WorkerSlot(spec, launcher, around.clock, around.book.event, limit=self._restarts, prepare=watch)
 
     def _add_party(self, place: WorkerPlace, *, loaded: bool) -> None:
         """Have a worker whose devices are others' too take turns on them."""
@@ -195,15 +200,22 @@ class Stage:
             return
         name, hub = place.name, self._around.hub
 
+        async def recall() -> None:
+            with contextlib.suppress(WorkerDied):  # which frees its devices
+                await hub.call(name, "recall")
+
         async def offload() -> None:
-            seconds, freed = await hub.call(name, "offload")
+            try:
+                seconds, freed = await hub.call(name, "offload")
+            except RemoteError as error:
+                raise own_cause(error) from None
             if not freed and name not in self._idle_offloads:
                 self._idle_offloads.add(name)
                 self._around.book.event("offload_frees_nothing", f"{name}: after {seconds:.3g} s", worker=name)
 
         self._around.locks.add(
             Party(name=name, stage=place.stage, devices=parse_device(place.device).units(), order=self._order),
-            wanted=lambda: hub.call(name, "recall"),
+            wanted=recall,
             onload=lambda: hub.call(name, "onload"),
             offload=offload,
             loaded=loaded,
@@ -219,6 +231,21 @@ class Stage:
 
     async def _dealt_with(self, name: str) -> None:
         await asyncio.shield(self._deaths[name])
+
+
+class _Launcher:
+    """A launcher that frees the devices of a worker that can't be built."""
+
+    def __init__(self, launcher: Launcher, locks: DeviceLocks) -> None:
+        self._launcher, self._locks = launcher, locks
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """See :meth:`headway.runtime.workers.Launcher.start`."""
+        try:
+            return await self._launcher.start(spec)
+        except BaseException:
+            self._locks.died(spec.name)
+            raise
 
 
 def _factory_of(kind: type[Worker], where: str) -> tuple[str, str]:

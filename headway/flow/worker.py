@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -172,66 +173,81 @@ class Turns:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.has = False  # the devices are its own until it gives them up
-        self.waits_for = ""  # "": nothing
         self.times = StageTimes()
-        self._inside = 0  # turns under way
-        self._waiting = 0
+        self._one = asyncio.Lock()  # turns of several tasks come one after the other
+        self._task: asyncio.Task[Any] | None = None  # that is in its turn
+        self._waits: dict[asyncio.Task[Any], str] = {}  # what tasks wait for
+        self._asking: asyncio.Task[None] | None = None  # for the devices
         self._recalled = False
-        self._since_s = 0.0  # when it began to compute
+        self._computes_s = 0.0  # since when the task in its turn computes
+        self._waits_s = 0.0  # since when a task waits
         self._before = (0, 0.0)  # items and busy seconds at the end of the turn before
+
+    @property
+    def waits_for(self) -> str:
+        """What the worker waits for; empty: it computes, or has nothing to do."""
+        if self._task is not None and self._task not in self._waits:
+            return ""
+        return " and ".join(dict.fromkeys(self._waits.values()))
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """See `Worker.turn`."""
-        if self._inside:
+        task = _current_task()
+        if self._task is task:
             raise ConfigurationError(f"{self._host.name}: a turn inside a turn; the outer one has the devices already")
-        await self._acquire()
-        self._inside += 1
-        self.times.turns += 1
-        self._since_s = began_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.times.busy_s += time.monotonic() - self._since_s
-            self._inside -= 1
-            if len(self.times.each) < _MOST_TURNS:
-                items, busy_s = self.times.items - self._before[0], self.times.busy_s - self._before[1]
-                end_s = time.monotonic()
-                self.times.each.append(Turn(items=items, busy_s=busy_s, start_s=began_s, end_s=end_s))
-            self._before = (self.times.items, self.times.busy_s)
-            await self._give_up_if_wanted()
+        async with self._one:
+            await self._acquire(task)
+            self._task = task
+            self.times.turns += 1
+            self._computes_s = began_s = time.monotonic()
+            try:
+                yield
+            finally:
+                self._stop_computing()
+                self._task = None
+                if len(self.times.each) < _MOST_TURNS:
+                    items, busy_s = self.times.items - self._before[0], self.times.busy_s - self._before[1]
+                    end_s = time.monotonic()
+                    self.times.each.append(Turn(items=items, busy_s=busy_s, start_s=began_s, end_s=end_s))
+                self._before = (self.times.items, self.times.busy_s)
+                await self._give_up_if_wanted()
 
     @asynccontextmanager
     async def waiting(self, what: str) -> AsyncIterator[None]:
-        """Register the block as a wait for ``what``: the devices may go meanwhile, and are back at its end."""
-        started, before = time.monotonic(), self.waits_for
-        self.waits_for = what
-        if self._inside:
-            self.times.busy_s += started - self._since_s
-        self._waiting += 1
+        """Register the block as a wait for ``what``. If it is the task in its turn that waits, the devices may go
+        meanwhile, and are back at the block's end."""
+        task = _current_task()
+        mine = self._task is task
+        if mine:
+            self._stop_computing()
+        if not self._waits:
+            self._waits_s = time.monotonic()
+        self._waits[task] = what
         try:
             await self._give_up_if_wanted()
             yield
         finally:
-            self._waiting -= 1
-            self.waits_for = before
-            self.times.data_wait_s += time.monotonic() - started
-            if self._inside:
+            self._waits.pop(task, None)
+            if not self._waits:
+                self.times.data_wait_s += time.monotonic() - self._waits_s
+            if mine:
                 with contextlib.suppress(BaseException) if self._host.ending else contextlib.nullcontext():
-                    await self._acquire()
-                self._since_s = time.monotonic()
+                    await self._acquire(task)
+                self._computes_s = time.monotonic()
 
     @contextmanager
     def transferring(self) -> Iterator[None]:
-        """Count the block as transfer, not as waiting."""
-        started = time.monotonic()
+        """Count the block as transfer, not as computing."""
+        mine, started = self._task is _current_task(), time.monotonic()
+        if mine:
+            self._stop_computing()
         try:
             yield
         finally:
-            seconds = time.monotonic() - started
-            self.times.transfer_s += seconds
-            if self._waiting:
-                self.times.data_wait_s -= seconds
+            self.times.transfer_s += time.monotonic() - started
+            if mine:
+                self._computes_s = time.monotonic()
 
     async def recall(self) -> None:
         """Somebody wants the devices."""
@@ -247,17 +263,36 @@ class Turns:
         taken, self.times, self._before = self.times, StageTimes(), (0, 0.0)
         return taken
 
-    async def _acquire(self) -> None:
+    def _stop_computing(self) -> None:
+        self.times.busy_s += time.monotonic() - self._computes_s
+
+    async def _acquire(self, task: asyncio.Task[Any]) -> None:
+        """Have the devices. Who is cancelled meanwhile leaves them to the next, or to those who want them."""
         if self.has or not self._host.place.shares:
             return
         started, switched_s = time.monotonic(), self.times.switch_s
-        self._recalled = False  # a recall that comes before the answer stays
-        before, self.waits_for = self.waits_for, f"its devices ({self._host.place.device})"
-        await self._host.ask_driver("acquire", self._host.name)
-        self.has, self.waits_for = True, before
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(), name="asks for its devices")
+        self._waits[task] = f"its devices ({self._host.place.device})"
+        try:
+            await asyncio.shield(self._asking)
+        finally:
+            self._waits.pop(task, None)
         self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)
 
+    async def _ask(self) -> None:
+        self._recalled = False  # a recall that comes before the answer stays
+        await self._host.ask_driver("acquire", self._host.name)
+        self.has = True
+
     async def _give_up_if_wanted(self) -> None:
-        if self._recalled and self.has and not (self._inside and not self._waiting):
+        computes = self._task is not None and self._task not in self._waits
+        if self._recalled and self.has and not computes:
             self.has = self._recalled = False
             await self._host.ask_driver("release", self._host.name)
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

@@ -47,6 +47,7 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "time/apply_pause_s": ("apply_pause_s", "worst replica: no token could be generated"),
     "time/checkpoint_s": ("checkpoint_s", "writing a checkpoint"),
     "time/switch_s": ("switch_s", "on- and offloading of replicas and trainer"),
+    "time/offload_freed_bytes": ("offload_freed_bytes", "freed on devices by offloading"),
     "time/orchestrator_cpu_s": ("orchestrator_cpu_s", "CPU of the orchestrator's process, exporters included"),
     "time/verify_s": ("verify_s", "inside the verifiers, summed over responses"),
     "queue/open_groups": ("open_groups", "running, parked and buffered"),
