@@ -100,6 +100,7 @@ class ChannelState:
         self._turn = 0
         self._in: deque[tuple[float, str, Item]] = deque()  # (time it came in, consumer it is assigned to or "", item)
         self._bytes = self._peak = self._count = self._redelivered = 0
+        self._looked_s = 0.0  # when items moved last
         self._puts: deque[Put] = deque()
         self._gets: deque[Get] = deque()
         self._got: dict[str, list[Item]] = {}
@@ -144,6 +145,7 @@ class ChannelState:
         """Move items as far as they can go; returns the puts that are in, and the gets that are served: with fewer
         items than they asked for, or none, at the end of a closed channel."""
         settled: list[Put | Get] = []
+        self._looked_s = now
         moved = True
         while moved:
             moved = self._admit(now, settled)
@@ -275,6 +277,6 @@ class ChannelState:
     def _return(self, consumer: str, items: Sequence[Item]) -> None:
         """Put items in front, in their order."""
         owner = consumer if self._balance is not None else ""
-        together = [(self._in[0][0] if self._in else 0.0, owner, item) for item in items]
+        together = [(self._in[0][0] if self._in else self._looked_s, owner, item) for item in items]
         self._in = deque(sorted([*together, *self._in], key=lambda one: one[2].number))
         self._bytes += sum(item.bytes for item in items)

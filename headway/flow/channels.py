@@ -13,6 +13,7 @@ from headway.flow.paths import PayloadRef
 from headway.records.errors import ConfigurationError
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
+from headway.runtime.workers import EventCallback
 
 if TYPE_CHECKING:
     from headway.flow.peers import Hub
@@ -28,6 +29,7 @@ class Channels:
 
     def __init__(self, clock: Clock, waits: Waits) -> None:
         self.hub: Hub  # set once
+        self.on_lost: EventCallback = lambda name, detail, /, **fields: None
         self._clock = clock
         self._waits = waits
         self._states: dict[int, ChannelState] = {}
@@ -95,7 +97,11 @@ class Channels:
         returned = 0
         for state in self._states.values():
             returned += state.bring_back(worker)
-            state.lose(worker, kept=self._outlives_owner)
+            lost = state.lose(worker, kept=self._outlives_owner)
+            if lost:
+                self.on_lost(
+                    "items_lost", f"{len(lost)} items in channel {state.name} went with {worker}", worker=worker
+                )
             self._advance(state)
         return returned
 

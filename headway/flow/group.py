@@ -165,7 +165,7 @@ class WorkerGroup:
         self.busy[slot.name] += 1
         try:
             while True:
-                if (worker := slot.live) is None and (worker := await self._revived(slot)) is None:
+                if (worker := slot.live) is None and (worker := await self.revived(slot)) is None:
                     continue
                 try:
                     report = await worker.call("call", method, positional, named)
@@ -186,7 +186,7 @@ class WorkerGroup:
             self.ended += 1
             self.busy -= Counter([slot.name])
 
-    async def _revived(self, slot: WorkerSlot) -> Any:
+    async def revived(self, slot: WorkerSlot) -> Any:
         """A successor of a worker that has died. Raises WorkerDied when it may have none."""
         if slot.exhausted:
             assert slot.fault is not None

@@ -158,7 +158,7 @@ class Flow:
             logs=None if options.directory is None else Path(options.directory) / "logs",
             machines=machines,
         )
-        self._channels.hub = self._around.hub
+        self._channels.hub, self._channels.on_lost = self._around.hub, self._book.event
         await self._around.hub.start()
         enter(self._channels)
         return self

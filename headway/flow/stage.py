@@ -108,12 +108,10 @@ class Stage:
 
     async def remember(self) -> None:
         """Ask the workers for what their successors will need, where they may have any."""
-        if self._restarts and not self.kind.stateless:
-            self._states = {
-                slot.name: await self._ask(slot, "state")
-                for slot in self.group.slots
-                if slot.live and slot.name not in self.group.busy
-            }
+        for slot in self.group.slots if self._restarts and not self.kind.stateless else []:
+            if slot.live and slot.name not in self.group.busy:
+                with contextlib.suppress(WorkerDied):  # then the last one stands
+                    self._states[slot.name] = await self._ask(slot, "state")
 
     async def leave(self, before: ExecutionPlan, plan: ExecutionPlan) -> list[Any]:
         """Leave the devices, where another plan gives it others; returns its workers' states."""
@@ -158,8 +156,9 @@ class Stage:
             self._around.locks.remove(slot.name)
 
     async def _ask(self, slot: WorkerSlot, method: str, *arguments: Any) -> Any:
-        assert slot.live is not None
-        return (await slot.live.call("call", method, arguments, {})).value
+        while (worker := slot.live or await self.group.revived(slot)) is None:
+            pass
+        return (await worker.call("call", method, arguments, {})).value
 
     def _place(self, plan: ExecutionPlan, rank: int) -> WorkerPlace:
         devices = plan.stages[self.name].devices
