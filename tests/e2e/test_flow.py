@@ -14,7 +14,7 @@ from typing import Any
 import flow_workers
 import numpy as np
 import pytest
-from flow_workers import Doubles, Remembers, double_all
+from flow_workers import Doubles, Mortal, Remembers, Shared, double_all
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.flow.run import Flow, run
@@ -127,6 +127,67 @@ def test_a_plan_is_not_changed_under_a_running_call():
 
     with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: double still has a call"):
         run(workflow, "auto", devices=["cpu:0", "cpu:1"], items=4)
+
+
+@pytest.mark.timeout(60)
+def test_stages_are_on_their_devices_when_they_compute_also_after_changes_of_plan():
+    async def workflow(flow: Flow) -> tuple[list[int], list[float]]:
+        groups = [await flow.workers(name, Shared) for name in ("a", "b")]
+        bad: list[int] = []
+        async for _ in flow.steps(5):
+            bad += await flow.pipeline(range(8), *groups)
+        return bad, [stage.busy_s for step in flow.history for stage in step.stages.values()]
+
+    bad, busy_s = run(workflow, "auto", devices=["cpu:0", "cpu:1"], items=8)
+    assert set(bad) == {0}
+    assert all(0.1 < seconds < 2.0 for seconds in busy_s)  # 8 items of 20 ms a stage
+
+
+def test_a_cancelled_get_takes_no_item_with_it():
+    async def workflow(flow: Flow) -> list[int]:
+        group = await flow.workers("double", Shared)
+        channel = flow.channel("numbers")
+        waiting = group.on(0).impatient(channel, 5)
+        await asyncio.sleep(0.05)
+        for number in range(5):
+            await channel.put(number)
+            await asyncio.sleep(0.03)
+        channel.close()
+        return await waiting
+
+    assert sorted(run(workflow, ONE)) == [0, 1, 2, 3, 4]
+
+
+def test_turns_of_two_tasks_do_not_overlap():
+    async def workflow(flow: Flow) -> list[float]:
+        return await (await flow.workers("double", Shared)).on(0).in_two_tasks()
+
+    assert run(workflow, ONE)[0] >= 0.0
+
+
+@pytest.mark.timeout(60)
+def test_a_death_while_it_is_built_frees_the_devices(tmp_path: Path):
+    async def workflow(flow: Flow) -> tuple[int, int]:
+        with pytest.raises(WorkerDied):
+            await flow.workers("a", Mortal, str(tmp_path / "died"), restarts=2)
+        other = await flow.workers("b", Mortal, str(tmp_path / "died"))
+        return await other.on(0).answer(), 1
+
+    assert run(workflow, {"a": "cpu:0", "b": "cpu:0"}) == (42, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"double": []}, "at least one device"),
+        ({"double": ["cpu:0", "cpu:0"]}, "has cpu:0 more than once"),
+        ({"double": "b/cpu:0"}, "node 'b' needs cluster"),
+        ({"stages": {"double": {"devices": ["cpu:0"], "chunks": 2}}}, "unknown field"),
+    ],
+)
+def test_plans_that_can_not_be_are_refused(plan: Any, message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        run(double_all, plan, 1)
 
 
 def test_a_folder_holds_one_workflow(tmp_path: Path):

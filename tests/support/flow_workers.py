@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -106,3 +107,62 @@ class Remembers(Worker):
 
     def restore(self, number: int) -> None:
         self.number = number
+
+
+class Shared(Worker):
+    """Computes for a while in turns, and notes whether its memory was on the device then."""
+
+    stateless = True
+
+    def __init__(self) -> None:
+        self.away, self.bad = False, 0
+
+    async def run(self, source: Channel, result: Channel | None = None) -> int:
+        async for chunk in source.chunks():
+            async with self.turn():
+                self.bad += self.away
+                await asyncio.sleep(0.02 * len(chunk))
+            if result is not None:
+                await result.put_all(chunk)
+        return self.bad
+
+    def onload(self) -> None:
+        self.away = False
+
+    def offload(self) -> None:
+        self.away = True
+
+    async def impatient(self, channel: Channel, tries: int) -> list[Any]:
+        """Give up on gets after a moment, then wait for the rest; returns all that came."""
+        got: list[Any] = []
+        for _ in range(tries):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    got.append(await channel.get())
+        return got + [item async for item in channel]
+
+    async def in_two_tasks(self) -> list[float]:
+        """Two turns at once: how long both took, and how much of it together."""
+
+        async def compute() -> tuple[float, float]:
+            async with self.turn():
+                began = asyncio.get_running_loop().time()
+                await asyncio.sleep(0.1)
+                return began, asyncio.get_running_loop().time()
+
+        one, other = await asyncio.gather(compute(), compute())
+        return [max(one[0], other[0]) - min(one[1], other[1])]
+
+
+class Mortal(Worker):
+    """Dies while it is built, the first time."""
+
+    stateless = True
+
+    def __init__(self, once: str) -> None:
+        if not os.path.exists(once):
+            open(once, "w").close()
+            os._exit(9)
+
+    def answer(self) -> int:
+        return 42
