@@ -217,8 +217,9 @@ class ChannelState:
         while self._puts:
             put = self._puts[0]
             while put.items and self._room(put.items[0]):
-                item = put.items.popleft()
+                item = put.items[0]
                 self._in.append((now, self._assign(item), item))
+                put.items.popleft()
                 self._bytes += item.bytes
                 moved = True
             if put.items:

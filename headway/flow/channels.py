@@ -116,6 +116,10 @@ class Channels:
         """Names of channels that nobody has asked, though something is in."""
         return [s.name for s in self._states.values() if not s.readers and s.statistics(self._clock.now()).used]
 
+    def waits_of(self, who: str) -> list[str]:
+        """What a process waits for in channels."""
+        return [wait.kind for wait in self._waits.open() if wait.waiter == who]
+
     # The workflow's own end: `FlowProcess`.
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
@@ -159,7 +163,11 @@ class Channels:
             self._open.pop(id(waiting), None)
 
     def _advance(self, state: ChannelState) -> None:
-        for one in state.advance(self._clock.now()):
+        try:
+            moved = state.advance(self._clock.now())
+        except ValueError as error:  # of the user's balance
+            raise ConfigurationError(str(error)) from None
+        for one in moved:
             self.changes += 1
             if (settled := self._open.get(id(one))) is not None and not settled.done():
                 settled.set_result(None)

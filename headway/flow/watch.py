@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from headway.flow.channels import WORKFLOW
 from headway.records.errors import NoProgress, RemoteError, WorkerDied
 from headway.runtime.clock import Clock
 
@@ -40,7 +41,8 @@ class FlowWatch:
         while True:
             await self._clock.sleep(self._stall_s / _LOOKS)
             moved = self._moved()
-            if moved != seen or not any(group.busy for group in self._groups().values()):
+            at_work = any(group.busy for group in self._groups().values()) or self._channels.waits_of(WORKFLOW)
+            if moved != seen or not at_work:
                 seen, since_s = moved, self._clock.now()
             elif self._clock.now() - since_s >= self._stall_s:
                 waits = await self._waits()
@@ -57,7 +59,8 @@ class FlowWatch:
         names = [slot.name for group in self._groups().values() for slot in group.slots if slot.name in group.busy]
         found = await asyncio.gather(*(self._wait_of(name) for name in names))
         waiting = [f"{name} waits for {what}" for name, what in zip(names, found, strict=True) if what]
-        return waiting if len(waiting) == len(names) else None
+        own = [f"{WORKFLOW} waits for {what}" for what in self._channels.waits_of(WORKFLOW)]
+        return waiting + own if len(waiting) == len(names) else None
 
     async def _wait_of(self, name: str) -> str:
         try:
