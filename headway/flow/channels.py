@@ -117,7 +117,7 @@ class Channels:
         return [s.name for s in self._states.values() if not s.readers and s.statistics(self._clock.now()).used]
 
     def waits_of(self, who: str) -> list[str]:
-        """What a process waits for in channels."""
+        """List what a process waits for in channels."""
         return [wait.kind for wait in self._waits.open() if wait.waiter == who]
 
     # The workflow's own end: `FlowProcess`.

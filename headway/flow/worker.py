@@ -185,7 +185,7 @@ class Turns:
 
     @property
     def waits_for(self) -> str:
-        """What the worker waits for; empty: it computes, or has nothing to do."""
+        """The waits of the worker, in words; empty: it computes, or has nothing to do."""
         if self._task is not None and self._task not in self._waits:
             return ""
         return " and ".join(dict.fromkeys(self._waits.values()))
