@@ -303,8 +303,7 @@ async def wire(
     began_s = clock.now()
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
     run.context.start_s = clock.now() - began_s
-    context = run.context  # whose locks are others after a change of placement
-    machines.take_offers(lambda device: join_replica(context.locks, generator, context.memory, device))
+    machines.take_offers(lambda device: join_replica(run.context.locks, generator, run.context.memory, device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
         pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]
