@@ -63,7 +63,7 @@ class RunConfig(Section):
     seed: int = 0  # of task order and sampling; rollouts are keyed (seed, group, member, position)
     steps: Positive = 100  # completed training steps at which the run ends
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
-    offload: bool = False  # a side that doesn't compute on a shared device frees its memory: docs/flow.md
+    offload: bool = False  # a side that doesn't compute on a shared device frees its memory
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
     worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
     stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable

@@ -156,14 +156,17 @@ class ChannelState:
                 settled.append(get)
         return settled
 
-    def withdraw(self, waiting: Put | Get) -> None:
-        """Forget somebody who waits no more: items that aren't in are dropped, those collected come back."""
+    def withdraw(self, waiting: Put | Get) -> list[Item]:
+        """Forget a put or a get that waits no more: items that a get has collected come back; those of a put that
+        aren't in are dropped, and returned."""
         if isinstance(waiting, Put):
             if waiting in self._puts:
                 self._puts.remove(waiting)
+                return list(waiting.items)
         elif waiting in self._gets:
             self._gets.remove(waiting)
             self._return(waiting.consumer, waiting.items)
+        return []
 
     def give_back(self, consumer: str, payloads: Sequence[Any]) -> None:
         """``consumer`` got these in vain: they are in the channel again."""
@@ -172,9 +175,13 @@ class ChannelState:
         self._got[consumer] = [item for item in got if item.payload not in payloads]
         self._return(consumer, items)
 
-    def acknowledge(self, consumer: str) -> list[Item]:
-        """The call of ``consumer`` has ended: what it got is done with. Returns those items."""
-        return self._got.pop(consumer, [])
+    def acknowledge(self, consumer: str, payloads: Sequence[Any] | None = None) -> list[Item]:
+        """Forget what ``consumer`` got, all of it or these payloads: it is done with. Returns those items."""
+        got = self._got.pop(consumer, [])
+        if payloads is None:
+            return got
+        self._got[consumer] = [item for item in got if item.payload not in payloads]
+        return [item for item in got if item.payload in payloads]
 
     def bring_back(self, consumer: str) -> int:
         """``consumer`` has died: what it got, or was collecting, is in the channel again. Returns the number."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headway.control.channel_state import Balance, ChannelState, ChannelStatistics, Get, Item, Put
 from headway.flow.channel import Channel, ChannelClosed
 from headway.flow.paths import PayloadRef
+from headway.flow.process import put_in_parts
 from headway.records.errors import ConfigurationError
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
@@ -123,14 +124,22 @@ class Channels:
     # The workflow's own end: `FlowProcess`.
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
-        refs = [await self.hub.hold(item, f"channel {name}, put by {WORKFLOW}") for item in items]
-        if not await self.put_refs(WORKFLOW, number, refs, weights):
-            raise ChannelClosed(f"channel {name} is closed")
+        async def put(refs: Sequence[PayloadRef], weights: Sequence[float]) -> None:
+            if not await self.put_refs(WORKFLOW, number, refs, weights):
+                raise ChannelClosed(f"channel {name} is closed")
+
+        label = f"channel {name}, put by {WORKFLOW}"
+        await put_in_parts(items, weights, lambda item: self.hub.hold(item, label), put)
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
         refs = await self.get_refs(WORKFLOW, number, weight)
-        items = [await self.hub.fetch(ref) for ref in refs]
-        self.acknowledge(WORKFLOW)
+        try:
+            items = [await self.hub.fetch(ref) for ref in refs]
+        except asyncio.CancelledError:
+            self.give_back(WORKFLOW, number, refs)
+            raise
+        if number in self._states:
+            self._release([item.payload for item in self._states[number].acknowledge(WORKFLOW, refs)])
         return items
 
     def portion(self, name: str) -> float:
@@ -149,14 +158,14 @@ class Channels:
     async def _settled(self, state: ChannelState, waiting: Put | Get, what: str, who: str) -> None:
         """Wait until a put is in, or a get served."""
         settled = self._open[id(waiting)] = asyncio.get_running_loop().create_future()
-        self._advance(state)
         try:
+            self._advance(state)
             with self._waits.on(what, f"channel {state.name}", who):
                 await settled
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConfigurationError):
             if settled.done() and isinstance(waiting, Get):
                 state.give_back(waiting.consumer, [item.payload for item in waiting.items])
-            state.withdraw(waiting)
+            self._release([item.payload for item in state.withdraw(waiting)])
             self._advance(state)
             raise
         finally:

@@ -170,6 +170,7 @@ class WorkerGroup:
                 try:
                     report = await worker.call("call", method, positional, named)
                     self._acknowledge(slot.name)
+                    self.abandoned.discard(slot.name)  # calls run in their order
                     return report
                 except RemoteError:
                     self._acknowledge(slot.name)

@@ -24,7 +24,7 @@ from headway.control.channel_state import ChannelStatistics
 from headway.flow.channel import ChannelClosed
 from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
 from headway.flow.peers import Hub
-from headway.flow.process import enter
+from headway.flow.process import enter, put_in_parts
 from headway.flow.worker import StageTimes, Turns, Worker, WorkerPlace
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
@@ -86,29 +86,33 @@ class WorkerHost:
     def close(self) -> None:
         """End: the user's ``close``, if there is one, then the links."""
         self.ending = True
-        if (close := getattr(self.worker, "close", None)) is not None:
-            self._on_loop(_awaited(close())).result()
+        self._on_loop(self.switch("close")).result()
         self._on_links(self.hub.close()).result()
 
     # What channels and messages need: `FlowProcess`, in the loop of the user's methods.
 
     async def put(self, number: int, name: str, items: Sequence[Any], weights: Sequence[float]) -> None:
-        with self.turns.transferring():
-            refs = [await self._linked(self.hub.hold(item, f"channel {name}, put by {self.name}")) for item in items]
-        async with self.turns.waiting(f"a place in channel {name}"):
-            if not await self.ask_driver("put", self.name, number, refs, list(weights)):
-                raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
+        async def hold(item: Any) -> PayloadRef:
+            with self.turns.transferring():
+                return await self._linked(self.hub.hold(item, f"channel {name}, put by {self.name}"))
+
+        async def put(refs: Sequence[PayloadRef], weights: Sequence[float]) -> None:
+            async with self.turns.waiting(f"a place in channel {name}"):
+                if not await self.ask_driver("put", self.name, number, refs, weights):
+                    raise ChannelClosed(f"channel {name} is closed: {self.name} can't put anything more")
+
+        await put_in_parts(items, weights, hold, put)
 
     async def get(self, number: int, name: str, weight: float | None) -> list[Any]:
         asking = asyncio.ensure_future(self.ask_driver("get", self.name, number, weight))
         try:
             async with self.turns.waiting(f"items of channel {name}"):
                 refs: list[PayloadRef] = await asyncio.shield(asking)
-        except asyncio.CancelledError:  # what the channel gives now is for another
+            with self.turns.transferring():
+                items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
+        except asyncio.CancelledError:  # what the channel gave, or gives later, is for another
             asking.add_done_callback(lambda done: self._give_back(done, number))
             raise
-        with self.turns.transferring():
-            items = [await self._linked(self.hub.fetch(ref)) for ref in refs]
         self.turns.times.items += len(items)
         return items
 
@@ -177,7 +181,7 @@ class WorkerHost:
             return found(*positional, **named)
 
     async def switch(self, what: str) -> float:
-        """Run the user's ``onload`` or ``offload``, if there is one; returns the seconds that took."""
+        """Run the user's ``onload``, ``offload`` or ``close``, if there is one; returns the seconds that took."""
         started = time.monotonic()
         if (run := getattr(self.worker, what, None)) is not None:
             await _awaited(run())

@@ -38,9 +38,10 @@ async def open_machines(
     cluster: ClusterConfig | None, local: Launcher, clock: Clock, on_event: EventCallback
 ) -> AsyncIterator[FlowMachines]:
     """The machines, when all nodes of ``cluster`` have joined. Raises ConfigurationError (key, address), NodeLost."""
-    if cluster is None or not isinstance(local, LocalLauncher):
+    if cluster is None:
         yield FlowMachines(launcher=local, settings=PeerSettings(key=make_key(), folder=new_folder()))
         return
+    assert isinstance(local, LocalLauncher), "launcher and cluster exclude each other"
     settings = PeerSettings(
         key=read_key(cluster.key_file),
         folder=new_folder(),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.control.channel_state import ChannelStatistics
+    from headway.flow.paths import PayloadRef
 
 _present: FlowProcess | None = None
 
@@ -28,6 +29,25 @@ class FlowProcess(Protocol):
     def close_channel(self, number: int, name: str) -> None: ...
 
     async def statistics_of(self, number: int) -> ChannelStatistics: ...
+
+
+PART_BYTES = 8 << 20  # of items that are held before a place for them is asked for
+
+
+async def put_in_parts(
+    items: Sequence[Any],
+    weights: Sequence[float],
+    hold: Callable[[Any], Awaitable[PayloadRef]],
+    put: Callable[[Sequence[PayloadRef], Sequence[float]], Awaitable[None]],
+) -> None:
+    """Put items so that only a few of them are in memory twice while a full channel makes their producer wait."""
+    refs: list[PayloadRef] = []
+    first = 0
+    for index, item in enumerate(items):
+        refs.append(await hold(item))
+        if index == len(items) - 1 or sum(ref.size_bytes for ref in refs) >= PART_BYTES:
+            await put(refs, list(weights[first : index + 1]))
+            refs, first = [], index + 1
 
 
 def enter(process: FlowProcess | None) -> None:

@@ -103,7 +103,11 @@ def _first_plan(plan: PlanLike, options: FlowOptions) -> tuple[ExecutionPlan, Au
 
 
 def _require_possible(plan: ExecutionPlan, options: FlowOptions) -> None:
-    """Raise ConfigurationError for a plan that no workflow can be run by."""
+    """Raise ConfigurationError for a plan, or options, that no workflow can be run by."""
+    if options.cluster is not None and options.launcher is not None:
+        raise ConfigurationError(
+            "run: launcher and cluster exclude each other: a cluster's workers are started by its nodes"
+        )
     for stage, placed in plan.stages.items():
         if not placed.devices or (placed.chunk is not None and placed.chunk < 1):
             raise ConfigurationError(

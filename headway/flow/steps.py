@@ -32,7 +32,6 @@ class StepBook:
     """Counts the steps of a workflow, and writes them and its events into its folder, if it has one."""
 
     def __init__(self, directory: str | Path | None, clock: Clock) -> None:
-        self.events: list[EventRecord] = []
         self._clock = clock
         self._opened_s = self._began_s = clock.now()
         self._step = -1
@@ -54,7 +53,6 @@ class StepBook:
         known = {key: fields.pop(key) for key in list(fields) if key in EventRecord.__struct_fields__}
         time_s = self._clock.now() - self._opened_s
         record = EventRecord(event=name, detail=detail, step=max(0, self._step), time_s=time_s, data=fields, **known)
-        self.events.append(record)
         self._write(record)
 
     def span(self, device: str, party: str, what: str, start_s: float, end_s: float) -> None:

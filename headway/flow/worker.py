@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
 
 
+_MOST_TURNS = 1024  # that are kept between two readings
+
+
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands in its workflow."""
 
@@ -48,9 +51,6 @@ class Host(Protocol):
     async def send(self, message: Any, to: str, tag: str) -> None: ...
     async def recv(self, source: str, tag: str) -> Any: ...
     async def ask_driver(self, method: str, *arguments: Any) -> Any: ...
-
-
-_MOST_TURNS = 1024  # between two readings
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,9 +178,10 @@ class Turns:
         self._task: asyncio.Task[Any] | None = None  # that is in its turn
         self._waits: dict[asyncio.Task[Any], str] = {}  # what tasks wait for
         self._asking: asyncio.Task[None] | None = None  # for the devices
+        self._releasing: asyncio.Task[None] | None = None  # what a cancelled task had asked for
         self._recalled = False
         self._computes_s = 0.0  # since when the task in its turn computes
-        self._waits_s = 0.0  # since when a task waits
+        self._data_waits, self._data_wait_since_s = 0, 0.0  # tasks that wait for data, and since when there is any
         self._before = (0, 0.0)  # items and busy seconds at the end of the turn before
 
     @property
@@ -221,16 +222,18 @@ class Turns:
         mine = self._task is task
         if mine:
             self._stop_computing()
-        if not self._waits:
-            self._waits_s = time.monotonic()
+        if not self._data_waits:
+            self._data_wait_since_s = time.monotonic()
+        self._data_waits += 1
         self._waits[task] = what
         try:
             await self._give_up_if_wanted()
             yield
         finally:
             self._waits.pop(task, None)
-            if not self._waits:
-                self.times.data_wait_s += time.monotonic() - self._waits_s
+            self._data_waits -= 1
+            if not self._data_waits:
+                self.times.data_wait_s += time.monotonic() - self._data_wait_since_s
             if mine:
                 with contextlib.suppress(BaseException) if self._host.ending else contextlib.nullcontext():
                     await self._acquire(task)
@@ -267,23 +270,33 @@ class Turns:
         self.times.busy_s += time.monotonic() - self._computes_s
 
     async def _acquire(self, task: asyncio.Task[Any]) -> None:
-        """Have the devices. Who is cancelled meanwhile leaves them to the next, or to those who want them."""
-        if self.has or not self._host.place.shares:
-            return
+        """Return with the devices. A task that is cancelled meanwhile leaves them to the next turn, or to another stage
+        that wants them."""
         started, switched_s = time.monotonic(), self.times.switch_s
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask(), name="asks for its devices")
-        self._waits[task] = f"its devices ({self._host.place.device})"
-        try:
-            await asyncio.shield(self._asking)
-        finally:
-            self._waits.pop(task, None)
+        while (
+            not self.has and self._host.place.shares
+        ):  # a recall may come between the grant and this task's resumption
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask(), name="asks for its devices")
+            self._waits[task] = f"its devices ({self._host.place.device})"
+            try:
+                await asyncio.shield(self._asking)
+            except asyncio.CancelledError:
+                self._asking.add_done_callback(self._unused)
+                raise
+            finally:
+                self._waits.pop(task, None)
         self.times.device_wait_s += time.monotonic() - started - (self.times.switch_s - switched_s)
 
     async def _ask(self) -> None:
         self._recalled = False  # a recall that comes before the answer stays
         await self._host.ask_driver("acquire", self._host.name)
         self.has = True
+
+    def _unused(self, asked: asyncio.Task[None]) -> None:
+        """Release what a cancelled task asked for, if it is wanted by now."""
+        if not asked.cancelled() and asked.exception() is None:
+            self._releasing = asyncio.create_task(self._give_up_if_wanted(), name="releases its devices")
 
     async def _give_up_if_wanted(self) -> None:
         computes = self._task is not None and self._task not in self._waits

@@ -139,11 +139,13 @@ def namespaces(count: int = 2, rate: str = "") -> Iterator[list[str]]:
                 )
         yield names
     finally:
-        for name in names:
+        for index, name in enumerate(names):
             listed = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
             for pid in listed.stdout.split():  # of a test that failed: they would keep the namespace
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+            # By itself: the kernel removes it some time after its namespace, and the next one has its name.
+            subprocess.run(["ip", "link", "del", f"v{os.getpid() % 100000}n{index}"], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 
