@@ -15,7 +15,8 @@ Parts, each of which can be run alone:
   modes that are best somewhere, with the second mode's best at least 5 % slower (`best_modes`, `second_modes` show it).
 - `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck.
 - `lock`: `lock_overhead`, the worst share of a step in which nobody holds a device that somebody waits for, without on-
-  and offloading.
+  and offloading. A holder that waits itself still holds until its release has arrived, so `lock_and_channels_at_most` stands
+  beside it: the median share in which no device computes, loads or offloads, for whatever reason.
 - `builtin`: `flow_over_builtin`, samples/s of examples/flow_grpo.py over `headway train`, same placement, budget 0.
 - `offload`: on- and offloading of a trainer and an engine beside the disk's own limit (parts/flow_offload.py).
 - `links`: `direct_over_relayed` and `many_over_flat` (parts/flow_links.py).
@@ -30,7 +31,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from parts.flow_workloads import (
     timed,
 )
 from parts.pipeline_load import Shape, apart, experiment, prepare
+from parts.resumed import run_parts
 
 from headway.flow.placement import mode_of
 from headway.flow.run import run
@@ -179,7 +180,7 @@ def lock(arguments: argparse.Namespace) -> Report:
         f"loaded or offloaded {', '.join(f'{share:.2f}' for share in used)} of it",
         flush=True,
     )
-    return {"lock_overhead": max(shares)}
+    return {"lock_overhead": max(shares), "lock_and_channels_at_most": 1 - statistics.median(used)}
 
 
 def builtin(arguments: argparse.Namespace) -> Report:
@@ -233,19 +234,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "headway-benchmark-flow")
     parser.add_argument("--keep", type=Path, help="a JSON file of finished parts: they are not run again")
     arguments = parser.parse_args()
-    done: dict[str, Report] = {}
-    if arguments.keep is not None and arguments.keep.exists():
-        done = json.loads(arguments.keep.read_text(encoding="utf-8"))
-    for name in arguments.parts:
-        left = [part for part in arguments.parts if part not in done]
-        print(f"flow: remaining parts: {', '.join(left) or 'none'}", flush=True)
-        if name not in done:
-            started = time.monotonic()
-            done[name] = PARTS[name](arguments)
-            print(f"flow: {name} took {time.monotonic() - started:.0f} s", flush=True)
-            if arguments.keep is not None:
-                arguments.keep.write_text(json.dumps(done), encoding="utf-8")
-    print(json.dumps(summary({name: done[name] for name in arguments.parts})))
+    print(json.dumps(summary(run_parts(PARTS, arguments))))
 
 
 if __name__ == "__main__":

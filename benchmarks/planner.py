@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from parts.plan_live import grid, live
 from parts.published_findings import findings
+from parts.resumed import run_parts
 from placement_brute_force import BruteForce
 from placement_cases import large_case, small_case
 
@@ -153,18 +154,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-planner"), help="of live runs")
     parser.add_argument("--keep", type=Path, help="a JSON file of finished parts: they are not run again")
     arguments = parser.parse_args()
-    done: dict[str, Report] = {}
-    if arguments.keep is not None and arguments.keep.exists():
-        done = json.loads(arguments.keep.read_text(encoding="utf-8"))
-    for name in arguments.parts:
-        left = [part for part in arguments.parts if part not in done]
-        print(f"planner: remaining parts: {', '.join(left) or 'none'}", flush=True)
-        if name in done:
-            continue
-        done[name] = PARTS[name](arguments)
-        if arguments.keep is not None:
-            arguments.keep.write_text(json.dumps(done), encoding="utf-8")
-    print(json.dumps({key: value for name in arguments.parts for key, value in done[name].items()}))
+    done = run_parts(PARTS, arguments)
+    print(json.dumps({key: value for one in done.values() for key, value in one.items()}))
 
 
 if __name__ == "__main__":

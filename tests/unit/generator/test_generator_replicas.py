@@ -314,11 +314,8 @@ def test_a_replica_that_answers_nothing_is_killed_and_replaced():
 
     async def main(clock: Clock):
         details: list[str] = []
-
-        def on_event(name: str, detail: str, **data: Any) -> None:
-            details.append(detail)
-
-        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1, on_event=on_event)
+        note = {"on_event": lambda name, detail, **data: details.append(detail)}
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1, **note)
         await pool.start()
         launcher.started[0].update_s = 1e6
         assert await pool.update_weights(published(3)) == []
@@ -484,10 +481,8 @@ def test_a_death_says_who_why_and_how_many_requests_moved_and_the_restart_what_i
     events: list[tuple[str, dict[str, Any]]] = []
 
     async def main(clock: Clock):
-        def on_event(name: str, detail: str, **fields: Any) -> None:
-            events.append((name, fields))
-
-        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), on_event=on_event)
+        note = {"on_event": lambda name, detail, **fields: events.append((name, fields))}
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), **note)
         await pool.start()
         jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
         await clock.sleep(1)
