@@ -15,8 +15,8 @@ Parts, each of which can be run alone:
   modes that are best somewhere, with the second mode's best at least 5 % slower (`best_modes`, `second_modes` show it).
 - `chunks`: `chunk_model_error`, the worst relative error of T_critical + (M/m - 1) T_bottleneck.
 - `lock`: `lock_overhead`, the worst share of a step in which nobody holds a device that somebody waits for, without on-
-  and offloading. A holder that waits itself still holds until its release has arrived, so `lock_and_channels_at_most` stands
-  beside it: the median share in which no device computes, loads or offloads, for whatever reason.
+  and offloading. A holder that waits itself still holds until its release has arrived, so beside it stands
+  `lock_and_channels_at_most`: the median share in which no device computes, loads or offloads, for whatever reason.
 - `builtin`: `flow_over_builtin`, samples/s of examples/flow_grpo.py over `headway train`, same placement, budget 0.
 - `offload`: on- and offloading of a trainer and an engine beside the disk's own limit (parts/flow_offload.py).
 - `links`: `direct_over_relayed` and `many_over_flat` (parts/flow_links.py).

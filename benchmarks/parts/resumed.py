@@ -15,8 +15,8 @@ Report = dict[str, Any]
 def run_parts(
     parts: Mapping[str, Callable[[argparse.Namespace], Report]], arguments: argparse.Namespace
 ) -> dict[str, Report]:
-    """Return the reports of ``arguments.parts``, in that order. Those in the JSON file ``arguments.keep`` aren't run again; each
-    new one is added to it."""
+    """Return the reports of ``arguments.parts``, in that order. Those in the JSON file ``arguments.keep`` aren't run
+    again; each new one is added to it."""
     keep: Path | None = arguments.keep
     done: dict[str, Report] = json.loads(keep.read_text(encoding="utf-8")) if keep is not None and keep.exists() else {}
     for name in arguments.parts:
