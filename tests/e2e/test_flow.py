@@ -158,6 +158,22 @@ def test_a_cancelled_get_takes_no_item_with_it():
     assert sorted(run(workflow, ONE)) == [0, 1, 2, 3, 4]
 
 
+def test_gets_of_two_tasks_of_the_workflow_release_only_their_own_items():
+    async def workflow(flow: Flow) -> int:
+        channel = flow.channel("arrays", items=4, bytes=4_000_000)
+        putting = asyncio.create_task(channel.put_all([np.full(100_000, float(number)) for number in range(12)]))
+
+        async def total() -> float:
+            return sum([float(array[-1]) async for array in channel])
+
+        gets = [asyncio.create_task(total()) for _ in range(3)]
+        await putting
+        channel.close()
+        return int(sum(await asyncio.gather(*gets)))
+
+    assert run(workflow, {}) == sum(range(12))
+
+
 def test_turns_of_two_tasks_do_not_overlap():
     async def workflow(flow: Flow) -> list[float]:
         return await (await flow.workers("double", Shared)).on(0).in_two_tasks()
