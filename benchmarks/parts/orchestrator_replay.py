@@ -65,6 +65,8 @@ class ReplayEngine:
     At most an eighth of the slots is filled at a time, so that responses end at every delta and not all at once.
     """
 
+    memory = None  # nothing to offload
+
     def __init__(self, slots: int, delta_s: float) -> None:
         self._slots = slots
         self._delta_s = delta_s

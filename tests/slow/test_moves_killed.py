@@ -86,6 +86,7 @@ def test_twenty_kills_amid_moves_lose_nothing(tmp_path: Path) -> None:
     assert moves_ended(run) >= KILLS // 2
 
 
+@pytest.mark.long  # 5 to 20 minutes, and a comparison of rates: by hand, on a quiet machine
 def test_a_run_changes_its_plan_when_its_lengths_triple(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "parts" / "plan_drift.py"
     ended = subprocess.run(
