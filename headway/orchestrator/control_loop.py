@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,6 +19,7 @@ from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
+from headway.records.plan import RunPlacement
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.devices import alike, sharing
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_OUTCOME
@@ -118,11 +120,16 @@ class RateControl:
             self.stop_looking()  # the knobs, and what was learnt of them, were of another placement
             self._limits, self._state, self._advised = _limits_in(run.experiment), None, run.state.knobs
         if (outcome := self._outcome.due()) is not None:
-            run.event(EVENT_PLAN_OUTCOME, outcome[0], **outcome[1])
+            run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
+            if outcome.worse and run.state.moved is not None:
+                self._move_back(run.state.moved.before, outcome.data)
         if self._state is None:
             moved_at = run.state.moved.version if run.state.moved else 0
             filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
-            self._state = ControllerState(knobs=run.state.knobs, regime_step=filled, decided_step=filled)
+            refuted = run.state.moved is not None and run.state.moved.planned.back  # no other move before a drift
+            self._state = ControllerState(
+                knobs=run.state.knobs, regime_step=filled, decided_step=filled, recommended=refuted
+            )
         limits = self._limits_now()
         decision = self._seen(record.version) or decide(
             self._state, tuple(self._records), limits, look=run.look is None
@@ -144,6 +151,14 @@ class RateControl:
                 cost_s, rate = limits.switch_s["devices"], self._outcome.rate(self._state.regime_step)
                 run.state.wanted_move = planned_move(action.settings, action.predicted, rate, cost_s)
         await self._set(decision.state.knobs)
+
+    def _move_back(self, before: RunPlacement, found: Mapping[str, float]) -> None:
+        """Return to the placement before a move that ``found`` shows to be worse."""
+        ratio = found["measured"] / found["rate"]
+        reason = f"back to {before}: the rate is {ratio:.2f} of what it was before the move"
+        self._say(Action(kind="rollback", reason=reason, measured=ratio, settings=before.settings))
+        planned = planned_move(before.settings, 1 / max(ratio, 1e-3), found["measured"], found["cost_s"])
+        self._run.state.wanted_move = msgspec.structs.replace(planned, back=True)
 
     def _limits_now(self) -> ControlLimits:
         """The limits with what this machine has room for, and what switches cost, as measured so far: another split

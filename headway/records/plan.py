@@ -196,6 +196,7 @@ class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
     gain: float  # expected: rate after / rate before
     rate: float  # before, samples/s
     cost_s: float  # expected: seconds until both sides work as the new placement says
+    back: bool = False  # to where the run was before a move that has made it slower
 
 
 class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +205,7 @@ class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):
     planned: PlannedMove
     version: int  # completed training steps at that boundary
     cost_s: float  # measured
+    before: RunPlacement
     placement: RunPlacement  # in effect now
 
 

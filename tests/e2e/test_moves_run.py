@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
+from headway.control.tuning.move_outcome import MEASURED
+from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
 from headway.trainer.checkpoints import checkpoint_path
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -109,3 +110,19 @@ def test_a_move_that_fails_is_taken_back(folder: Path, tmp_path: Path) -> None:
     assert [event.step for event in kept] == [2, 3, 4]
     assert all("cpu:77" in event.detail and "still spatial" in event.detail for event in kept), kept
     assert not (tmp_path / "run" / "placement.json").exists()
+
+
+def test_a_move_that_makes_the_run_slower_is_taken_back_once(folder: Path, tmp_path: Path) -> None:
+    control = {"mode": "act", "devices": "move", "interval_steps": 100_000}  # comes to no decision of its own
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 50}, control=control, **tiny_run.inputs_in(folder))
+    command = tiny_run.train(config, moves=[(2, ["cpu:1"], ["cpu:0"], 1e6)])  # as if it had been a million samples/s
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(tmp_path / "run", 50)
+    there, back = tiny_run.events_of(tmp_path / "run", EVENT_PLAN_CHANGED)
+    assert there.step == 2
+    assert back.step >= 2 + MEASURED
+    assert back.detail.endswith("spatial: generate on cpu:0; train on cpu:1")
+    said = [event.detail for event in tiny_run.events_of(tmp_path / "run", EVENT_CONTROL)]
+    assert any(
+        line.startswith("rollback: back to spatial: generate on cpu:0; train on cpu:1: the rate") for line in said
+    )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from typing import NamedTuple
 
+from headway.control.tuning.knob_search import LEAST_GAIN
+from headway.control.tuning.ledger_model import relative_noise
 from headway.records.ledger import StepRecord
 from headway.records.plan import ExecutedMove
 
 MEASURED = 16  # steps that a rate is taken over, at most
+_SAME_LOAD = 1.1  # times the tokens per trained sample: beyond, the rate falls by itself
+
+
+class PlanOutcome(NamedTuple):
+    """What a move has come to."""
+
+    detail: str  # with ``data``: an event's
+    data: dict[str, float]
+    worse: bool  # slower than before the move, beyond what noise explains: to be taken back
 
 
 class MoveOutcome:
@@ -18,6 +31,7 @@ class MoveOutcome:
         self._filling = budget + 1
         self._moved = moved
         self._due: ExecutedMove | None = None
+        self._load = 0.0  # before that move
         self._records: deque[StepRecord] = deque(maxlen=MEASURED)
 
     def changes(self, record: StepRecord, moved: ExecutedMove | None) -> bool:
@@ -26,24 +40,36 @@ class MoveOutcome:
         before, self._moved = self._moved, moved
         if moved is None or moved is before or moved.placement != moved.planned.placement:
             return False
-        self._due = moved
+        self._due, self._load = moved, _load(list(self._records)[:-1])
         return True
 
-    def due(self) -> tuple[str, dict[str, float]] | None:
-        """The comparison that the last step has completed, as an event's detail and data."""
+    def due(self) -> PlanOutcome | None:
+        """The comparison that the last step has completed."""
         moved = self._due
         if moved is None or self._records[-1].step < moved.version + self._filling + MEASURED - 1:
             return None
         self._due, planned = None, moved.planned
-        expected, measured = planned.rate * planned.gain, self.rate(moved.version + self._filling)
+        after = [r for r in self._records if r.step >= moved.version + self._filling and not r.skipped]
+        expected, measured = planned.rate * planned.gain, _rate(after)
+        noise = math.sqrt(2) * relative_noise(after, measured) if measured else 0.0  # of a quotient of two such rates
+        heavier = _load(after) > _SAME_LOAD * self._load
+        worse = measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise)) and not heavier and not planned.back
         detail = (
             f"{moved.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {planned.rate:.3g}; it took "
             f"{moved.cost_s:.1f} s, expected {planned.cost_s:.1f} s"
         )
         data = {"rate": planned.rate, "expected": expected, "measured": measured, "cost_s": moved.cost_s}
-        return detail, {name: round(value, 3) for name, value in data.items()}
+        return PlanOutcome(detail, {name: round(value, 3) for name, value in data.items()}, worse)
 
     def rate(self, first: int) -> float:
         """Trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
-        kept = [r for r in self._records if r.step >= first and not r.skipped]
-        return sum(r.samples for r in kept) / max(1e-9, sum(r.step_s for r in kept))
+        return _rate([r for r in self._records if r.step >= first and not r.skipped])
+
+
+def _load(records: list[StepRecord]) -> float:
+    """Response tokens generated per trained sample."""
+    return sum(sum(r.ended_tokens.values()) for r in records) / max(1, sum(r.samples for r in records))
+
+
+def _rate(records: list[StepRecord]) -> float:
+    return sum(r.samples for r in records) / max(1e-9, sum(r.step_s for r in records))

@@ -132,7 +132,7 @@ class Moves:
             await run.locks.vacate(TRAINER)
         cost_s = run.clock.now() - began_s
         run.state.moved = ExecutedMove(
-            planned=wanted, version=run.state.version, cost_s=cost_s, placement=self._present
+            planned=wanted, version=run.state.version, cost_s=cost_s, before=before, placement=self._present
         )
         if not failed:
             self._adopt(sides)

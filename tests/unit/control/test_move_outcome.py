@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from headway.config.load import changed_experiment
 from headway.control.tuning.controller import ControllerState, Decision, decide
 from headway.control.tuning.diagnosis import every_split
 from headway.control.tuning.knob_search import first_knobs, limits_of
-from headway.control.tuning.move_outcome import MEASURED, MoveOutcome
+from headway.control.tuning.move_outcome import MEASURED, MoveOutcome, PlanOutcome
 from headway.records.ledger import StepRecord
 from headway.records.plan import ExecutedMove, PlannedMove, RunPlacement
 from tests.unit.control.test_replan import devices, generation_bound
@@ -20,11 +23,12 @@ HYBRID = RunPlacement(generator=("cpu:0", "cpu:1"), trainer=("cpu:1",))
 
 def moved(placement: RunPlacement) -> ExecutedMove:
     planned = PlannedMove(placement=HYBRID, gain=1.5, rate=10.0, cost_s=2.0)
-    return ExecutedMove(planned=planned, version=20, cost_s=4.0, placement=placement)
+    return ExecutedMove(planned=planned, version=20, cost_s=4.0, before=SPATIAL, placement=placement)
 
 
-def record(step: int, per_s: float) -> StepRecord:
-    return StepRecord(step=step, version=step + 1, samples=32, step_s=32 / per_s)
+def record(step: int, per_s: float, length: int = 10) -> StepRecord:
+    ended = {"accepted": 32 * length}
+    return StepRecord(step=step, version=step + 1, samples=32, step_s=32 / per_s, ended_tokens=ended)
 
 
 def test_every_split_of_two_devices_is_another_mode() -> None:
@@ -66,7 +70,7 @@ def test_a_run_that_can_move_is_moved_before_its_knobs_are_set() -> None:
 
 
 def test_an_outcome_is_measured_without_the_steps_in_which_the_queue_fills() -> None:
-    outcome, move, said = MoveOutcome(budget=2), moved(HYBRID), list[tuple[int, tuple[str, dict[str, float]]]]()
+    outcome, move, said = MoveOutcome(budget=2), moved(HYBRID), list[tuple[int, PlanOutcome]]()
     assert not any(outcome.changes(record(step, 10.0), None) for step in range(20))
     assert outcome.changes(record(20, 0.1), move)
     for step in range(21, 60):
@@ -75,8 +79,32 @@ def test_an_outcome_is_measured_without_the_steps_in_which_the_queue_fills() -> 
             said.append((step, found))
     ((step, text),) = said
     assert step == 23 + MEASURED - 1
-    assert text[1] == {"rate": 10.0, "expected": 15.0, "measured": 14.0, "cost_s": 4.0}
-    assert "14 samples/s, expected 15, before 10; it took 4.0 s, expected 2.0 s" in text[0]
+    assert not text.worse
+    assert text.data == {"rate": 10.0, "expected": 15.0, "measured": 14.0, "cost_s": 4.0}
+    assert "14 samples/s, expected 15, before 10; it took 4.0 s, expected 2.0 s" in text.detail
+
+
+def outcome_of(rates: Sequence[float], *, length: int = 10, back: bool = False) -> PlanOutcome:
+    outcome, move = MoveOutcome(budget=0), moved(HYBRID)
+    move = msgspec.structs.replace(move, planned=msgspec.structs.replace(move.planned, back=back))
+    assert not outcome.changes(record(19, 10.0), None)
+    assert outcome.changes(record(20, 1.0, length), move)
+    found = None
+    for step, rate in enumerate(rates, 21):
+        assert found is None
+        assert not outcome.changes(record(step, rate, length), move)
+        found = outcome.due()
+    assert found is not None
+    return found
+
+
+def test_a_move_that_made_the_run_slower_is_to_be_taken_back() -> None:
+    slower = [8.5, 9.0] * (MEASURED // 2)
+    assert outcome_of(slower).worse
+    assert not outcome_of([9.9, 10.0] * (MEASURED // 2)).worse  # less than what a change must gain
+    assert not outcome_of([2.0, 40.0] * (MEASURED // 2)).worse  # noise
+    assert not outcome_of(slower, length=12).worse  # its responses are longer
+    assert not outcome_of(slower, back=True).worse  # else it would go to and fro
 
 
 def test_a_move_that_was_taken_back_changes_nothing() -> None:

@@ -1,0 +1,88 @@
+"""Kernel tasks, submissions and their evaluations: what crosses between service, evaluator, environment and clients."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+KernelBackend = Literal["torch", "cpp", "triton", "cuda"]
+# As TritonForge publishes them; the first four need a device.
+KernelFault = Literal[
+    "shared_memory_exceeded",
+    "illegal_memory_access",
+    "memory_fault",
+    "unsupported_architecture",
+    "segmentation_fault",
+    "triton_compilation_error",
+    "triton_jit_error",
+    "syntax_error",
+    "timeout",
+    "process_error",
+    "unknown",
+]
+TOLERANCES = {"float32": (1e-4, 1e-4), "float16": (1e-2, 1e-2), "bfloat16": (1e-2, 1e-2), "float64": (1e-6, 1e-6)}
+
+
+class KernelTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A reference module to be made faster. Its source defines ``Model``, ``get_inputs()`` and ``get_init_inputs()``,
+    as KernelBench's do; a candidate defines ``ModelNew`` with the same signature."""
+
+    name: str
+    source: str
+    level: int = 1
+    backend: KernelBackend = "cpp"
+    tolerances: dict[str, tuple[float, float]] = TOLERANCES  # dtype -> absolute, relative
+    shapes: tuple[dict[str, int], ...] = ()  # further sizes to be checked: the source's upper-case constants by name
+    allowed_operators: tuple[str, ...] | None = None  # ATen's, beside own kernels; None: the back end's list
+    forbidden_operators: tuple[str, ...] = ()  # of back end "torch": the fused one that is the task's answer
+
+
+class KernelSubmission(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate for a task, and how it is to be judged."""
+
+    task: KernelTask
+    source: str
+    correct_trials: int = 5
+    timed: bool = True
+    timed_trials: int = 100  # calls of the candidate within all intervals, at least
+    seed: int = 42
+    timeout_s: float = 600.0  # of the whole evaluation, waiting for a device apart
+
+
+class KernelTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of one call, ms, over the intervals measured."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    calls: int
+
+
+class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a candidate has come to. With ``infrastructure`` it says nothing of the candidate, and gives no reward."""
+
+    compiled: bool = False
+    passed: int = 0  # trials whose outputs are within the tolerances ...
+    trials: int = 0  # ... of so many
+    fault: KernelFault | None = None
+    cheat: str = ""  # how it tried to deceive; reward 0
+    text: str = ""  # first useful line of what the compiler, the interpreter or the comparison says
+    log: str = ""  # more of it, capped
+    device: str = ""
+    timing: KernelTiming | None = None
+    reference: KernelTiming | None = None  # eager
+    reference_compiled: KernelTiming | None = None
+    speedup: float | None = None  # over the eager reference; None: not timed, or refused
+    speedup_interval: tuple[float, float] | None = None  # 95 %
+    refused: str = ""  # why there is no speed-up, though one was asked for: noise, an interpreter
+    precision: str = ""  # a lower one than the reference's, within the tolerance: reported
+    seconds: dict[str, float] = {}  # wait, compile, check, time
+    repeated: bool = False  # answered from an equal submission's evaluation
+    infrastructure: str = ""  # the evaluator's own failure
+
+    @property
+    def correct(self) -> bool:
+        """Whether every trial passed, and nothing was amiss."""
+        return self.compiled and 0 < self.trials == self.passed and self.fault is None and not self.cheat
