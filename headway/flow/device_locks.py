@@ -60,6 +60,7 @@ class DeviceLocks:
         self._asking: dict[str, asyncio.Future[LockGrant]] = {}
         self._failed: BaseException | None = None  # what stopped a recall or a resumption: no turn can be relied on
         self._tasks = dict[asyncio.Task[None], str]()  # recalls and resumptions under way, by party
+        self._leaving = dict[str, asyncio.Task[None]]()  # offloads under way
 
     def add(self, party: Party, *, loaded: bool = False, **moves: Unpack[_Moves]) -> None:
         """Take in a party. ``recall`` and ``resume``: it is a standing one, already on its devices unless they are
@@ -97,7 +98,7 @@ class DeviceLocks:
         """Offload a party that was loaded outside a turn, for those who share its devices; no-op where none does."""
         mine = self._lock.parties[name].devices
         if not self._lock.holds(name) and any(one.devices & mine for one in self.parties.values() if one.name != name):
-            await self._offload(name)
+            await asyncio.shield(self._leave(name))
 
     def loaded(self, name: str) -> bool:
         """Whether a party is on its devices; one that isn't known takes turns with nobody."""
@@ -107,9 +108,9 @@ class DeviceLocks:
         """Whether a party holds its devices."""
         return self._lock.holds(name)
 
-    async def acquire(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait for a party's devices, with its input at hand, and load it. Raises DeviceBusy, which names the holder,
-        after ``timeout_s``; and what its own ``onload`` raises."""
+    async def acquire(self, name: str, timeout_s: float | None = None, *, load: bool = True) -> None:
+        """Wait for a party's devices, with its input at hand, and load it; without ``load`` the caller does that.
+        Raises DeviceBusy, which names the holder, after ``timeout_s``; and what its own ``onload`` raises."""
         if self._failed is not None:
             raise self._failed
         changes = self._lock.ask(name, self._clock.now())
@@ -121,7 +122,7 @@ class DeviceLocks:
                 with self._waits.on(WAIT, next(iter(holders), name), name):
                     async with asyncio.timeout(timeout_s):
                         await granted
-            await self._load(granted.result())
+            await self._load(granted.result(), load=load)
         except TimeoutError:
             if self._lock.holds(name):  # it was loading that took too long, or timed out itself
                 self.release(name)
@@ -149,6 +150,13 @@ class DeviceLocks:
         if memory_free:
             self._follow(self._lock.memory_free(name, self._clock.now()))
 
+    async def quiet(self) -> None:
+        """Wait until no recall, resumption or offload is under way. Raises what stopped one of them."""
+        while under_way := {*self._tasks, *self._leaving.values()}:
+            await asyncio.wait(under_way)
+        if self._failed is not None:
+            raise self._failed
+
     def statistics(self) -> LockStatistics:
         """Return the lock's counts so far."""
         return self._lock.statistics(self._clock.now())
@@ -165,6 +173,8 @@ class DeviceLocks:
     def _follow(self, changes: LockChanges) -> None:
         """Carry out what the lock has decided."""
         for grant in changes.grants:
+            for name in grant.offload:
+                self._leave(name)  # now: whoever was granted this may be gone before it loads
             moves = self._moves[grant.party]
             if "recall" in moves:
                 self._start(grant.party, self._resume(grant, moves))
@@ -207,14 +217,35 @@ class DeviceLocks:
         if "resume" in moves:
             await moves["resume"]()
 
-    async def _load(self, grant: LockGrant) -> None:
-        """Make room, then load."""
-        await asyncio.gather(*(self._offload(name) for name in grant.offload))
-        if grant.onload and (onload := self._moves[grant.party].get("onload")) is not None:
+    async def _load(self, grant: LockGrant, *, load: bool = True) -> None:
+        """Load when there is room: when this party, and all that share its devices, have left them."""
+        mine = self._lock.parties[grant.party].devices
+        leaving = [name for name in self._leaving if (one := self.parties.get(name)) and one.devices & mine]
+        await asyncio.gather(*(asyncio.shield(self._leaving[name]) for name in leaving))
+        if load and grant.onload and (onload := self._moves[grant.party].get("onload")) is not None:
             await self._move(grant.party, "onload", onload)
 
+    def _leave(self, name: str) -> asyncio.Task[None]:
+        """Offload a party, in a task of its own: it goes on though nobody waits for it any longer."""
+        before = self._leaving.get(name)
+
+        async def leave() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await self._offload(name)
+
+        def left(done: asyncio.Task[None]) -> None:
+            if self._leaving.get(name) is done:
+                del self._leaving[name]
+            if not done.cancelled() and (error := done.exception()) is not None:
+                self._failed = error
+
+        task = self._leaving[name] = asyncio.create_task(leave(), name=f"offload of {name}")
+        task.add_done_callback(left)
+        return task
+
     async def _offload(self, name: str) -> None:
-        if (offload := self._moves[name].get("offload")) is None:
+        if (offload := self._moves.get(name, {}).get("offload")) is None:
             return
         try:
             await self._move(name, "offload", offload)
@@ -227,7 +258,8 @@ class DeviceLocks:
     async def _move(self, name: str, what: str, move: Move) -> None:
         start_s = self._clock.now()
         await move()
-        for device in sorted(self._lock.parties[name].devices):
+        party = self.parties.get(name)  # None: it has left meanwhile
+        for device in sorted(party.devices) if party else ():
             self._on_span(device, name, what, start_s, self._clock.now())
 
     async def _settled(self) -> None:

@@ -58,6 +58,8 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
     await run.state.finish_update()
     for left in reversed(range(RESTARTS)):
         try:
+            if run.memory is not None and not run.locks.holds(TRAINER):
+                await run.locks.acquire(TRAINER, load=False)  # else both sides would be in the devices' memory
             await run.trainer.restart()
             replayed, samples = await restore_trainer(run, until=version)
             weights = await run.trainer.publish(version)
@@ -67,7 +69,7 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
                 raise
         else:
             if run.memory is not None:
-                await run.locks.vacate(TRAINER)
+                await run.locks.end(TRAINER)
             await run.generator.update_weights(weights)
             run.state.published_version = version
             if not moved:

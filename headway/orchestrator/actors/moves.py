@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -126,8 +126,7 @@ class Moves:
         before, began_s = self._present, run.clock.now()
         with run.waits.on("a change of plan", LOOPS, "the train loop"):
             failed = await self._reach(sides, wanted.placement, before)
-        replicas = {self._names[device]: device for device in self._present.generator}
-        run.locks = placed_locks(replicas, self._present.trainer, run.generator, run.clock, run.waits, run.memory)
+        await self._place_locks(self._present.trainer)
         if run.memory is not None:
             await run.locks.vacate(TRAINER)
         cost_s = run.clock.now() - began_s
@@ -179,8 +178,16 @@ class Moves:
             self._present = msgspec.structs.replace(self._present, trainer=())
         else:
             sides.trainer.place(devices)
+            await self._place_locks(devices)
             await restart_trainer(run, run.state.version, moved=True)
             self._present = msgspec.structs.replace(self._present, trainer=devices)
+
+    async def _place_locks(self, ranks: Sequence[str]) -> None:
+        """Make the device lock of the replicas that are there and a trainer on ``ranks``."""
+        run = self._run
+        await run.locks.quiet()
+        replicas = {self._names[device]: device for device in self._present.generator}
+        run.locks = placed_locks(replicas, ranks, run.generator, run.clock, run.waits, run.memory)
 
     async def _join(self, sides: Sides, device: str) -> None:
         self._names[device] = await sides.generator.join(device)

@@ -177,3 +177,38 @@ def test_a_dead_holders_devices_go_on_when_its_memory_is_free():
         await diary.locks.acquire("b", timeout_s=1.0)
 
     played(scene)
+
+
+@pytest.mark.parametrize("cancelled_after_s", [0.0, 0.5])
+def test_a_party_that_is_cancelled_before_it_loads_leaves_room_for_the_next(cancelled_after_s: float):
+    async def scene(diary: Diary) -> list[tuple[float, str]]:
+        locks = diary.locks
+        locks.add(party("first"), loaded=True, offload=diary.move("first is off", 2.0))
+        for name in ("second", "third"):
+            locks.add(party(name), onload=diary.move(f"{name} is on"))
+        second = asyncio.create_task(locks.acquire("second"))
+        await asyncio.sleep(0)  # it has asked, and was granted
+        await diary.clock.sleep(cancelled_after_s)
+        second.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await second
+        async with locks.turn("third"):
+            pass
+        return diary.lines
+
+    assert played(scene) == [(2.0, "first is off"), (3.0, "third is on")]
+
+
+def test_room_can_be_made_for_one_that_loads_by_itself():
+    async def scene(diary: Diary) -> list[tuple[float, str]]:
+        locks = diary.locks
+        locks.add(party("first"), loaded=True, offload=diary.move("first is off"))
+        locks.add(party("second"), onload=diary.move("second is on"), offload=diary.move("second is off"))
+        await locks.acquire("second", load=False)
+        locks.release("second")
+        async with locks.turn("first"):
+            pass
+        await locks.quiet()
+        return diary.lines
+
+    assert played(scene) == [(1.0, "first is off"), (2.0, "second is off")]
