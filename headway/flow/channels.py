@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WORKFLOW = "the workflow"  # as a producer and a consumer
 
+_KEPT = 100  # channels: a workflow that counts no steps may make one after the other
+
 
 class Channels:
     """All channels of a workflow, by number; a name can be used again when its last channel is closed.
@@ -48,6 +50,8 @@ class Channels:
             state = ChannelState(name, items, size, balance, consumers)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
+        if len(self._states) >= _KEPT:
+            self.forget_closed()
         self._made += 1
         self._states[self._made] = state
         return Channel(name, self._made)

@@ -82,7 +82,7 @@ def write_trace(
 
 def describe(written: TraceExport) -> str:
     """Describe the written trace, and how to open it, in words."""
-    steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no step yet"
+    steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no training step"
     lines = [f"trace: {written.path} ({written.events:,} events, {steps}, {duration(written.seconds)})"]
     if written.left_out:
         lines.append(f"left out: {written.left_out}; --from-step and --to-step choose others")

@@ -42,7 +42,7 @@ def test_metrics_and_trace_of_a_run(tmp_path: Path) -> None:
         assert {f"headway_worker_up/{name}-0" for name in ("generator", "trainer", "verifier")} <= seen.keys()
         assert seen["headway_worker_up/generator-0"] == 1
         assert seen["headway_steps_total"] == 0
-        assert "no step yet" in output_of("trace", run)
+        assert "no training step" in output_of("trace", run)
         gate.unlink()
         assert command.wait() == 0, command.output
     assert len(steps_of(run)) == 6

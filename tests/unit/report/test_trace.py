@@ -230,7 +230,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["trace", str(tmp_path), "--out", str(tmp_path / "no" / "folder.json")]) == 2
     assert "--out" in capsys.readouterr().err
     assert main(["trace", str(tmp_path)]) == 0
-    assert "no step yet" in capsys.readouterr().out
+    assert "no training step" in capsys.readouterr().out
 
 
 # --- parts -----------------------------------------------------------------------------------------------
