@@ -23,7 +23,7 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.models.configuration import DecoderConfig
 from headway.models.loading import build
-from headway.records.device_lock import MemoryMove
+from headway.records.execution import MemoryMove
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.trainer.client import TrainerClient

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.records.device_lock import LockChanges, LockGrant, LockStatistics, Party
+from headway.records.execution import LockChanges, LockGrant, LockStatistics, Party
 
 OVERTAKES = 2  # later asks that an ask lets go first
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypedDict, Unpack
 
 from headway.control.device_lock import DeviceLock
-from headway.records.device_lock import LockChanges, LockGrant, LockStatistics, Party
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
+from headway.records.execution import LockChanges, LockGrant, LockStatistics, Party
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback

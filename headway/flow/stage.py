@@ -20,9 +20,8 @@ from headway.flow.peers import Hub
 from headway.flow.placement import shares
 from headway.flow.steps import StepBook
 from headway.flow.worker import Worker, WorkerPlace
-from headway.records.device_lock import Party
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
-from headway.records.execution import ExecutionPlan
+from headway.records.execution import ExecutionPlan, Party
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot, own_cause, start_all

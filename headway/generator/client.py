@@ -17,7 +17,6 @@ from headway.generator.routing.limiter import Limiter
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
 from headway.records.clients import Watch
-from headway.records.device_lock import MemoryMove
 from headway.records.errors import (
     ConfigurationError,
     HeadwayError,
@@ -26,6 +25,7 @@ from headway.records.errors import (
     WeightsMismatch,
     WorkerDied,
 )
+from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,

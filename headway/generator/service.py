@@ -10,8 +10,8 @@ import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan
 from headway.generator.engines.select import EngineSettings, build_engine
-from headway.records.device_lock import MemoryMove
 from headway.records.errors import ConfigurationError
+from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,

@@ -16,8 +16,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from headway.records.device_lock import MemoryMove
 from headway.records.errors import StorageFailed
+from headway.records.execution import MemoryMove
 
 PREFIX = "headway-offload-"
 

@@ -12,8 +12,8 @@ from headway.flow.device_locks import DeviceLocks, Move
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.meter import Meter
 from headway.records.clients import Generator
-from headway.records.device_lock import MemoryMove, Party
 from headway.records.errors import ConfigurationError, WorkerDied
+from headway.records.execution import MemoryMove, Party
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.stalls.waits import Waits

@@ -19,6 +19,7 @@ def flow_of(
     useful_samples: int,
     trained_tokens: int,
     straggler_wait_s: float,
+    device_wait_s: float,
     update_wait_s: float,
 ) -> QueueFlow:
     """A step's flow, without the engines' part: from its ``finished`` groups and the train loop's measurements."""
@@ -47,6 +48,7 @@ def flow_of(
         length_variance_between=between,
         length_variance_within=within,
         straggler_wait_s=straggler_wait_s,
+        device_wait_s=device_wait_s,
         update_wait_s=update_wait_s,
     )
 

@@ -48,6 +48,7 @@ class StepInterval:
     admitted: int = 0  # rollouts
     wait_s: float = 0.0
     straggler_wait_s: float = 0.0
+    device_wait_s: float = 0.0
     update_wait_s: float = 0.0
     publish_s: float = 0.0
     apply_s: float = 0.0
@@ -142,6 +143,11 @@ class Meter:
     def waited(self, seconds: float) -> None:
         self._interval.wait_s += seconds
         self._span("trainer-0", "wait", seconds)
+
+    def device_waited(self, seconds: float) -> None:
+        """Count the trainer's wait for replicas that have its devices: each gives them up between two of its steps."""
+        self._interval.device_wait_s += seconds
+        self.waited(seconds)
 
     def straggled(self, seconds: float) -> None:
         """Count the trainer's wait for older groups that were due, while a whole batch had finished."""
@@ -246,6 +252,7 @@ class Meter:
                 useful_samples=useful_samples,
                 trained_tokens=report.tokens,
                 straggler_wait_s=interval.straggler_wait_s,
+                device_wait_s=interval.device_wait_s,
                 update_wait_s=interval.update_wait_s,
             ),
             curriculum=self._curriculum(),

@@ -41,7 +41,7 @@ async def trainer_turn(run: RunContext, call: Callable[[], Awaitable[Result]]) -
         if not run.locks.holds(TRAINER):
             asked_s = run.clock.now()
             await run.locks.acquire(TRAINER)
-            run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
+            run.meter.device_waited(run.clock.now() - asked_s)
         result = await call()
     except BaseException:
         await run.locks.end(TRAINER)

@@ -21,7 +21,7 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
-from headway.orchestrator.actors.moves import placed_as_before, placement_of, require_movable
+from headway.orchestrator.actors.moves import require_movable
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, Sides
 from headway.orchestrator.device_turns import join_replica
@@ -39,7 +39,7 @@ from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
-from headway.runtime.run_directory import RunDirectory
+from headway.runtime.run_directory import RunDirectory, placed_as_before, placement_of
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports

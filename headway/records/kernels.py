@@ -32,7 +32,9 @@ class KernelTask(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     level: int = 1
     backend: KernelBackend = "cpp"
-    tolerances: dict[str, tuple[float, float]] = TOLERANCES  # dtype -> absolute, relative
+    tolerances: dict[str, tuple[float, float]] = msgspec.field(
+        default_factory=TOLERANCES.copy
+    )  # by dtype: absolute, relative
     shapes: tuple[dict[str, int], ...] = ()  # further sizes to be checked: the source's upper-case constants by name
     allowed_operators: tuple[str, ...] | None = None  # ATen's, beside own kernels; None: the back end's list
     forbidden_operators: tuple[str, ...] = ()  # of back end "torch": the fused one that is the task's answer
@@ -61,7 +63,7 @@ class KernelTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate has come to. With ``infrastructure`` it says nothing of the candidate, and gives no reward."""
+    """The evaluation of a candidate. With ``infrastructure`` it says nothing of the candidate, and gives no reward."""
 
     compiled: bool = False
     passed: int = 0  # trials whose outputs are within the tolerances ...

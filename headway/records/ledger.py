@@ -63,6 +63,7 @@ class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     length_variance_between: float = 0.0  # mean squares of the logarithm of their lengths: between groups ...
     length_variance_within: float = 0.0  # ... and within them
     straggler_wait_s: float = 0.0  # of trainer_wait_s: a whole batch had finished, but older groups were due
+    device_wait_s: float = 0.0  # of trainer_wait_s: until replicas gave its devices up
     update_wait_s: float = 0.0  # the trainer waited until the version before was applied everywhere
     generated_tokens: int = 0  # by all replicas
     generator_busy_s: float = 0.0  # inside model calls, summed over replicas

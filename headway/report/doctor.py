@@ -22,6 +22,7 @@ from headway.report.preview import BINDS
 from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import alike, parse_device, sharing
+from headway.runtime.run_directory import RunDirectory, placed_as_before
 from headway.telemetry.ledger import EVENT_SIMULATED
 from headway.telemetry.summary import undisturbed
 
@@ -77,10 +78,12 @@ def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: flo
 
 
 def stored_experiment(view: RunView) -> Experiment:
-    """The experiment as the run stored it. Raises ConfigurationError where that can't be read."""
+    """The experiment as the run stored it, in the placement it has moved to. Raises ConfigurationError where that
+    can't be read."""
     if not view.configuration:
         raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger says too little")
-    return validate_experiment(view.configuration, f"{view.path}/config.json")
+    experiment = validate_experiment(view.configuration, f"{view.path}/config.json")
+    return placed_as_before(experiment, RunDirectory(view.path))
 
 
 def costs_of(
@@ -100,8 +103,9 @@ def costs_of(
     device_h = devices * seconds / 3600
     own_ranks = len(ranks) - len(sharing(ranks, generator))  # on a shared device others work meanwhile
     lost: dict[str, float] = {
-        "trainer: waits for groups": own_ranks * sum(s.trainer_wait_s - s.flow.straggler_wait_s for s in steps),
+        "trainer: waits for groups": own_ranks * sum(_lack_s(s) for s in steps),
         "trainer: waits for stragglers": own_ranks * sum(s.flow.straggler_wait_s for s in steps),
+        "trainer: waits for its devices": trainer * sum(s.flow.device_wait_s for s in steps),
         "trainer: waits for an update": trainer * sum(s.flow.update_wait_s for s in steps),
         "trainer: publishes": trainer * sum(s.publish_s for s in steps),
         "trainer: writes checkpoints": trainer * sum(s.checkpoint_s for s in steps),
@@ -123,6 +127,11 @@ def costs_of(
         usd=None if usd_per_device_hour is None else device_h * usd_per_device_hour,
         lost_h=dict(sorted(hours.items(), key=lambda item: -item[1])),
     )
+
+
+def _lack_s(step: StepRecord) -> float:
+    """Time the trainer waited for want of finished groups."""
+    return step.trainer_wait_s - step.flow.straggler_wait_s - step.flow.device_wait_s
 
 
 def _paused_s(step: StepRecord) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from headway.config.load import require_resumable, validate_experiment
+from headway.config.load import changed_experiment, require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
+from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
 
@@ -181,3 +182,23 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise HeadwayError(f"{path} can't be written: {error.strerror}") from error
+
+
+def placement_of(experiment: Experiment) -> RunPlacement:
+    """The placement that an experiment says."""
+    return RunPlacement(generator=tuple(experiment.generator.devices), trainer=tuple(experiment.trainer.devices))
+
+
+def placed_as_before(experiment: Experiment, directory: RunDirectory) -> Experiment:
+    """``experiment`` in the placement to which a former process of this run had moved. Where the configuration says
+    another one than then, it counts, and so it does without ``control.devices = "move"``."""
+    if experiment.control.devices != "move" or not directory.placement.is_file():
+        return experiment
+    try:
+        kept = msgspec.json.decode(directory.placement.read_bytes(), type=PlacementFile)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{directory.placement} is damaged: {error}; without it --resume uses the "
+                                 "configuration's devices") from None  # fmt: skip
+    if kept.configured != placement_of(experiment):
+        return experiment
+    return changed_experiment(experiment, kept.present.settings)

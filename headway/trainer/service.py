@@ -21,8 +21,8 @@ from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
 from headway.models.peak import measure_peak_flops
-from headway.records.device_lock import MemoryMove
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
+from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PublishedWeights
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport

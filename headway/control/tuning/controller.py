@@ -194,7 +194,7 @@ class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the steps since the last decision."""
 
     wait: float  # share of the time the trainer waited
-    lack: float  # ... of it for want of finished groups, not for stragglers
+    lack: float  # ... of it for want of finished groups, not for stragglers or its devices
     idle: float  # share of the time the replicas had nothing to do
     stock: float  # groups left in the buffer after a batch was taken, in batches
     in_generation: float  # rollouts between admission and last token
@@ -218,7 +218,7 @@ def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> Controlle
     wait = sum(r.trainer_wait_s for r in records) / seconds
     return ControllerEvidence(
         wait=wait,
-        lack=max(0.0, wait - sum(r.flow.straggler_wait_s for r in records) / seconds),
+        lack=max(0.0, wait - sum(r.flow.straggler_wait_s + r.flow.device_wait_s for r in records) / seconds),
         idle=sum(r.generator_wait_ratio * r.step_s for r in records) / seconds,
         stock=fmean(r.buffered_groups for r in records) / limits.shape.groups_per_step,
         in_generation=sum(r.flow.generating_s for r in records) / seconds,

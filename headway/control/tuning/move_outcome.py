@@ -16,7 +16,7 @@ _SAME_LOAD = 1.1  # times the tokens per trained sample: beyond, the rate falls 
 
 
 class PlanOutcome(NamedTuple):
-    """What a move has come to."""
+    """The outcome of a move: rates beside what was expected, and whether it is to be taken back."""
 
     detail: str  # with ``data``: an event's
     data: dict[str, float]

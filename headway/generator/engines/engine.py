@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from headway.generator.engines.requests import EngineRequest, refusal
-from headway.records.device_lock import MemoryMove
+from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,

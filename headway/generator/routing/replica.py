@@ -14,8 +14,8 @@ from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
-from headway.records.device_lock import MemoryMove
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
+from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot, own_cause

@@ -19,7 +19,7 @@ from headway.orchestrator.recovery import restart_trainer
 from headway.records.errors import ConfigurationError, EpochLost, HeadwayError
 from headway.records.plan import ExecutedMove, PlacementFile, PlannedMove, RunPlacement
 from headway.runtime.devices import alike, parse_device
-from headway.runtime.run_directory import RunDirectory
+from headway.runtime.run_directory import RunDirectory, placement_of
 from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
 from headway.trainer.checkpoints import checkpoint_path
 
@@ -60,11 +60,6 @@ def actions_between(before: RunPlacement, after: RunPlacement) -> list[MoveActio
     return [action for action in found if action.devices]
 
 
-def placement_of(experiment: Experiment) -> RunPlacement:
-    """The placement that an experiment says."""
-    return RunPlacement(generator=tuple(experiment.generator.devices), trainer=tuple(experiment.trainer.devices))
-
-
 def require_movable(experiment: Experiment) -> None:
     """Raise ConfigurationError where ``control.devices = "move"`` finds no other placement, or none it could judge."""
     if experiment.control.devices != "move":
@@ -83,21 +78,6 @@ def require_movable(experiment: Experiment) -> None:
     else:
         return
     raise ConfigurationError(f"control.devices = 'move' (--plan auto) with {', '.join(names)}: {said}")
-
-
-def placed_as_before(experiment: Experiment, directory: RunDirectory) -> Experiment:
-    """``experiment`` in the placement to which a former process of this run had moved. Where the configuration says
-    another one than then, it counts, and so it does without ``control.devices = "move"``."""
-    if experiment.control.devices != "move" or not directory.placement.is_file():
-        return experiment
-    try:
-        kept = msgspec.json.decode(directory.placement.read_bytes(), type=PlacementFile)
-    except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{directory.placement} is damaged: {error}; without it --resume uses the "
-                                 "configuration's devices") from None  # fmt: skip
-    if kept.configured != placement_of(experiment):
-        return experiment
-    return changed_experiment(experiment, kept.present.settings)
 
 
 class Moves:

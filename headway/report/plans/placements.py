@@ -58,16 +58,18 @@ def stage_rows(placed: Sequence[PlacedSteps]) -> list[list[str]]:
         seconds, generator_s = (sum(map(of, one.steps)) for of in (_step_s, lambda step: step.flow.generator_s))
         busy = sum(step.flow.generator_busy_s for step in one.steps) / generator_s if generator_s else 0.0
         verifying = sum(step.verify_s for step in one.steps) / seconds / max(1, one.steps[-1].flow.verifier_workers)
-        trains, waits, publishes, pauses = (
+        trains, publishes, pauses = (
             percent(sum(getattr(step, name) for step in one.steps) / seconds)
-            for name in ("trainer_compute_s", "trainer_wait_s", "publish_s", "apply_pause_s")
+            for name in ("trainer_compute_s", "publish_s", "apply_pause_s")
         )
+        waits_for_device = sum(step.flow.device_wait_s for step in one.steps)
+        waits = percent((sum(step.trainer_wait_s for step in one.steps) - waits_for_device) / seconds)
         idle = weighted_mean(one.steps, lambda step: step.generator_wait_ratio, _step_s)
         lent = weighted_mean(one.steps, lambda step: step.generator_lent_ratio, _step_s)
         rate = quantity(sum(step.samples for step in one.steps) / seconds)
         head = [one.placement, f"{one.since:,}", rate, quantity(one.expected_per_s) if one.expected_per_s else "–"]
         rows.append(["generate", *head, percent(busy), percent(idle), percent(lent), pauses])
-        rows.append(["train", *head, trains, waits, "–", publishes])
+        rows.append(["train", *head, trains, waits, percent(waits_for_device / seconds), publishes])
         rows.append(["verify", *head, percent(verifying), "–", "–", "–"])
     return rows
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.device_lock import OVERTAKES, DeviceLock
-from headway.records.device_lock import LockChanges, LockStatistics, Party
+from headway.records.execution import LockChanges, LockStatistics, Party
 
 SETS = ("0", "1", "01")
 STEPS = 3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headway.flow.device_locks import WAIT, DeviceLocks
-from headway.records.device_lock import Party
 from headway.records.errors import DeviceBusy, StorageFailed, WorkerDied
+from headway.records.execution import Party
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.stalls.waits import Waits
 

@@ -12,14 +12,12 @@ import tiny_run
 from headway.config.load import changed_experiment
 from headway.orchestrator.actors.moves import (
     actions_between,
-    placed_as_before,
-    placement_of,
     planned_move,
     require_movable,
 )
 from headway.records.errors import ConfigurationError
 from headway.records.plan import PlacementFile, RunPlacement
-from headway.runtime.run_directory import RunDirectory
+from headway.runtime.run_directory import RunDirectory, placed_as_before, placement_of
 
 
 def placements(devices: int) -> list[RunPlacement]:

@@ -10,8 +10,8 @@ from headway.report.plans.placements import change_sentence, placed_steps, stage
 SPATIAL, HYBRID = "spatial: generate on cpu:0; train on cpu:1", "hybrid: generate on cpu:0, cpu:1; train on cpu:1"
 
 
-def step(number: int, **fields: Any) -> StepRecord:
-    flow = QueueFlow(generator_busy_s=0.5, generator_s=1.0, verifier_workers=2)
+def step(number: int, device_wait_s: float = 0.0, **fields: Any) -> StepRecord:
+    flow = QueueFlow(generator_busy_s=0.5, generator_s=1.0, verifier_workers=2, device_wait_s=device_wait_s)
     return StepRecord(step=number, version=number + 1, step_s=1.0, samples=10, flow=flow, verify_s=0.4, **fields)
 
 
@@ -21,7 +21,7 @@ def event(name: str, at: int, **data: float | int | str) -> EventRecord:
 
 COSTS: dict[str, float | int | str] = {"gain": 1.5, "rate": 10.0, "cost_s": 3.0, "expected_cost_s": 2.0}
 LINES = [
-    *(step(number, trainer_wait_s=0.4, trainer_compute_s=0.5) for number in range(4)),
+    *(step(number, 0.1, trainer_wait_s=0.4, trainer_compute_s=0.5) for number in range(4)),
     event("plan_changed", 4, before=SPATIAL, after=HYBRID, **COSTS),
     step(4, trainer_wait_s=0.9),  # has the change in it
     *(step(number, trainer_compute_s=0.9, publish_s=0.05, generator_lent_ratio=0.25) for number in range(5, 9)),
@@ -34,8 +34,8 @@ def test_stages_of_each_placement_stand_beside_what_was_expected() -> None:
     placed = placed_steps(LINES, {})
     assert [(one.placement, one.since, len(one.steps)) for one in placed] == [(SPATIAL, 0, 4), (HYBRID, 4, 4)]
     rows = {(row[0], row[1]): row[2:] for row in stage_rows(placed)}
-    assert rows["train", SPATIAL] == ["0", "10", "–", "50.0%", "40.0%", "–", "0.0%"]
-    assert rows["train", HYBRID] == ["4", "10", "15", "90.0%", "0.0%", "–", "5.0%"]
+    assert rows["train", SPATIAL] == ["0", "10", "–", "50.0%", "30.0%", "10.0%", "0.0%"]
+    assert rows["train", HYBRID] == ["4", "10", "15", "90.0%", "0.0%", "0.0%", "5.0%"]
     assert rows["generate", HYBRID] == ["4", "10", "15", "50.0%", "0.0%", "25.0%", "0.0%"]
     assert rows["verify", SPATIAL][3] == "20.0%"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.generator.engines.torch.model_runner import ModelRunner
 from headway.models.offload import OffloadedTensors, used_bytes
-from headway.records.device_lock import MemoryMove
+from headway.records.execution import MemoryMove
 from headway.weights.shared_memory import Subscriber
 
 

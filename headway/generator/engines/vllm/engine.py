@@ -17,8 +17,8 @@ from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.generator.engines.vllm.reference import PROBE, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.models.offload import used_bytes
-from headway.records.device_lock import MemoryMove
 from headway.records.errors import WeightsMismatch
+from headway.records.execution import MemoryMove
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 
