@@ -3,9 +3,9 @@
     python benchmarks/parts/plan_drift.py [--directory DIR] [--steps N]
 
 Two cores, of which each side has one at first, and one slot, so that generation takes longer than training and the
-trainer waits half of the time. The lengths triple before the run has seen enough to decide; with ``--plan auto``'s keys
-it notes the drift, finds that generating on both cores pays, and changes to that. Then the same load is measured in runs
-that start in the new placement, and in one that stays in the old. The last line is one JSON object:
+trainer waits half of the time. The lengths triple before the run has seen enough to decide; with the keys of
+``--plan auto`` it notes the drift, finds that generating on both cores pays, and changes to that. Then the same load is
+measured in runs that start in the new placement, and in one that stays in the old. The last line is one JSON object:
 ``live_over_afresh`` is the throughput after the change divided by that of the new placement started afresh.
 """
 
