@@ -141,7 +141,7 @@ def model_workload(name: str, arguments: argparse.Namespace, shape: Shape, *, ju
 
 
 SHAPE = Shape(
-    layers=3, width=96, heads=4, intermediate=256, prompt_tokens=16, median_tokens=48, spread=0.8, longest_tokens=256
+    layers=4, width=160, heads=4, intermediate=448, prompt_tokens=16, median_tokens=64, spread=0.8, longest_tokens=384
 )
 
 

@@ -36,7 +36,8 @@ class Generate(Worker):
         from headway.generator.local import LocalGenerator
 
         self.generator = LocalGenerator(experiment, self.context)
-        self.offload, self.onload = self.generator.offload, self.generator.onload
+        if experiment.run.offload:
+            self.offload, self.onload = self.generator.offload, self.generator.onload
         tokenizer, seed = Tokenizer.load(experiment.model.path), experiment.run.seed
         sample = self.generator.generate
         self.rollouts = SingleTurn(TurnSampler(sample, tokenizer, experiment.rollout, RealClock(), run_seed=seed))
@@ -81,7 +82,8 @@ class Train(Worker):
         values = experiment.model_dump(mode="json")
         self.trainer = TrainerService(self.context, experiment=values, run_id=self.run_id)
         self.experiment, self.close = experiment, self.trainer.close
-        self.offload, self.onload = self.trainer.offload, self.trainer.onload
+        if experiment.run.offload:
+            self.offload, self.onload = self.trainer.offload, self.trainer.onload
 
     async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights]:
         start = self.trainer.version * self.experiment.queue.groups_per_step

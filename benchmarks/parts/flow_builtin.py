@@ -20,7 +20,7 @@ from parts.pipeline_load import Shape, apart, experiment, prepare
 
 STEPS, COUNTED, PAIRS = 8, 6, 3
 SHAPE = Shape(
-    layers=3, width=96, heads=4, intermediate=256, prompt_tokens=16, median_tokens=48, spread=0.0, longest_tokens=64
+    layers=4, width=192, heads=6, intermediate=512, prompt_tokens=16, median_tokens=96, spread=0.0, longest_tokens=128
 )
 
 
@@ -49,7 +49,8 @@ def flow_over_builtin(folder: Path) -> dict[str, Any]:
     settings = settings.model_copy(update={"queue": queue})
     file = folder / "experiment.json"
     ratios: list[float] = []
-    plan = {"generate": settings.generator.devices[0], "score": "cpu:0-1", "train": settings.trainer.devices[0]}
+    generator, trainer = settings.generator.devices[0], settings.trainer.devices[0]
+    plan = {"generate": generator, "score": generator, "train": trainer}
     for pair in range(PAIRS):
         shutil.rmtree(folder / "run", ignore_errors=True)
         file.write_text(settings.model_dump_json())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -25,6 +24,7 @@ from headway.runtime.clock import RealClock
 from headway.tasks.cursor import TaskCursor
 from headway.tasks.sources import load_tasks
 from headway.tokens.tokenizer import Tokenizer
+from headway.trainer.checkpoints import checkpoint_path
 from parts.pipeline_load import Shape
 
 JUDGE_TOKENS = 48
@@ -112,10 +112,10 @@ class Trains(Worker):
             return self.trainer.publish(self.trainer.optim_step().version)
 
     def state(self) -> str:
-        path = str(Path(tempfile.mkdtemp(prefix="headway-flow-benchmark-")) / "checkpoints" / "step_00000001")
-        Path(path).parent.mkdir()
-        self.trainer.save_checkpoint(path, {})
-        return path
+        path = checkpoint_path(tempfile.mkdtemp(prefix="headway-flow-benchmark-"), self.trainer.version)
+        path.parent.mkdir()
+        self.trainer.save_checkpoint(str(path), {})
+        return str(path)
 
     def restore(self, path: str) -> None:
         self.trainer.load_checkpoint(path)

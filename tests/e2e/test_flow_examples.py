@@ -73,6 +73,11 @@ def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(
 ):
     plan, part = case
     config, model = trained(part)
+    if plan is TEMPORAL:
+        text = config.read_text()
+        assert "[run]\n" in text
+        config = tmp_path / "offloads.toml"
+        config.write_text(text.replace("[run]\n", "[run]\noffload = true\n"))
     output = tmp_path / "model"
     program = [str(ROOT / "examples" / "flow_grpo.py"), str(config), written(plan, part), str(output)]
     done = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=ENVIRONMENT, check=False)
