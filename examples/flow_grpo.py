@@ -49,8 +49,7 @@ class Generate(Worker):
             await answers.put_all(zip(chunk, sampled, strict=True))
 
     async def sample(self, group: Group) -> list[Rollout]:
-        members = (self.rollouts.generate_member(group, member) for member in range(group.size))
-        return await asyncio.gather(*members)
+        return await asyncio.gather(*(self.rollouts.generate_member(group, n) for n in range(group.size)))
 
     def update(self, weights: PublishedWeights) -> None:
         self.generator.update_weights(weights)
@@ -79,8 +78,7 @@ class Train(Worker):
     def __init__(self, experiment: Experiment) -> None:
         from headway.trainer.service import TrainerService
 
-        values = experiment.model_dump(mode="json")
-        self.trainer = TrainerService(self.context, experiment=values, run_id=self.run_id)
+        self.trainer = TrainerService(self.context, experiment=experiment.model_dump(mode="json"), run_id=self.run_id)
         self.experiment, self.close = experiment, self.trainer.close
         if experiment.run.offload:
             self.offload, self.onload = self.trainer.offload, self.trainer.onload

@@ -222,7 +222,7 @@ class Flow:
         if self._planner is not None:
             before, self.plan = self.plan, self._planner.with_stage(self.plan, stage, most_workers)
             for other in self._stages.values():  # it may share their devices
-                await other.arrive(before, self.plan, [])
+                await other.move(before, self.plan)
         if stage not in self.plan.stages:
             valid = ", ".join(self.plan.stages)
             raise ConfigurationError(f"stage {stage!r} ({where}): the plan has no devices for it; it has: {valid}")
@@ -288,9 +288,11 @@ class Flow:
                 f"the plan can't be changed before step {len(self.history)}: {', '.join(busy)} still has a call; await "
                 "all calls inside their step"
             )
-        left = {name: await stage.leave(before, plan) for name, stage in self._stages.items()}
+        for stage in self._stages.values():
+            stage.require_movable(before, plan)
         self.plan = plan
-        await asyncio.gather(*(stage.arrive(before, plan, left[name]) for name, stage in self._stages.items()))
+        for stage in self._stages.values():  # upstream first: weights are gone with the trainer that published them
+            await stage.move(before, plan)
         seconds = time.monotonic() - started
         self._book.moved(seconds)
         expected = "" if plan.expected_s is None else f", expected {plan.expected_s:.3g} s a step"

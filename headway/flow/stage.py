@@ -112,23 +112,21 @@ class Stage:
                 with contextlib.suppress(WorkerDied):  # then the last one stands
                     self._states[slot.name] = await self._ask(slot, "state")
 
-    async def leave(self, before: ExecutionPlan, plan: ExecutionPlan) -> list[Any]:
-        """Leave the devices, where another plan gives it others; returns its workers' states."""
-        if plan.stages[self.name].devices == before.stages[self.name].devices:
-            return []
-        if not self.keeps_state:
+    def require_movable(self, before: ExecutionPlan, plan: ExecutionPlan) -> None:
+        """Raise ConfigurationError where another plan gives it other devices, and its workers can't hand on what they
+        have."""
+        if plan.stages[self.name].devices != before.stages[self.name].devices and not self.keeps_state:
             raise ConfigurationError(
                 f"stage {self.name!r} ({self._where}) can't be moved: its class has no state() and restore(), and "
                 "isn't stateless"
             )
-        self._states.clear()
-        states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
-        await self.stop()
-        return states
 
-    async def arrive(self, before: ExecutionPlan, plan: ExecutionPlan, states: list[Any]) -> None:
+    async def move(self, before: ExecutionPlan, plan: ExecutionPlan) -> None:
         """Take another plan's part: on other devices new workers take over the old ones' states."""
         if plan.stages[self.name].devices != before.stages[self.name].devices:
+            self._states.clear()
+            states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
+            await self.stop()
             await self.start(plan)
             for rank, slot in enumerate(self.group.slots if states else []):
                 state = states[min(rank, len(states) - 1)]

@@ -14,12 +14,13 @@ from typing import Any
 import flow_workers
 import numpy as np
 import pytest
-from flow_workers import Doubles, Mortal, Remembers, Shared, double_all
+from flow_workers import Doubles, Mortal, Publisher, Remembers, Shared, Subscriber, double_all
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.flow.run import Flow, run
 from headway.flow.worker import Worker
 from headway.records.errors import ConfigurationError, NoProgress, RemoteError, WorkerDied
+from headway.records.execution import ExecutionPlan, StagePlacement
 from headway.runtime.nodes.handshake import KEY_VARIABLE
 
 
@@ -127,6 +128,22 @@ def test_a_plan_is_not_changed_under_a_running_call():
 
     with pytest.raises(ConfigurationError, match=r"can't be changed before step 2: double still has a call"):
         run(workflow, "auto", devices=["cpu:0", "cpu:1"], items=4)
+
+
+def test_a_stage_that_moves_finds_what_a_stage_downstream_had_published(tmp_path: Path):
+    async def workflow(flow: Flow) -> str:
+        subscribers = await flow.workers("generate", Subscriber)
+        await flow.workers("train", Publisher, str(tmp_path / "weights"))
+        async for step in flow.steps(2):
+            if step == 0:
+                await subscribers.read(str(tmp_path / "weights"))
+            else:
+                places = {"generate": "cpu:1", "train": "cpu:0"}
+                stages = {name: StagePlacement(devices=(device,)) for name, device in places.items()}
+                await flow._move(ExecutionPlan(stages=stages))
+        return (await subscribers.state())[0]
+
+    assert run(workflow, {"generate": "cpu:0", "train": "cpu:1"}) == str(tmp_path / "weights")
 
 
 @pytest.mark.timeout(60)

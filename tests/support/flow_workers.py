@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,3 +167,36 @@ class Mortal(Worker):
 
     def answer(self) -> int:
         return 42
+
+
+class Publisher(Worker):
+    """Has a file that is gone with its process, as a trainer's published weights are."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.path.touch()
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def state(self) -> str:
+        return str(self.path)
+
+    def restore(self, path: str) -> None:
+        assert path == str(self.path)
+
+
+class Subscriber(Worker):
+    """Needs a publisher's file when it takes over."""
+
+    path = ""
+
+    def read(self, path: str) -> None:
+        self.path = path
+
+    def state(self) -> str:
+        return self.path
+
+    def restore(self, path: str) -> None:
+        self.read(path)
+        Path(path).read_bytes()
