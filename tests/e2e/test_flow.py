@@ -141,7 +141,7 @@ def test_a_stage_that_moves_finds_what_a_stage_downstream_had_published(tmp_path
                 places = {"generate": "cpu:1", "train": "cpu:0"}
                 stages = {name: StagePlacement(devices=(device,)) for name, device in places.items()}
                 await flow._move(ExecutionPlan(stages=stages))
-        return (await subscribers.state())[0]
+        return (await subscribers.state())[0][0]
 
     assert run(workflow, {"generate": "cpu:0", "train": "cpu:1"}) == str(tmp_path / "weights")
 

@@ -174,7 +174,7 @@ class Publisher(Worker):
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.path.touch()
+        self.path.write_text(str(os.getpid()))
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -189,14 +189,12 @@ class Publisher(Worker):
 class Subscriber(Worker):
     """Needs a publisher's file when it takes over."""
 
-    path = ""
-
     def read(self, path: str) -> None:
-        self.path = path
+        self.path, self.found = path, Path(path).read_text()
 
-    def state(self) -> str:
-        return self.path
+    def state(self) -> tuple[str, str]:
+        return self.path, self.found
 
-    def restore(self, path: str) -> None:
-        self.read(path)
-        Path(path).read_bytes()
+    def restore(self, state: tuple[str, str]) -> None:
+        self.read(state[0])
+        assert self.found == state[1]
