@@ -19,7 +19,7 @@ from headway.control.pruning.rules import pruner_figures
 from headway.control.summaries import length_histogram, quantile, solve_rate_histogram
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.flow import flow_of
-from headway.orchestrator.source_scores import pass_at, source_scores
+from headway.orchestrator.source_scores import kernel_scores, pass_at, source_scores
 from headway.orchestrator.state import RunState
 from headway.orchestrator.trained_staleness import staleness_fields
 from headway.records.curriculum import CurriculumStep
@@ -261,6 +261,7 @@ class Meter:
             ),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             pruning=pruner_figures(interval.finished),
+            kernels=kernel_scores(interval.finished, self._pass_at),
             **_queue_fields(state),
             **_bias_fields(self.length_bias.statistics()),
             **_work_fields(report, step_s, self.peak_flops_per_s),

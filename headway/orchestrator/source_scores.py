@@ -1,14 +1,18 @@
 """How well each task source is solved, with the standard error that attempts at one task being alike calls for, and
-pass@k."""
+pass@k; the scores of kernels."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from headway.records.ledger import PassAt, SourceScore
-from headway.records.rollout import Rollout
+import msgspec
+
+from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
+from headway.records.ledger import KernelScores, PassAt, SourceScore
+from headway.records.rollout import FinishedGroup, Rollout
 
 
 def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceScore]:
@@ -47,6 +51,43 @@ def pass_at(groups: Iterable[tuple[int, int]], ks: Sequence[int] = ()) -> dict[s
             error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
             found[str(k)] = PassAt(groups=len(shares), value=statistics.fmean(shares), standard_error=error)
     return found
+
+
+def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> KernelScores | None:
+    """Scores of the kernels in finished groups, by what their environment kept of each answer; None: there are none."""
+    judged = [[answers for one in group.valid if (answers := _answers(one))] for group in groups]
+    every = [answer for members in judged for answers in members for answer in answers]
+    if not every:
+        return None
+    spent = Counter[str]()
+    for answer in every:
+        spent.update(answer.evaluation_s)
+    compiled = [(sum(any(a.compiled for a in answers) for answers in members), len(members)) for members in judged]
+    correct = [(sum(any(a.correct for a in answers) for answers in members), len(members)) for members in judged]
+    return KernelScores(
+        evaluations=len(every),
+        repeated=sum(answer.repeated for answer in every),
+        rewards=_counted(answer.reward for answer in every),
+        faults=dict(Counter(answer.fault for answer in every if answer.fault)),
+        compiled_at=pass_at(compiled, ks),
+        correct_at=pass_at(correct, ks),
+        log_speedups=_counted(math.log(one.speedup) for one in every if one.correct and one.speedup),
+        wait_s=spent.pop("wait", 0.0),
+        busy_s=sum(spent.values()),
+    )
+
+
+def _answers(rollout: Rollout) -> list[KernelAnswer]:
+    try:
+        return msgspec.convert(rollout.verdict.get(KERNEL_ANSWERS, []), list[KernelAnswer])
+    except msgspec.ValidationError:  # a verifier of the user's own says something else under this name
+        return []
+
+
+def _counted(values: Iterable[float]) -> dict[str, int]:
+    """Counts by value, rounded down to tenths."""
+    counts = Counter(math.floor(10 * value + 1e-9) for value in values)
+    return {f"{tenths / 10:.1f}": count for tenths, count in sorted(counts.items())}
 
 
 def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:

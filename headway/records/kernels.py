@@ -88,3 +88,19 @@ class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     def correct(self) -> bool:
         """Whether every trial passed, and nothing was amiss."""
         return self.compiled and 0 < self.trials == self.passed and self.fault is None and not self.cheat
+
+
+class KernelAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an answer's evaluation that its rollout keeps, in the verdict under ``KERNEL_ANSWERS``."""
+
+    reward: float
+    compiled: bool
+    correct: bool
+    fault: str = ""  # a KernelFault, "wrong" (outputs) or "cheat"; "": none
+    speedup: float | None = None
+    repeated: bool = False
+    evaluation_s: dict[str, float] = {}  # wait, compile, check, time
+    text: str = ""
+
+
+KERNEL_ANSWERS = "kernel_answers"

@@ -38,6 +38,20 @@ class PassAt(msgspec.Struct, frozen=True, kw_only=True):
     standard_error: float  # over groups; 0 for fewer than two
 
 
+class KernelScores(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the kernels that a step's groups have written: of each answer that was judged."""
+
+    evaluations: int
+    repeated: int = 0  # answered from an equal source's evaluation
+    rewards: dict[str, int] = {}  # raw, rounded down to tenths -> count
+    faults: dict[str, int] = {}  # class, "wrong" (outputs), "cheat" -> count
+    compiled_at: dict[str, PassAt] = {}  # k -> pass@k: the rollout's best answer compiles ...
+    correct_at: dict[str, PassAt] = {}  # ... or is correct
+    log_speedups: dict[str, int] = {}  # natural logarithm of a correct answer's speed-up, in tenths -> count
+    wait_s: float = 0.0  # summed: for a device of the evaluators
+    busy_s: float = 0.0  # ... compiling, checking, timing
+
+
 class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over one step from which the parameters of its queue are estimated (``control/tuning/ledger_model.py``).
     "Finished" is what finished since the step before, whenever it began."""
@@ -210,6 +224,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     router: RouterStatistics = RouterStatistics()  # its counters: since the step before
     nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
     sandboxes: SandboxStatistics = SandboxStatistics()  # counters and histograms: since the step before
+    kernels: KernelScores | None = None  # over the groups that finished since the last step; None: no kernels
     flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 

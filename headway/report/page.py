@@ -14,6 +14,7 @@ from headway.records.plan import PLAN_FILE, RunPlan
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.incidents import HEADS, incident_rows
+from headway.report.kernels import KERNEL_PLOTS, KERNELS, kernel_sentences
 from headway.report.live import shown_pass_at, shown_score
 from headway.report.plans.placements import STAGE_HEADS, changes_of, placed_steps, stage_rows
 from headway.report.plans.run_plan import draw_plan
@@ -222,7 +223,7 @@ def _plots(view: RunView) -> list[str]:
     if not len(evidence.series) and not view.evaluations:
         return ["<p>No step is recorded yet.</p>"]
     figures: dict[str, list[str]] = {}
-    for plot in [*PLOTS, *CURRICULUM_PLOTS, *SANDBOX_PLOTS, *_further_metrics(evidence.series)]:
+    for plot in [*PLOTS, *CURRICULUM_PLOTS, *KERNEL_PLOTS, *SANDBOX_PLOTS, *_further_metrics(evidence.series)]:
         svg = render(plot, evidence)
         if svg is not None:
             figures.setdefault(plot.section, []).append(
@@ -231,7 +232,8 @@ def _plots(view: RunView) -> list[str]:
     note = ""
     if evidence.series.per_bin > 1:
         note = f'<p class="state">Each point of a curve stands for {evidence.series.per_bin} steps.</p>'
-    words = {SECTION: _sandboxes(view)}
+    kernels = "".join(f"<p>{escape(sentence)}</p>" for sentence in kernel_sentences(view.steps))
+    words = {SECTION: _sandboxes(view), KERNELS: kernels}
     sections = [
         f'<h2>{escape(section)}</h2>{words.get(section, "")}<div class="plots">{"".join(drawn)}</div>'
         for section, drawn in figures.items()

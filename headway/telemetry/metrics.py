@@ -10,12 +10,20 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from headway.records.curriculum import CurriculumStep
 from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
-from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
+from headway.records.ledger import (
+    Distribution,
+    EvaluationRecord,
+    KernelScores,
+    LedgerLine,
+    PassAt,
+    PrunerFigures,
+    StepRecord,
+)
 from headway.records.sandbox_statistics import (
     EDGES_S,
     POOL_CAUSES,
@@ -123,14 +131,14 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"{prefix}_reward_mean", line.reward_mean
             yield f"{prefix}_length_mean_tokens", line.length_mean
             yield f"{prefix}_duration_s", line.duration_s
-            yield from _pass_at(f"{prefix}_", line)
+            yield from _pass_at(f"{prefix}_", line.pass_at)
             names = source_names({*sources, *line.by_source})
             for label, score in line.by_source.items():
                 yield f"evaluation_by_source/{line.split}_{names[label]}_solve_rate", score.solve_rate
     elif isinstance(line, StepRecord):
         for name, (field, _) in STEP_METRICS.items():
             yield name, float(getattr(line, field)) if field != "solve_rate" else line.measured_solve_rate
-        yield from _pass_at("reward/", line)
+        yield from _pass_at("reward/", line.pass_at)
         for name, field in STALENESS.items():
             distribution: Distribution = getattr(line, field)
             kind = name.removesuffix("_steps")
@@ -165,14 +173,25 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield from _of_curriculum(line.curriculum)
         if line.pruning:
             yield from _pruning(line)
+        if line.kernels is not None:
+            yield from _of_kernels(line.kernels)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
 
 
-def _pass_at(prefix: str, line: StepRecord | EvaluationRecord) -> Iterator[tuple[str, float]]:
-    for k, found in line.pass_at.items():
+def _pass_at(prefix: str, shares: Mapping[str, PassAt]) -> Iterator[tuple[str, float]]:
+    for k, found in shares.items():
         yield f"{prefix}pass_at_{k}", found.value
         yield f"{prefix}pass_at_{k}_standard_error", found.standard_error
+
+
+def _of_kernels(kernels: KernelScores) -> Iterator[tuple[str, float]]:
+    for name in ("evaluations", "repeated", "wait_s", "busy_s"):
+        yield f"kernels/{name}", float(getattr(kernels, name))
+    for fault, count in kernels.faults.items():
+        yield f"kernels/fault_{fault}", float(count)
+    yield from _pass_at("kernels/compiled_", kernels.compiled_at)
+    yield from _pass_at("kernels/correct_", kernels.correct_at)
 
 
 def router_metrics(router: RouterStatistics) -> Iterator[tuple[str, float]]:
