@@ -39,7 +39,7 @@ class PassAt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the kernels that a step's groups have written: of each answer that was judged."""
+    """Scores of the kernels that a step's groups have written: of each answer that was judged."""
 
     evaluations: int
     repeated: int = 0  # answered from an equal source's evaluation
