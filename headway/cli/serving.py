@@ -80,11 +80,7 @@ def serve_kernels(
     queue: int = typer.Option(256, min=0, metavar="N", help="Submissions that wait; further ones get HTTP 429."),
     queue_s: float = typer.Option(300.0, min=0.1, metavar="S", help="Longest wait of a submission; then HTTP 429."),
     timeout_s: float = typer.Option(600.0, min=1.0, metavar="S", help="Longest time of an evaluation."),
-    retries: int = typer.Option(2, min=0, metavar="N", help="Retries after failures of the infrastructure."),
     max_source_bytes: int = typer.Option(1 << 20, min=1, metavar="N", help="Limit of a source; beyond: HTTP 413."),
-    memory_faults: int = typer.Option(
-        5, min=1, metavar="N", help="Memory faults in a row after which a GPU is set aside until it is reset."
-    ),
     evaluator: str = typer.Option(
         "", metavar="MODULE:FUNCTION", help="Makes another evaluator than Headway's: docs/kernels-service.md."
     ),
@@ -100,12 +96,10 @@ def serve_kernels(
         cores,
         concurrency,
         evaluator,
+        max_source_bytes,
         queue=queue,
         queue_s=queue_s,
         timeout_s=timeout_s,
-        retries=retries,
-        max_source_bytes=max_source_bytes,
-        memory_faults=memory_faults,
     )
 
     def ready(at: str, devices: Sequence[str]) -> None:

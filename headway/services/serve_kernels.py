@@ -34,15 +34,22 @@ class KernelServing:
     limits: KernelLimits
     keys: tuple[str, ...] = ()  # accepted API keys; (): none is needed
     max_source_bytes: int = 1 << 20
-    memory_faults: int = 5  # in a row, after which a GPU is set aside
     evaluator: str = ""  # module:function, called with these settings; "": Headway's own
 
 
 def kernel_serving(
-    host: str, port: int, key_file: str, cores: str, concurrency: int | None, evaluator: str, **limits: Any
+    host: str,
+    port: int,
+    key_file: str,
+    cores: str,
+    concurrency: int | None,
+    evaluator: str,
+    max_source_bytes: int,
+    **limits: Any,
 ) -> KernelServing:
-    """Settings from the command's arguments. Raises ConfigurationError: cores that this machine lacks or that are named
-    twice, an address that other machines reach without keys, a file without any."""
+    """Settings from the command's arguments; ``limits``: those of KernelLimits. Raises ConfigurationError: cores that
+    this machine lacks or that are named twice, an address that other machines reach without keys, a file without any.
+    """
     sets = tuple(f"cpu:{one.strip()}" for one in cores.split(",")) if cores else default_core_sets()
     try:
         core_devices(sets)
@@ -54,7 +61,6 @@ def kernel_serving(
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     keys = read_keys(key_file, "--key-file")
     require_keys(keys, address, f"--host {host}", "--key-file")
-    chosen = {name: limits.pop(name) for name in ("max_source_bytes", "memory_faults")}
     most = len(shared_cores(sets)) if concurrency is None else concurrency
     return KernelServing(
         address=address,
@@ -62,7 +68,7 @@ def kernel_serving(
         keys=keys,
         limits=KernelLimits(**limits, concurrency=most),
         evaluator=evaluator,
-        **chosen,
+        max_source_bytes=max_source_bytes,
     )
 
 
@@ -80,7 +86,7 @@ async def serve_kernels(
     clock, limits = RealClock(), settings.limits
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
-        devices = DeviceTable(core_devices(settings.cores), query_gpus, on_event, settings.memory_faults)
+        devices = DeviceTable(core_devices(settings.cores), query_gpus, on_event)
         await devices.refresh()
         evaluator = _make_evaluator(settings)
         await evaluator.start()
