@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.exchange import ClientGone, HttpExchange
 from headway.generator.endpoint.http_app import HttpApp, decoded, require_method, unknown_url
 from headway.generator.endpoint.openapi import described, operation
@@ -18,7 +19,6 @@ from headway.kernels.devices import DeviceTable
 from headway.kernels.wire import answer_of
 from headway.records.errors import ConfigurationError
 from headway.runtime.supervision import to_its_end
-from headway.services.api_keys import ApiKeys
 from headway.services.kernel_dispatch import EvaluationFailed, KernelDispatch
 from headway.services.kernel_metrics import KernelMetrics
 from headway.services.kernel_requests import EvalRequest, KernelRequests

@@ -18,6 +18,7 @@ from headway.config.adapter import AdapterConfig
 from headway.config.load import overridden, validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import serving
 from headway.generator.recording.recorder import Recorder
@@ -44,7 +45,6 @@ from headway.runtime.devices import parse_device
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.supervision import until_interrupted
-from headway.services.api_keys import ApiKeys, read_keys, require_keys
 from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat

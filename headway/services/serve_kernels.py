@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
 from headway.generator.endpoint.server import serving
 from headway.kernels.device_queries import core_devices, default_core_sets, query_gpus
 from headway.kernels.devices import DeviceTable, OnDeviceEvent
@@ -17,7 +18,6 @@ from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores, parse_device
 from headway.runtime.imports import import_function
 from headway.runtime.supervision import until_interrupted
-from headway.services.api_keys import ApiKeys, read_keys, require_keys
 from headway.services.kernel_api import KernelApi
 from headway.services.kernel_dispatch import KernelDispatch, KernelLimits
 from headway.services.kernel_requests import KernelRequests

@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.server import serving
 from headway.kernels.device_queries import KernelDevice
 from headway.kernels.devices import DeviceTable
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask, KernelTiming
 from headway.runtime.clock import RealClock
-from headway.services.api_keys import ApiKeys
 from headway.services.kernel_api import KernelApi
 from headway.services.kernel_dispatch import KernelDispatch, KernelLimits
 from headway.services.kernel_requests import KernelRequests
