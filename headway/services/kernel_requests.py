@@ -149,5 +149,5 @@ def _converted(body: Mapping[str, Any]) -> EvalRequest:
         return msgspec.convert(body, EvalRequest)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `")
-        name = (re.findall(r"\w+", place) or [""])[0]
+        name = (re.findall(r"\$\.(\w+)", place) or [""])[0]
         raise refused(name, body.get(name), _SHAPE.get(name, what)) from None

@@ -37,7 +37,7 @@ def candidate(**told: object) -> str:
 def submission(source: str, **fields: Any) -> KernelSubmission:
     backend = fields.pop("backend", "torch")
     task = KernelTask(name="t", source=REFERENCE, backend=backend)
-    return KernelSubmission(task=task, source=source, **fields)
+    return KernelSubmission(task=task, source=source, **{"timeout_s": 30.0, **fields})
 
 
 @dataclass

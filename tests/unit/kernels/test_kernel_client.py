@@ -143,7 +143,7 @@ def test_a_refused_candidate_is_an_outcome() -> None:
         assert not evaluation.compiled
         assert evaluation.text.startswith("custom_model_src: defines no ModelNew")
         huge = await client.evaluate(submission(candidate() + "#" * 150_000))
-        assert "150024 bytes; valid are at most 100000" in huge.text
+        assert "150020 bytes; valid are at most 100000" in huge.text
 
     play(test, services=1)
 

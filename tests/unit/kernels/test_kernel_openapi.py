@@ -56,7 +56,7 @@ def address() -> Iterator[str]:
 def test_answers_are_what_the_document_says(address: str, mode: GenerationMode) -> None:
     document = schemathesis.openapi.from_url(f"{address}/openapi.json")
     operations = [found.ok() for found in document.get_all_operations()]
-    assert len(operations) == 11, [operation.label for operation in operations]
+    assert len(operations) == 10, [operation.label for operation in operations]  # all but /openapi.json
     for operation in operations:
 
         @hypothesis.seed(1)
@@ -80,4 +80,4 @@ def test_requests_with_whole_sources_are_judged_or_refused(address: str, data: s
     response = case.call_and_validate(checks=CHECKS[:-1], timeout=60)
     assert response.status_code in (200, 400)
     if response.status_code == 400:
-        assert response.json()["error"]["param"] in ("preferred_device", "timeout_s")
+        assert not response.json()["error"]["param"].endswith(("_src", "_src_b64"))
