@@ -114,9 +114,7 @@ class KernelApi(HttpApp):
                 raise ClientGone
             evaluation = judging.result()
         except ConfigurationError as error:
-            raise HttpError(
-                400, f"original_model_src: {error}", code="task_failed", param="original_model_src"
-            ) from None
+            raise HttpError(400, str(error), code="submission_refused") from None
         except EvaluationFailed as error:
             headers = ((b"retry-after", str(_FAILED_RETRY_S).encode()),)
             raise HttpError(503, str(error), code="infrastructure", headers=headers) from None

@@ -125,11 +125,9 @@ class KernelDispatch:
     async def _place(self, submission: KernelSubmission, preferred: str, priority: int) -> AsyncIterator[str]:
         """A place for the block, with its device; "": the cores that are shared."""
         kinds = device_kinds(submission.task.backend)
-        kind = (
-            self._devices.kind(preferred)
-            if preferred
-            else next((kind for kind in kinds if self._devices.names((kind,))), kinds[-1])
-        )
+        kind = next((one for one in kinds if self._devices.names((one,))), kinds[-1])
+        if preferred:
+            kind = self._devices.kind(preferred)
         if kind == "cpu" and not submission.timed:
             async with self._limiters["shared"].place(1, priority):
                 yield ""

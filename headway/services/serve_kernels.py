@@ -13,6 +13,7 @@ from headway.generator.endpoint.server import serving
 from headway.kernels.device_queries import core_devices, default_core_sets, query_gpus
 from headway.kernels.devices import DeviceTable, OnDeviceEvent
 from headway.records.errors import ConfigurationError
+from headway.records.kernels import KernelSubmission
 from headway.runtime.addresses import listening
 from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores, parse_device
@@ -106,6 +107,14 @@ async def serve_kernels(
 def _make_evaluator(settings: KernelServing) -> Any:
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
-    from headway.kernels.evaluator import KernelEvaluator
+    from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
+    from headway.kernels.operators import check_operators
+    from headway.kernels.tasks import resized_source
 
-    return KernelEvaluator()
+    def check(submission: KernelSubmission) -> str:
+        findings = check_operators(submission.source, submission.task.backend, submission.task)
+        return findings[0].text if findings else ""
+
+    timing = tuple(parse_device(name).core_ids() for name in settings.cores)
+    most = settings.limits.concurrency + len(timing)
+    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing_cores=timing), check=check, resize=resized_source)

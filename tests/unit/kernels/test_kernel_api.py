@@ -133,9 +133,9 @@ def test_bodies_that_are_no_json_object_are_refused() -> None:
 
 def test_a_task_that_fails_itself_is_named() -> None:
     async def test(service: ServedKernels) -> None:
-        response = await service.eval(candidate(task_fails="its Model raises"))
+        response = await service.eval(candidate(task_fails="task t: its Model raises"))
         assert response.status_code == 400
-        assert response.json()["error"]["message"] == "original_model_src: its Model raises"
+        assert response.json()["error"]["message"] == "task t: its Model raises"
 
     play(test)
 
