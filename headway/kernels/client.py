@@ -160,7 +160,7 @@ class KernelClient:
             await self._clock.sleep(max(_PROBE_POLL_S, soonest_s - now))
 
     async def _attempt(self, machine: _Machine, body: bytes) -> KernelEvaluation | None:
-        """One request; None: the machine's queue is full. Raises _Failed, KernelRequestRefused."""
+        """Send one request; None: the machine's queue is full. Raises _Failed, KernelRequestRefused."""
         probe = machine.breaker.send(self._clock.now())
         machine.open += 1
         judged = False

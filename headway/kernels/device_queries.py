@@ -96,7 +96,7 @@ def _visible(listed: Sequence[KernelDevice], limits: str | None) -> tuple[Kernel
 
 
 def _from_library(name: str, read: Callable[[Any], list[KernelDevice]]) -> list[KernelDevice] | None:
-    """What a driver's Python library lists; None: it isn't installed, or finds no driver."""
+    """The GPUs that a driver's Python library lists; None: it isn't installed, or finds no driver."""
     try:
         return read(importlib.import_module(name))
     except Exception:  # the boundary to a library of the driver's: whatever it raises, its program may know more

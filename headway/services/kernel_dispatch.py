@@ -137,7 +137,7 @@ class KernelDispatch:
                 yield device
 
     async def _judged(self, submission: KernelSubmission) -> KernelEvaluation:
-        """One attempt; failures of the evaluator, and of the device, are ``infrastructure`` in the result."""
+        """Make one attempt; failures of the evaluator, and of the device, are ``infrastructure`` in the result."""
         device, began_s = submission.device, self._clock.now()
         self.running += 1
         try:

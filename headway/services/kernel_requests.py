@@ -59,7 +59,7 @@ class KernelRequests:
         self._max_source_bytes = max_source_bytes
 
     def missing(self, backend: KernelBackend) -> str:
-        """What this machine lacks for a back end; "": nothing."""
+        """Say what this machine lacks for a back end; "": nothing."""
         return missing_for(backend, gpus=bool(self._devices.names(("gpu",))))
 
     @property
