@@ -150,4 +150,4 @@ def _converted(body: Mapping[str, Any]) -> EvalRequest:
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `")
         name = (re.findall(r"\$\.(\w+)", place) or [""])[0]
-        raise refused(name, body.get(name), _SHAPE.get(name, what)) from None
+        raise refused(name, body.get(name), _SHAPE.get(name, what.removeprefix("Expected "))) from None
