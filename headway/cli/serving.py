@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import typer
 
@@ -86,24 +85,24 @@ def serve_kernels(
     ),
 ) -> None:
     """Judge kernels for other machines over HTTP: compile, check, time. Ctrl-C stops."""
-    from headway.services.serve_kernels import kernel_serving
+    from headway.services.serve_kernels import KernelServing
     from headway.services.serve_kernels import serve_kernels as run
 
-    settings = kernel_serving(
-        host,
-        port,
-        key_file,
-        cores,
-        concurrency,
-        evaluator,
-        max_source_bytes,
+    settings = KernelServing(
+        host=host,
+        port=port,
+        key_file=key_file,
+        cores=cores,
+        concurrency=concurrency,
         queue=queue,
         queue_s=queue_s,
         timeout_s=timeout_s,
+        max_source_bytes=max_source_bytes,
+        evaluator=evaluator,
     )
 
-    def ready(at: str, devices: Sequence[str]) -> None:
-        typer.echo(f"kernels on {', '.join(devices)}, {settings.limits.concurrency} untimed at once")
+    def ready(at: str, described: str) -> None:
+        typer.echo(f"kernels on {described}")
         typer.echo(f"HEADWAY_KERNELS={at}")
 
     asyncio.run(run(settings, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))

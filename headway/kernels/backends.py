@@ -25,8 +25,7 @@ def device_kinds(backend: KernelBackend) -> tuple[DeviceKind, ...]:
 
 
 def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
-    """Say what this machine lacks for a back end, and how to install it; "": nothing. Imports nothing. ``gpus``: whether
-    the machine has one."""
+    """Say what this machine lacks for a back end, and how to install it; "": nothing. ``gpus``: whether it has one."""
     if importlib.util.find_spec("torch") is None:
         return "torch isn't installed: pip install torch"
     if backend == "triton" and importlib.util.find_spec("triton") is None:

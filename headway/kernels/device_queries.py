@@ -103,25 +103,31 @@ def _from_library(name: str, read: Callable[[Any], list[KernelDevice]]) -> list[
         return None
 
 
+def _gpu(vendor: Literal["nvidia", "amd"], index: object, *facts: Any) -> KernelDevice:
+    """A GPU; ``facts``: UUID, model, architecture, bytes of memory, those in use, percentage of time in use."""
+    uuid, model, architecture, memory_bytes, used_bytes, busy = facts
+    return KernelDevice(
+        name=f"cuda:{index}",
+        vendor=vendor,
+        uuid=_text(uuid),
+        model=_text(model),
+        architecture=architecture,
+        memory_bytes=int(memory_bytes),
+        memory_used_bytes=int(used_bytes),
+        busy_ratio=_number(busy) / 100,
+    )
+
+
 def _nvidia_library(nvml: Any) -> list[KernelDevice]:
     found: list[KernelDevice] = []
     nvml.nvmlInit()
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(
-                KernelDevice(
-                    name=f"cuda:{index}",
-                    vendor="nvidia",
-                    uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                    model=_text(nvml.nvmlDeviceGetName(handle)),
-                    architecture="sm_{}{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle)),
-                    memory_bytes=memory.total,
-                    memory_used_bytes=memory.used,
-                    busy_ratio=nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-                )
-            )
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory, busy = nvml.nvmlDeviceGetMemoryInfo(gpu), nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+            architecture = "sm_{}{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu))
+            named = nvml.nvmlDeviceGetUUID(gpu), nvml.nvmlDeviceGetName(gpu)
+            found.append(_gpu("nvidia", index, *named, architecture, memory.total, memory.used, busy))
         except nvml.NVMLError:  # the GPU is lost
             continue
     return found
@@ -129,43 +135,26 @@ def _nvidia_library(nvml: Any) -> list[KernelDevice]:
 
 def _nvidia_program() -> list[KernelDevice] | None:
     printed = _printed(_NVIDIA_SMI)
-    rows = [[cell.strip() for cell in line.split(",", 3)] for line in (printed or "").splitlines()]
-    found = [
-        KernelDevice(
-            name=f"cuda:{gpu.index}",
-            vendor="nvidia",
-            uuid=row[0],
-            model=row[1],
-            architecture=f"sm_{row[2].replace('.', '')}",
-            memory_bytes=gpu.memory_bytes,
-            memory_used_bytes=gpu.memory_used_bytes,
-            busy_ratio=gpu.busy_ratio,
-        )
-        for row in rows
-        for gpu in parse_gpus(row[-1])
-        if gpu.memory_bytes  # a lost one has none
-    ]
+    found: list[KernelDevice] = []
+    for line in (printed or "").splitlines():
+        *named, rest = (cell.strip() for cell in line.split(",", 3))
+        for gpu in parse_gpus(rest):
+            if gpu.memory_bytes:  # a lost one has none
+                uuid, model, capability = named
+                facts = f"sm_{capability.replace('.', '')}", gpu.memory_bytes, gpu.memory_used_bytes
+                found.append(_gpu("nvidia", gpu.index, uuid, model, *facts, gpu.busy_ratio * 100))
     return None if printed is None else found
 
 
 def _amd_library(smi: Any) -> list[KernelDevice]:
     found: list[KernelDevice] = []
     smi.amdsmi_init()
-    for index, handle in enumerate(smi.amdsmi_get_processor_handles()):
+    for index, gpu in enumerate(smi.amdsmi_get_processor_handles()):
         try:
-            chip, memory = smi.amdsmi_get_gpu_asic_info(handle), smi.amdsmi_get_gpu_vram_usage(handle)
-            found.append(
-                KernelDevice(
-                    name=f"cuda:{index}",
-                    vendor="amd",
-                    uuid=str(smi.amdsmi_get_gpu_device_uuid(handle)),
-                    model=str(chip["market_name"]),
-                    architecture=str(chip["target_graphics_version"]),
-                    memory_bytes=memory["vram_total"] * _MIB,
-                    memory_used_bytes=memory["vram_used"] * _MIB,
-                    busy_ratio=_number(smi.amdsmi_get_gpu_activity(handle)["gfx_activity"]) / 100,
-                )
-            )
+            chip, memory = smi.amdsmi_get_gpu_asic_info(gpu), smi.amdsmi_get_gpu_vram_usage(gpu)
+            named = smi.amdsmi_get_gpu_device_uuid(gpu), chip["market_name"], chip["target_graphics_version"]
+            used = memory["vram_total"] * _MIB, memory["vram_used"] * _MIB
+            found.append(_gpu("amd", index, *named, *used, smi.amdsmi_get_gpu_activity(gpu)["gfx_activity"]))
         except smi.AmdSmiException:  # the GPU is lost
             continue
     return found
@@ -182,19 +171,10 @@ def _amd_program() -> list[KernelDevice] | None:
     found: list[KernelDevice] = []
     for card, raw in cards.items():
         facts = {str(key).lower(): value for key, value in raw.items()}  # capitals differ between versions
-        if card.startswith("card") and (total := int(_number(facts.get("vram total memory (b)")))):
-            found.append(
-                KernelDevice(
-                    name=f"cuda:{card.removeprefix('card')}",
-                    vendor="amd",
-                    uuid=str(facts.get("unique id", "")),
-                    model=str(facts.get("card series", "")),
-                    architecture=str(facts.get("gfx version", "")),
-                    memory_bytes=total,
-                    memory_used_bytes=int(_number(facts.get("vram total used memory (b)"))),
-                    busy_ratio=_number(facts.get("gpu use (%)")) / 100,
-                )
-            )
+        named = (str(facts.get(key, "")) for key in ("unique id", "card series", "gfx version"))
+        total, used = (_number(facts.get(f"vram total {key} (b)")) for key in ("memory", "used memory"))
+        if card.startswith("card") and total:
+            found.append(_gpu("amd", card.removeprefix("card"), *named, total, used, facts.get("gpu use (%)")))
     return found
 
 
