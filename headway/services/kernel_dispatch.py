@@ -14,7 +14,7 @@ import msgspec
 
 from headway.config.router import RouterConfig
 from headway.generator.routing.limiter import Limiter
-from headway.kernels.backends import device_kinds
+from headway.kernels.backends import DeviceKind, device_kinds
 from headway.kernels.devices import DeviceTable, DeviceUnavailable, OnDeviceEvent
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
@@ -125,9 +125,8 @@ class KernelDispatch:
     async def _place(self, submission: KernelSubmission, preferred: str, priority: int) -> AsyncIterator[str]:
         """A place for the block, with its device; "": the cores that are shared."""
         kinds = device_kinds(submission.task.backend)
-        kind = next((one for one in kinds if self._devices.names((one,))), kinds[-1])
-        if preferred:
-            kind = self._devices.kind(preferred)
+        present: list[DeviceKind] = [one for one in kinds if self._devices.names((one,))]
+        kind = self._devices.kind(preferred) if preferred else (present or kinds)[0]
         if kind == "cpu" and not submission.timed:
             async with self._limiters["shared"].place(1, priority):
                 yield ""
