@@ -1,4 +1,4 @@
-"""`headway serve`."""
+"""`headway serve` and `headway serve-kernels`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headway.cli import experiment_options as experiments
 
 def add_commands(app: typer.Typer) -> None:
     experiments.add_command(app, serve, "headway serve runs/arithmetic/rl/best --generator.devices='[\"cpu:0\"]'")
+    app.command("serve-kernels", rich_help_panel="Kernels")(serve_kernels)
 
 
 def serve(
@@ -58,4 +59,51 @@ def serve(
 
     devices = wanted.experiment.generator.devices
     asyncio.run(run(wanted, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
+    typer.echo("stopped")
+
+
+def serve_kernels(
+    host: str = typer.Option("127.0.0.1", help="Where to listen."),
+    port: int = typer.Option(8010, min=0, max=65535, help="Port; 0: any."),
+    key_file: str = typer.Option(
+        "", metavar="FILE", help="API keys, one a line; required where other machines reach the address."
+    ),
+    cores: str = typer.Option(
+        "",
+        metavar="SETS",
+        help="Cores for timing, each set leased as a whole: 2-3,4-5. Default: the upper half, one core a set.",
+    ),
+    concurrency: int | None = typer.Option(
+        None, min=1, metavar="N", help="Untimed evaluations at once. Default: one for each core that isn't for timing."
+    ),
+    queue: int = typer.Option(256, min=0, metavar="N", help="Submissions that wait; further ones get HTTP 429."),
+    queue_s: float = typer.Option(300.0, min=0.1, metavar="S", help="Longest wait of a submission; then HTTP 429."),
+    timeout_s: float = typer.Option(600.0, min=1.0, metavar="S", help="Longest time of an evaluation."),
+    max_source_bytes: int = typer.Option(1 << 20, min=1, metavar="N", help="Limit of a source; beyond: HTTP 413."),
+    evaluator: str = typer.Option(
+        "", metavar="MODULE:FUNCTION", help="Makes another evaluator than Headway's: docs/kernels-service.md."
+    ),
+) -> None:
+    """Judge kernels for other machines over HTTP: compile, check, time. Ctrl-C stops."""
+    from headway.services.serve_kernels import KernelServing
+    from headway.services.serve_kernels import serve_kernels as run
+
+    settings = KernelServing(
+        host=host,
+        port=port,
+        key_file=key_file,
+        cores=cores,
+        concurrency=concurrency,
+        queue=queue,
+        queue_s=queue_s,
+        timeout_s=timeout_s,
+        max_source_bytes=max_source_bytes,
+        evaluator=evaluator,
+    )
+
+    def ready(at: str, described: str) -> None:
+        typer.echo(f"kernels on {described}")
+        typer.echo(f"HEADWAY_KERNELS={at}")
+
+    asyncio.run(run(settings, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
     typer.echo("stopped")

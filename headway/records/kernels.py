@@ -50,6 +50,7 @@ class KernelSubmission(msgspec.Struct, frozen=True, kw_only=True):
     timed_trials: int = 100  # calls of the candidate within all intervals, at least
     seed: int = 42
     timeout_s: float = 600.0  # of the whole evaluation, waiting for a device apart
+    device: str = ""  # leased for it: cpu:2-3, cuda:0; "": whichever the evaluator has. No part of what is judged
 
 
 class KernelTiming(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from headway.records.errors import HeadwayError
@@ -42,6 +42,28 @@ def handled_signals(strike: Callable[[], object], numbers: Sequence[int] = INTER
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def until_interrupted() -> AsyncIterator[asyncio.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; a second one cancels the block."""
+    stopped, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None
+    struck = False
+
+    def strike() -> None:
+        nonlocal struck
+        if struck:
+            task.cancel()
+        struck = True
+        stopped.set()
+
+    try:
+        with handled_signals(strike):
+            yield stopped
+    except asyncio.CancelledError:
+        if not struck:
+            raise
 
 
 async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import itertools
 import secrets
 import socket
@@ -19,6 +18,7 @@ from headway.config.adapter import AdapterConfig
 from headway.config.load import overridden, validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import serving
 from headway.generator.recording.recorder import Recorder
@@ -39,12 +39,12 @@ from headway.records.generation import (
 )
 from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
-from headway.runtime.addresses import is_loopback, listening
+from headway.runtime.addresses import listening
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import parse_device
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
-from headway.runtime.supervision import handled_signals
+from headway.runtime.supervision import until_interrupted
 from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
@@ -100,12 +100,8 @@ def serving_of(
         if section not in ("generator", "endpoint", "router"):
             raise ConfigurationError(f"{override}: valid are keys of [generator], [router] and [endpoint]")
     experiment = validate_experiment(overridden(raw, overrides, Experiment), "headway serve")
-    keys = _keys(keys_file)
-    if not keys and not is_loopback(experiment.endpoint.address):
-        raise ConfigurationError(
-            f"endpoint.address = {experiment.endpoint.address!r}: other machines reach it, so keys are required: "
-            "--keys FILE, one key a line"
-        )
+    keys, at = read_keys(keys_file, "--keys"), experiment.endpoint.address
+    require_keys(keys, at, f"endpoint.address = {at!r}", "--keys")
     found = _adapters(adapters, experiment)
     return Serving(experiment=experiment, adapters=found, keys=keys, record=Path(record) if record else None)
 
@@ -132,25 +128,10 @@ def _adapters(given: Sequence[str], experiment: Experiment) -> dict[str, Adapter
     return found
 
 
-def _keys(file: str) -> tuple[str, ...]:
-    if not file:
-        return ()
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--keys {file}: {error}") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise ConfigurationError(f"--keys {file}: holds no key; one key a line is needed")
-    if short := [key for key in keys if len(key) < 16]:
-        raise ConfigurationError(f"--keys {file}: {len(short)} keys are shorter than 16 characters: too easily guessed")
-    return keys
-
-
 async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once; ``on_event(name, detail)`` at problems."""
     experiment, clock = wanted.experiment, RealClock()
-    async with _until_interrupted() as stopped, AsyncExitStack() as stack:
+    async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(experiment.endpoint.address, "endpoint.address")))
         tokenizer = Tokenizer.load(experiment.model.path)
 
@@ -213,28 +194,6 @@ async def served_pool(
             yield address, access
     finally:
         access.seal_all()
-
-
-@asynccontextmanager
-async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; a second one cancels the block."""
-    stopped, task = asyncio.Event(), asyncio.current_task()
-    assert task is not None
-    struck = False
-
-    def strike() -> None:
-        nonlocal struck
-        if struck:
-            task.cancel()
-        struck = True
-        stopped.set()
-
-    try:
-        with handled_signals(strike):
-            yield stopped
-    except asyncio.CancelledError:
-        if not struck:
-            raise
 
 
 def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> Callable[[str], SampleTurn]:
@@ -310,7 +269,7 @@ class ServedSessions:
         self._sample_of = sample_of
         self._serials = itertools.count(1)
         self._clock = clock
-        self._keys = [key_digest(key) for key in keys]
+        self._keys = ApiKeys(keys)
         self._on_over = on_over
         self._named: OrderedDict[_Name, _Named] = OrderedDict()  # the least recently used first
         self._kept_tokens = 0  # of all of them
@@ -325,9 +284,8 @@ class ServedSessions:
 
     def session(self, key: str, name: str = "") -> Session:
         """See :class:`headway.generator.endpoint.app.Access`."""
+        self._keys.require(key)
         digest = key_digest(key)
-        if self._keys and not any([hmac.compare_digest(digest, known) for known in self._keys]):
-            raise KeyRefused("incorrect API key provided" if key else "no API key: send 'Authorization: Bearer KEY'")
         if not name:
             return self._new(key, "")
         if len(name) > 256:

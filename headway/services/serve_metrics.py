@@ -34,12 +34,16 @@ class ServeMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        labels = ["route", "status"]
-        responses = CounterMetricFamily("headway_serve_responses", "status 0: the client left before", labels=labels)
-        for (route, status), count in sorted(self.responses.items()):
-            responses.add_metric([route, str(status)], count)
-        yield responses
+        yield response_family("headway_serve_responses", self.responses)
         for name, value in (("sessions", self.sessions), ("kept_tokens", self.kept_tokens)):
             yield GaugeMetricFamily(f"headway_serve_{name}", f"{name.replace('_', ' ')} of named sessions", value)
         yield from router_families(self.router)
         yield from worker_families(self.workers)
+
+
+def response_family(name: str, responses: Mapping[tuple[str, int], int]) -> CounterMetricFamily:
+    """A service's responses as a metric. ``responses``: counts by route and status."""
+    family = CounterMetricFamily(name, "status 0: the client left before", labels=["route", "status"])
+    for (route, status), count in sorted(responses.items()):
+        family.add_metric([route, str(status)], count)
+    return family

@@ -1,14 +1,10 @@
-"""The endpoint as an ASGI application: routes, keys, limits, and the one place where errors become responses."""
+"""The endpoint as an ASGI application: routes, keys and limits."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import itertools
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
@@ -21,10 +17,11 @@ from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, Setting
-from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
+from headway.generator.endpoint.exchange import ClientGone, HttpExchange
+from headway.generator.endpoint.http_app import Counted, HttpApp, decoded, require_method, unknown_url
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.openapi import REWARD, document
-from headway.generator.endpoint.refusals import HttpError, http_error
+from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
 from headway.generator.recording.answer_tree import CallRequest, Planned
@@ -33,7 +30,6 @@ from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
 
 T = TypeVar("T")
-_log = logging.getLogger("headway.endpoint")
 _DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/completions": Completions(),
@@ -46,7 +42,6 @@ _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: it would block the event loop too long
 _THREADS = 2  # for large requests
-Counted = Counter[tuple[str, int]]  # responses by route and status; 0: the client left before one was sent
 
 
 class Access(Protocol):
@@ -61,7 +56,7 @@ class Access(Protocol):
         ...
 
 
-class App:
+class App(HttpApp):
     """ASGI application: answers requests of OpenAI's and Anthropic's APIs with the calls of sessions.
 
     A request is authorised before its body is read, and read whole before anything is sampled.
@@ -82,65 +77,45 @@ class App:
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
         ``metrics``: renders `/metrics`; None: no such route."""
+        super().__init__(settings)
         self._access = access
         self._chat = chat
-        self._settings = settings
         self._context_tokens = context_tokens
         self._names = (settings.model, PurePath(model_path).name, model_path, *settings.aliases)
         self._adapters = tuple(adapters)
         self._texts = TokenTexts(chat.tokenizer)
         self._now_s = now_s
         self._metrics = metrics
-        self._responses: Counted = Counter()
-        self._numbers = itertools.count(1)
-        self._decoder = msgspec.json.Decoder()
         self._threads = asyncio.Semaphore(_THREADS)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        exchange = HttpExchange(scope, receive, send, self._settings, f"req_{next(self._numbers):012x}")
-        try:
-            await self._answer(exchange)
-        except ClientGone:
-            pass
-        except asyncio.CancelledError:
-            await self._refuse(exchange, HttpError(503, STOPPING, code="server_stopping"))
-            raise
-        except Exception as error:  # the HTTP edge's one capture point: every error becomes a response
-            await self._refuse(exchange, error)
-        finally:
-            self._responses[_route(exchange.path), exchange.status] += 1
-            exchange.close()
-
-    async def _answer(self, exchange: HttpExchange) -> None:
-        method, path = exchange.method, exchange.path
+    async def answer(self, exchange: HttpExchange) -> None:
+        path = exchange.path
         if path in ("/health", "/"):
-            _require(exchange, "GET")
+            require_method(exchange, "GET")
             await exchange.reply(200, b'{"status":"ok"}')
         elif path == "/openapi.json":
-            _require(exchange, "GET")
-            described = document(self._settings, _DIALECTS, metrics=self._metrics is not None)
+            require_method(exchange, "GET")
+            described = document(self.settings, _DIALECTS, metrics=self._metrics is not None)
             await exchange.reply(200, msgspec.json.encode(described))
         elif path == "/metrics" and self._metrics is not None:
-            _require(exchange, "GET")
+            require_method(exchange, "GET")
             self._access.session(exchange.key)
-            await exchange.reply(200, self._metrics(self._responses), kind=b"text/plain; version=0.0.4; charset=utf-8")
+            await exchange.reply(200, self._metrics(self.responses), kind=b"text/plain; version=0.0.4; charset=utf-8")
         elif path in _DIALECTS:
-            _require(exchange, "POST")
+            require_method(exchange, "POST")
             await self._call(exchange, _DIALECTS[path])
         elif path == _MODELS or path.startswith(_MODELS + "/"):
-            _require(exchange, "GET")
+            require_method(exchange, "GET")
             self._access.session(exchange.key)
             await exchange.reply(200, msgspec.json.encode(self._models(path)))
         elif path == _COUNT:
-            _require(exchange, "POST")
+            require_method(exchange, "POST")
             await self._count(exchange)
         elif path.startswith(_ROLLOUTS) and path.endswith(_REWARD):
-            _require(exchange, "POST")
+            require_method(exchange, "POST")
             await self._reward(exchange, path[len(_ROLLOUTS) : -len(_REWARD)])
         else:
-            raise HttpError(404, f"unknown request URL: {method} {path}", code="unknown_url")
+            raise unknown_url(exchange)
 
     # --- the routes -----------------------------------------------------------------------------------------------
 
@@ -149,7 +124,7 @@ class App:
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         with session.attended():
             raw = await exchange.body()
-            body = self._decoded(raw)
+            body = decoded(raw)
             adapter = self._adapter_of(body)
             asked = dialect.read(body, self._setting(session, exchange, adapter))
             fingerprint = _identity(exchange, raw)
@@ -173,7 +148,7 @@ class App:
         """Answer Anthropic's count_tokens: the prompt tokens of a request, which is not recorded."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         raw = await exchange.body()
-        body = self._decoded(raw)
+        body = decoded(raw)
         adapter = self._adapter_of(body)
         asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
         count = self._tokens_of
@@ -188,7 +163,7 @@ class App:
         """Post a rollout's reward, ``{"reward": number, "solved"?: true or false}``; the last one posted counts."""
         session = self._access.rollout(exchange.key, rollout)
         with session.attended():
-            body = self._decoded(await exchange.body())
+            body = decoded(await exchange.body())
         values = fields.read(body, REWARD)
         session.post_reward(values["reward"], values["solved"])
         posted = {"rollout": rollout, "reward": session.reward, "solved": session.solved}
@@ -196,7 +171,7 @@ class App:
 
     def _models(self, path: str) -> dict[str, Any]:
         """Describe what is served: the model and its adapters in a list, or the one that ``path`` names."""
-        served = self._settings.model
+        served = self.settings.model
         model = {
             "id": served,
             "object": "model",
@@ -219,15 +194,6 @@ class App:
 
     # --- what every route needs -------------------------------------------------------------------------------------
 
-    def _decoded(self, raw: bytes) -> Mapping[str, Any]:
-        try:
-            body: Any = self._decoder.decode(raw)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise HttpError(400, f"the request's body is not valid JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise HttpError(400, "the request's body must be a JSON object")
-        return body
-
     def _adapter_of(self, body: Mapping[str, Any]) -> str:
         """The adapter that a request's ``model`` names; "" where it names the model itself."""
         name = body.get("model")
@@ -235,8 +201,8 @@ class App:
             raise RequestRefused("you must provide a model parameter", param="model")
         if name in self._adapters:
             return name
-        if name not in self._names and "*" not in self._settings.aliases:
-            known = ", ".join(dict.fromkeys((self._settings.model, *self._settings.aliases, *self._adapters)))
+        if name not in self._names and "*" not in self.settings.aliases:
+            known = ", ".join(dict.fromkeys((self.settings.model, *self.settings.aliases, *self._adapters)))
             raise HttpError(
                 404, f"the model {name!r} does not exist; valid: {known}", code="model_not_found", param="model"
             )
@@ -244,7 +210,7 @@ class App:
 
     def _setting(self, session: Session, exchange: HttpExchange, adapter: str) -> Setting:
         return Setting(
-            settings=self._settings,
+            settings=self.settings,
             chat=self._chat,
             texts=self._texts,
             fixed_sampling=session.fixed_sampling,
@@ -253,17 +219,15 @@ class App:
             adapter=adapter,
         )
 
-    async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Respond with an error, unless a response has begun."""
-        refused = http_error(error)
-        if refused.status == 500:
-            _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
-        if exchange.streaming or exchange.answered:
-            return  # the server closes the connection, so the client sees a truncated response
+    def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
         anthropic = exchange.path.startswith("/v1/messages")
-        body = refused.anthropic(exchange.request_id) if anthropic else refused.openai()
-        with contextlib.suppress(ClientGone):
-            await exchange.reply(refused.status, body, refused.headers)
+        return error.anthropic(exchange.request_id) if anthropic else error.openai()
+
+    def route(self, path: str) -> str:
+        if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
+            return path
+        known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]
+        return known[0] if known else "other"
 
 
 def _identity(exchange: HttpExchange, raw: bytes) -> str:
@@ -273,19 +237,3 @@ def _identity(exchange: HttpExchange, raw: bytes) -> str:
     if not named:
         return ""
     return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
-
-
-def _route(path: str) -> str:
-    """Label of a path in the response counter, from a small fixed set."""
-    if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
-        return path
-    known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]
-    return known[0] if known else "other"
-
-
-def _require(exchange: HttpExchange, method: str) -> None:
-    if exchange.method != method:
-        headers = ((b"allow", method.encode()),)
-        raise HttpError(
-            405, f"{exchange.method} {exchange.path}: valid is {method}", code="method_not_allowed", headers=headers
-        )

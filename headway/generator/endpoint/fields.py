@@ -69,7 +69,7 @@ def number(low: float, high: float, smallest: float = 0.0, *, required: bool = F
         valid = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
         if not valid or 0 < value < smallest:
             above = f" (above 0: from {smallest:g} on)" if smallest else ""
-            raise _refused(name, value, f"a number from {low:g} to {high:g}{above}")
+            raise refused(name, value, f"a number from {low:g} to {high:g}{above}")
         return float(value)
 
     if smallest:
@@ -80,7 +80,7 @@ def number(low: float, high: float, smallest: float = 0.0, *, required: bool = F
 def integer(low: int, high: int, *, required: bool = False) -> Field:
     def checked(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise _refused(name, value, f"an integer from {low} to {high}")
+            raise refused(name, value, f"an integer from {low} to {high}")
         return value
 
     return Field(checked, {"type": "integer", "minimum": low, "maximum": high}, required=required)
@@ -89,7 +89,7 @@ def integer(low: int, high: int, *, required: bool = False) -> Field:
 def flag(default: bool | None = False) -> Field:
     def checked(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise _refused(name, value, "true or false")
+            raise refused(name, value, "true or false")
         return value
 
     return Field(checked, {"type": "boolean"}, default)
@@ -101,7 +101,7 @@ def stop() -> Field:
     def checked(name: str, value: Any) -> tuple[str, ...]:
         given = [value] if isinstance(value, str) else value
         if not isinstance(given, list) or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in given):
-            raise _refused(name, value, f"a text, or a list of texts, of 1 to {_LONGEST_STOP} characters")
+            raise refused(name, value, f"a text, or a list of texts, of 1 to {_LONGEST_STOP} characters")
         if len(given) > _MOST_STOPS:
             raise RequestRefused(f"{name}: {len(given)} texts, at most {_MOST_STOPS} are valid", param=name)
         return tuple(given)
@@ -115,7 +115,7 @@ def structure(**fields: Field) -> Field:
 
     def checked(name: str, value: Any) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
-            raise _refused(name, value, "an object")
+            raise refused(name, value, "an object")
         return {**value, **read(value, fields, f"{name}.")}
 
     return Field(checked, schema_of(fields), default={})
@@ -141,7 +141,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _refused(name: str, value: Any, valid: str) -> RequestRefused:
+def refused(name: str, value: Any, valid: str) -> RequestRefused:
+    """Make the error of a field's value."""
     return RequestRefused(f"{name} = {shown(value)}: valid is {valid}", param=name)
 
 

@@ -28,29 +28,34 @@ def document(settings: EndpointConfig, dialects: Mapping[str, Dialect], metrics:
         answer = {"type": "object", "properties": dialect.answer, "required": list(dialect.answer)}
         asked = fields.schema_of(dialect.all_fields(settings))
         stream = {"text/event-stream": {"schema": _EVENT}}
-        paths[path] = {"post": _operation(path, answer, asked, stream=stream, session=True)}
+        paths[path] = {"post": operation(path, answer, asked, stream=stream, session=True)}
     counted = dialects["/v1/messages"].all_fields(settings)
     del counted["max_tokens"]
     count, tokens = "/v1/messages/count_tokens", {"type": "object", "properties": {"input_tokens": {"type": "integer"}}}
-    paths[count] = {"post": _operation(count, tokens, fields.schema_of(counted), session=True)}
+    paths[count] = {"post": operation(count, tokens, fields.schema_of(counted), session=True)}
     reward = "/v1/rollouts/{rollout}/reward"
-    paths[reward] = {"post": _operation(reward, _ANY, fields.schema_of(REWARD), "rollout")}
-    paths["/v1/models"] = {"get": _operation("/v1/models", _ANY)}
-    paths["/v1/models/{model}"] = {"get": _operation("/v1/models", _ANY, None, "model")}
-    paths["/health"] = {"get": _operation("/health", _ANY)}
-    paths["/openapi.json"] = {"get": _operation("/openapi.json", _ANY)}
+    paths[reward] = {"post": operation(reward, _ANY, fields.schema_of(REWARD), "rollout")}
+    paths["/v1/models"] = {"get": operation("/v1/models", _ANY)}
+    paths["/v1/models/{model}"] = {"get": operation("/v1/models", _ANY, None, "model")}
+    paths["/health"] = {"get": operation("/health", _ANY)}
+    paths["/openapi.json"] = {"get": operation("/openapi.json", _ANY)}
     if metrics:
-        paths["/metrics"] = {"get": _operation("/metrics", None, stream={"text/plain": {"schema": _TEXT}})}
+        paths["/metrics"] = {"get": operation("/metrics", None, stream={"text/plain": {"schema": _TEXT}})}
+    return described("headway", paths)
+
+
+def described(title: str, paths: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of a service with these paths, whose keys are bearer tokens."""
     return {
         "openapi": "3.1.0",
-        "info": {"title": "headway", "version": "1"},
+        "info": {"title": title, "version": "1"},
         "security": [{}, {"bearer": []}],
         "paths": paths,
         "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _operation(
+def operation(
     path: str, answer: Part | None, asked: Part | None = None, named: str = "", *, stream: Part | None = None,
     session: bool = False,
 ) -> dict[str, Any]:  # fmt: skip

@@ -141,4 +141,4 @@ class Limiter:
         for name, waiting in self._waiting.items():
             self._rules.withdraw(name)
             if not waiting.done():
-                waiting.set_result(RateLimited(why="the generator stops", retry_after_s=1))
+                waiting.set_result(RateLimited(why="the server stops", retry_after_s=1))

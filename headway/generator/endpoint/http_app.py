@@ -1,0 +1,95 @@
+"""The base of the HTTP services' ASGI applications: it counts responses, and turns every error into one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
+from headway.generator.endpoint.refusals import HttpError, http_error
+
+_log = logging.getLogger("headway.endpoint")
+_DECODER = msgspec.json.Decoder()
+Counted = Counter[tuple[str, int]]  # responses by route and status; 0: the client left before one was sent
+
+
+class HttpApp:
+    """Base of the ASGI applications: `answer` responds to an exchange or raises, and every error becomes a response."""
+
+    def __init__(self, settings: EndpointConfig) -> None:
+        """``settings``: limits of size and time."""
+        self.settings = settings
+        self.responses: Counted = Counter()
+        self._numbers = itertools.count(1)
+
+    async def answer(self, exchange: HttpExchange) -> None:
+        """Respond to a request."""
+        raise NotImplementedError
+
+    def route(self, path: str) -> str:
+        """The label of a path among the counted responses, from a small fixed set."""
+        raise NotImplementedError
+
+    def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
+        """The body of an error's response."""
+        return error.openai()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = HttpExchange(scope, receive, send, self.settings, f"req_{next(self._numbers):012x}")
+        try:
+            await self.answer(exchange)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            await self._refuse(exchange, HttpError(503, STOPPING, code="server_stopping"))
+            raise
+        except Exception as error:  # the HTTP edge's one capture point: every error becomes a response
+            await self._refuse(exchange, error)
+        finally:
+            self.responses[self.route(exchange.path), exchange.status] += 1
+            exchange.close()
+
+    async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
+        """Respond with an error, unless a response has begun."""
+        refused = http_error(error)
+        if refused.status == 500:
+            _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
+        if exchange.streaming or exchange.answered:
+            return  # the server closes the connection, so the client sees a truncated response
+        with contextlib.suppress(ClientGone):
+            await exchange.reply(refused.status, self.error_body(exchange, refused), refused.headers)
+
+
+def decoded(raw: bytes) -> Mapping[str, Any]:
+    """Decode a request's body, a JSON object. Raises HttpError 400."""
+    try:
+        body: Any = _DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the request's body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, "the request's body must be a JSON object")
+    return body
+
+
+def require_method(exchange: HttpExchange, method: str) -> None:
+    """Raise HttpError 405 for a request with another method."""
+    if exchange.method != method:
+        headers = ((b"allow", method.encode()),)
+        raise HttpError(
+            405, f"{exchange.method} {exchange.path}: valid is {method}", code="method_not_allowed", headers=headers
+        )
+
+
+def unknown_url(exchange: HttpExchange) -> HttpError:
+    """The error of a path that no route has."""
+    return HttpError(404, f"unknown request URL: {exchange.method} {exchange.path}", code="unknown_url")

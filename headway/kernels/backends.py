@@ -1,0 +1,39 @@
+"""Back ends of kernels: which devices each runs on, and what a machine lacks for one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from typing import Literal, get_args
+
+from headway.records.kernels import KernelBackend
+
+BACKENDS: tuple[KernelBackend, ...] = get_args(KernelBackend)
+DeviceKind = Literal["cpu", "gpu"]
+_DEVICES: dict[KernelBackend, tuple[DeviceKind, ...]] = {  # the first that a machine has is the default
+    "torch": ("gpu", "cpu"),
+    "cpp": ("cpu",),
+    "triton": ("gpu", "cpu"),  # on a CPU its interpreter
+    "cuda": ("gpu",),
+}
+
+
+def device_kinds(backend: KernelBackend) -> tuple[DeviceKind, ...]:
+    """The kinds of device that a back end runs on, the preferred one first."""
+    return _DEVICES[backend]
+
+
+def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
+    """Say what this machine lacks for a back end, and how to install it; "": nothing. ``gpus``: whether it has one."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch isn't installed: pip install torch"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "triton isn't installed: pip install triton"
+    if backend == "cpp" and not (os.environ.get("CXX") or any(map(shutil.which, ("g++", "c++", "clang++")))):
+        return "there is no C++ compiler: install g++ or clang++, or set CXX"
+    if backend == "cuda" and not any(map(shutil.which, ("nvcc", "hipcc"))):
+        return "there is no nvcc or hipcc on PATH: install NVIDIA's CUDA toolkit or AMD's ROCm"
+    if backend == "cuda" and not gpus:
+        return "this machine shows no GPU: nvidia-smi and rocm-smi list none"
+    return ""

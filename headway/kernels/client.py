@@ -1,0 +1,229 @@
+"""Client of kernel services on several machines. Torch-free, and without `control`: the breakers are injected."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from headway.kernels.wire import evaluation_of, request_of
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.kernels import KernelEvaluation, KernelSubmission
+from headway.runtime.backoff import backoff_s
+from headway.runtime.clock import Clock
+from headway.runtime.imports import import_extra
+
+_CONNECT_S = 10.0
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 10.0
+_PROBE_POLL_S = 0.1  # while another request probes the only machine
+_LONGEST_QUOTE = 300  # characters of an answer in an error
+_TRANSIENT = (408, 425)  # 4xx after which the same request may pass
+
+
+class ServiceBreaker(Protocol):
+    """Decides whether a failing machine may be sent requests (control/routing/breaker.py)."""
+
+    def allows(self, now: float) -> bool: ...
+
+    def opens_s(self) -> float | None: ...
+
+    def send(self, now: float) -> bool: ...
+
+    def succeed(self, now: float, *, probe: bool) -> bool: ...
+
+    def fail(self, now: float, *, probe: bool, alone: bool = False) -> bool: ...
+
+    def withdraw(self) -> None: ...
+
+
+class KernelRequestRefused(HeadwayError):
+    """A service refuses the request itself: its key, its task, its limits. ``status``: HTTP's; ``param``: the field."""
+
+    def __init__(self, address: str, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(f"{address} refuses an evaluation (HTTP {status}): {message}")
+        self.status = status
+        self.param = param
+
+
+class KernelServiceFailed(HeadwayError):
+    """No machine has given a result in time, or after all retries: infrastructure, which is no reward."""
+
+
+class _Failed(Exception):
+    """An attempt failed as infrastructure."""
+
+
+@dataclass(eq=False)
+class _Machine:
+    address: str
+    breaker: ServiceBreaker
+    open: int = 0  # requests under way
+    resumes_s: float = 0.0  # no request before: its Retry-After
+
+
+class KernelClient:
+    """Has candidates judged by the kernel services of several machines, as an evaluator of its own.
+
+    A submission goes to the machine with the fewest open ones whose breaker is closed. A failure of the infrastructure
+    (no connection, HTTP 5xx, an answer that is none) is repeated up to ``retries`` times, on another machine where
+    there is one; a full queue (429) is waited for, or avoided. A refusal of the candidate's source is its result.
+    Example: ``async with KernelClient(["http://a:8010"], lambda: Breaker(RouterConfig()), RealClock()) as client:
+    evaluation = await client.evaluate(submission)``.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        make_breaker: Callable[[], ServiceBreaker],
+        clock: Clock,
+        *,
+        key: str = "",
+        retries: int = 2,
+        queue_s: float = 600.0,
+    ) -> None:
+        """``addresses``: http://HOST:PORT each. ``queue_s``: longest time of a submission beside its own
+        ``timeout_s``: waiting, and repetitions. Raises ConfigurationError."""
+        if not addresses or any(not one.startswith(("http://", "https://")) for one in addresses):
+            raise ConfigurationError(f"addresses of kernel services = {list(addresses)}: valid: http://HOST:PORT, ...")
+        self._machines = [_Machine(one.rstrip("/"), make_breaker()) for one in addresses]
+        self._clock = clock
+        self._retries = retries
+        self._queue_s = queue_s
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._http: Any = None
+
+    async def __aenter__(self) -> KernelClient:
+        httpx = import_extra("httpx", "kernels", "a kernel service's address")
+        self._transport_error: type[Exception] = httpx.TransportError
+        self._http = httpx.AsyncClient(
+            headers=self._headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # an evaluation's own limit holds for the rest
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            follow_redirects=False,  # the key goes nowhere else
+            trust_env=False,  # no proxy
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    @property
+    def open_requests(self) -> dict[str, int]:
+        """Requests under way, by address."""
+        return {machine.address: machine.open for machine in self._machines}
+
+    async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
+        """Have a submission judged. Raises KernelRequestRefused, KernelServiceFailed."""
+        body = msgspec.json.encode(request_of(submission))
+        causes: list[str] = []
+        limit_s = self._queue_s + submission.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._judged(body, causes)
+        except TimeoutError:
+            causes.append(f"no result within {limit_s:g} s")
+        raise KernelServiceFailed("; then: ".join(causes))
+
+    async def _judged(self, body: bytes, causes: list[str]) -> KernelEvaluation:
+        """Try machine after machine; ``causes`` grows with each failure."""
+        failed: set[_Machine] = set()
+        while True:
+            machine = await self._admitted(failed)
+            try:
+                evaluation = await self._attempt(machine, body)
+            except _Failed as error:
+                causes.append(f"{machine.address}: {error}")
+                if len(causes) > self._retries:
+                    raise KernelServiceFailed("; then: ".join(causes)) from None
+                failed.add(machine)
+                if len(failed) == len(self._machines):
+                    failed.clear()
+                    wait_s = backoff_s(len(causes), _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+                    await self._clock.sleep(wait_s * random.uniform(0.5, 1.0))
+                continue
+            if evaluation is not None:
+                return evaluation
+
+    async def _admitted(self, failed: set[_Machine]) -> _Machine:
+        """Wait for a machine that takes requests, and choose the least loaded; one that ``failed`` this submission
+        before only where no other does."""
+        while True:
+            now = self._clock.now()
+            ready = [one for one in self._machines if one.breaker.allows(now) and now >= one.resumes_s]
+            if ready:
+                return min(ready, key=lambda one: (one in failed, one.open))
+            soonest_s = min(max(one.resumes_s, one.breaker.opens_s() or now) for one in self._machines)
+            await self._clock.sleep(max(_PROBE_POLL_S, soonest_s - now))
+
+    async def _attempt(self, machine: _Machine, body: bytes) -> KernelEvaluation | None:
+        """Send one request; None: the machine's queue is full. Raises _Failed, KernelRequestRefused."""
+        probe = machine.breaker.send(self._clock.now())
+        machine.open += 1
+        judged = False
+        try:
+            response = await self._http.post(f"{machine.address}/eval", content=body)
+            evaluation = self._read(machine, response)
+            machine.breaker.succeed(self._clock.now(), probe=probe)
+            judged = True
+            return evaluation
+        except (self._transport_error, _Failed) as error:
+            judged = True
+            machine.breaker.fail(self._clock.now(), probe=probe, alone=len(self._machines) == 1)
+            raise _Failed(
+                f"{type(error).__name__}: {error}" if not isinstance(error, _Failed) else str(error)
+            ) from None
+        except KernelRequestRefused:
+            judged = True
+            machine.breaker.succeed(self._clock.now(), probe=probe)
+            raise
+        finally:
+            machine.open -= 1
+            if probe and not judged:  # cancelled: no evidence about the machine
+                machine.breaker.withdraw()
+
+    def _read(self, machine: _Machine, response: Any) -> KernelEvaluation | None:
+        """The evaluation in a response; None: the machine's queue is full."""
+        status: int = response.status_code
+        if status == 200:
+            try:
+                return evaluation_of(response.content)
+            except ValueError as error:
+                raise _Failed(f"its answer is no evaluation: {error}") from None
+        message, param = _error_of(response.content)
+        if status == 429 or status >= 500 or status in _TRANSIENT:
+            machine.resumes_s = self._clock.now() + _retry_after_s(response)
+            if status == 429:
+                return None
+            raise _Failed(f"HTTP {status}: {message}")
+        if param is not None and param.startswith("custom_model_src"):
+            return KernelEvaluation(fault="unknown", text=message)
+        raise KernelRequestRefused(machine.address, status, message, param)
+
+
+def _retry_after_s(response: Any) -> float:
+    try:
+        return max(0.0, float(response.headers.get("retry-after", "0")))
+    except ValueError:  # a date
+        return 1.0
+
+
+def _error_of(body: bytes) -> tuple[str, str | None]:
+    """Message and field of an error's response, which may be that of a proxy in between."""
+    try:
+        error = msgspec.json.decode(body, type=_ErrorBody).error
+    except msgspec.DecodeError:
+        return body[:_LONGEST_QUOTE].decode(errors="replace"), None
+    return error.message, error.param
+
+
+class _Error(msgspec.Struct):
+    message: str
+    param: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error

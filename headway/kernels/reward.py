@@ -1,0 +1,23 @@
+"""The raw reward of a kernel's evaluation."""
+
+from __future__ import annotations
+
+from headway.records.kernels import KernelEvaluation
+
+COMPILED = 0.1
+CORRECT = 0.3
+MOST_GAIN = 2.0  # of the speed-up, above 1
+
+
+def kernel_reward(evaluation: KernelEvaluation) -> float:
+    """TritonForge's ladder: 0; 0.1 for a candidate that compiles; for a correct one 0.3 + clip(speed-up - 1, 0, 2),
+    without a speed-up 0.3. A cheat gets 0. Raises ValueError for a failure of the evaluator's own, which is no reward.
+    """
+    if evaluation.infrastructure:
+        raise ValueError(f"the evaluation failed, so there is no reward: {evaluation.infrastructure}")
+    if evaluation.cheat or not evaluation.compiled:
+        return 0.0
+    if not evaluation.correct:
+        return COMPILED
+    gain = 0.0 if evaluation.speedup is None else evaluation.speedup - 1.0
+    return CORRECT + min(max(gain, 0.0), MOST_GAIN)

@@ -1,0 +1,79 @@
+"""Submissions and evaluations as JSON of the kernel service: TritonForge's names, its article's, the whole record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headway.kernels.reward import kernel_reward
+from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTiming
+
+
+def request_of(submission: KernelSubmission) -> dict[str, Any]:
+    """The body of a request for ``/eval``."""
+    task = submission.task
+    return {
+        "original_model_src": task.source,
+        "custom_model_src": submission.source,
+        "seed_num": submission.seed,
+        "num_correct_trials": submission.correct_trials,
+        "num_perf_trials": submission.timed_trials,
+        "measure_performance": submission.timed,
+        "preferred_device": submission.device or None,
+        "backend": task.backend,
+        "timeout_s": submission.timeout_s,
+        "name": task.name,
+        "level": task.level,
+        "tolerances": task.tolerances,
+        "shapes": task.shapes,
+        "allowed_operators": task.allowed_operators,
+        "forbidden_operators": task.forbidden_operators,
+    }
+
+
+def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
+    """The body of ``/eval``'s answer. Times are in ms. ``hardware``: the model of the device."""
+    timing = evaluation.timing
+    where = {"hardware": hardware, "device": evaluation.device}
+    metadata = {**where, "message": evaluation.text, "cheat": evaluation.cheat, "precision": evaluation.precision}
+    return {
+        "compiled": evaluation.compiled,
+        "correctness": evaluation.correct,
+        "metadata": {**metadata, "refused": evaluation.refused, "repeated": evaluation.repeated},
+        "runtime": -1.0 if timing is None else timing.mean,
+        "runtime_stats": {} if timing is None else _statistics(timing) | where,
+        "compile_ok": evaluation.compiled,
+        "pass_rate": evaluation.passed / evaluation.trials if evaluation.trials else 0.0,
+        "perf_stats": {
+            "speedup": evaluation.speedup,
+            "speedup_interval": evaluation.speedup_interval,
+            "candidate": None if timing is None else _statistics(timing),
+            "reference": None if evaluation.reference is None else _statistics(evaluation.reference),
+            "reference_compiled": (
+                None if evaluation.reference_compiled is None else _statistics(evaluation.reference_compiled)
+            ),
+        },
+        "raw_reward": kernel_reward(evaluation),
+        "fault_type": evaluation.fault,
+        "evaluation": evaluation,
+    }
+
+
+def evaluation_of(body: bytes) -> KernelEvaluation:
+    """The evaluation in an answer. Raises msgspec.DecodeError (a ValueError) for a body that isn't one."""
+    return msgspec.json.decode(body, type=_Answer).evaluation
+
+
+class _Answer(msgspec.Struct):
+    evaluation: KernelEvaluation
+
+
+def _statistics(timing: KernelTiming) -> dict[str, Any]:
+    return {
+        "mean": timing.mean,
+        "std": timing.std,
+        "min": timing.min,
+        "max": timing.max,
+        "num_trials": timing.calls,
+    }

@@ -1,0 +1,64 @@
+"""`/metrics` of the kernel service: its responses, evaluations, faults, queue and devices, as Prometheus reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from headway.kernels.devices import DeviceTable
+from headway.services.kernel_dispatch import KernelDispatch
+from headway.services.serve_metrics import response_family
+
+_COUNTED = {
+    "evaluations": "evaluations with a result",
+    "correct": "of them, correct ones",
+    "cheats": "of them, those that tried to deceive",
+    "repeated": "of them, those answered from an equal submission's",
+    "retries": "repetitions after a failure of the infrastructure",
+    "failures": "evaluations that failed for good, without a result",
+    "waited_s": "seconds for which evaluations have waited for places and devices, together",
+    "evaluated_s": "seconds for which evaluations have run, together",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class KernelMetrics(Collector):
+    """Collects the service's metrics from its state."""
+
+    responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
+    dispatch: KernelDispatch
+    devices: DeviceTable
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format: the body of the response."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        yield response_family("headway_kernels_responses", self.responses)
+        counts = self.dispatch.counts
+        for name, meaning in _COUNTED.items():
+            yield CounterMetricFamily(f"headway_kernels_{name}", meaning, getattr(counts, name))
+        faults = CounterMetricFamily("headway_kernels_faults", "faulty candidates by class", labels=["fault"])
+        for fault, count in sorted(counts.faults.items()):
+            faults.add_metric([fault], count)
+        yield faults
+        yield GaugeMetricFamily("headway_kernels_running", "evaluations that run", self.dispatch.running)
+        waiting = GaugeMetricFamily("headway_kernels_waiting", "submissions that wait", labels=["place"])
+        for place, count in self.dispatch.waiting.items():
+            waiting.add_metric([place], count)
+        yield waiting
+        states = GaugeMetricFamily(
+            "headway_kernels_device", "1: the device is in this state", labels=["device", "state"]
+        )
+        for one in self.devices.describe():
+            states.add_metric([one["device"], one["state"]], 1.0)
+        yield states

@@ -1,0 +1,110 @@
+"""`headway serve-kernels`: the kernel service of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
+from headway.generator.endpoint.server import serving
+from headway.kernels.device_queries import core_devices, default_core_sets, query_gpus
+from headway.kernels.devices import DeviceTable, OnDeviceEvent
+from headway.records.errors import ConfigurationError
+from headway.records.kernels import KernelSubmission
+from headway.runtime.addresses import listening
+from headway.runtime.clock import RealClock
+from headway.runtime.devices import machine_cores, parse_device
+from headway.runtime.imports import import_function
+from headway.runtime.supervision import until_interrupted
+from headway.services.kernel_api import KernelApi
+from headway.services.kernel_dispatch import KernelDispatch, KernelLimits
+from headway.services.kernel_requests import KernelRequests
+
+_BODY_FACTOR, _BODY_BYTES = 4, 1 << 16  # of a request: two sources with what JSON or base64 adds, and its other fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelServing:
+    """Settings of the kernel service, as the command's options have them."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    key_file: str = ""  # "": no key is needed
+    cores: str = ""  # sets of cores for timing, 2-3,4-5; "": the upper half
+    concurrency: int | None = None  # of untimed evaluations; None: as many as there are cores that aren't for timing
+    queue: int = 256
+    queue_s: float = 300.0
+    timeout_s: float = 600.0
+    max_source_bytes: int = 1 << 20
+    evaluator: str = ""  # module:function, called with these settings; "": Headway's own
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def core_sets(self) -> dict[str, tuple[int, ...]]:
+        """The devices for timing, and the ids of their cores. Raises ConfigurationError: cores that this machine lacks,
+        or that are named twice."""
+        names = [f"cpu:{one.strip()}" for one in self.cores.split(",")] if self.cores else default_core_sets()
+        try:
+            sets = {name: parse_device(name).core_ids() for name in names}
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--cores {self.cores}: {error}; valid: sets of cores, say 2-3,4-5") from None
+        counted = [core for name in names for core in sets[name]]
+        if len(set(counted)) < len(counted):
+            raise ConfigurationError(f"--cores {self.cores}: a core is named twice; valid: sets that share none")
+        return sets
+
+    def limits(self) -> KernelLimits:
+        """Limits of the service. Raises ConfigurationError as `core_sets`."""
+        timing = sum(map(len, self.core_sets().values()))
+        return KernelLimits(
+            concurrency=self.concurrency or max(1, len(machine_cores()) - timing),
+            queue=self.queue,
+            queue_s=self.queue_s,
+            timeout_s=self.timeout_s,
+        )
+
+
+async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], None], on_event: OnDeviceEvent) -> None:
+    """Serve until Ctrl-C or SIGTERM. ``on_ready(address, description)`` is called once; ``on_event(name, detail)`` at
+    problems. Raises ConfigurationError: cores that aren't valid, an address that is taken, or that other machines reach
+    without keys, a file without any."""
+    limits, keys = settings.limits(), read_keys(settings.key_file, "--key-file")
+    require_keys(keys, settings.address, f"--host {settings.host}", "--key-file")
+    async with until_interrupted() as stopped, AsyncExitStack() as stack:
+        listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
+        devices = DeviceTable(core_devices(tuple(settings.core_sets())), query_gpus, on_event)
+        await devices.refresh()
+        evaluator = _make_evaluator(settings, limits)
+        await evaluator.start()
+        stack.push_async_callback(evaluator.close)
+        dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event)
+        stack.callback(dispatch.stop)
+        body_bytes = settings.max_source_bytes * _BODY_FACTOR + _BODY_BYTES
+        endpoint = EndpointConfig(address=settings.address, max_body_bytes=body_bytes)
+        requests = KernelRequests(devices, limits.timeout_s, settings.max_source_bytes)
+        app = KernelApi(dispatch, devices, requests, endpoint, ApiKeys(keys))
+        async with serving(app, endpoint, listener) as address:
+            on_ready(address, f"{', '.join(devices.names())}; untimed at once: {limits.concurrency}")
+            await stopped.wait()
+
+
+def _make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
+    if settings.evaluator:
+        return import_function(settings.evaluator, "--evaluator", ())(settings)
+    from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
+    from headway.kernels.operators import check_operators
+    from headway.kernels.tasks import resized_source
+
+    def check(submission: KernelSubmission) -> str:
+        findings = check_operators(submission.source, submission.task.backend, submission.task)
+        return findings[0].text if findings else ""
+
+    timing = tuple(settings.core_sets().values())
+    most = limits.concurrency + len(timing)
+    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing_cores=timing), check=check, resize=resized_source)
