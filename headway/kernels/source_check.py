@@ -144,7 +144,7 @@ class SourceCheck:
                     if not (known and isinstance(target, ast.Name)):
                         self._bind(target, NOTHING if known else kinds)
             case ast.AugAssign(target=target, op=sign, value=value):
-                loaded = ast.parse(ast.unparse(target), mode="eval").body
+                loaded = ast.increment_lineno(ast.parse(ast.unparse(target), mode="eval").body, target.lineno - 1)
                 kinds = self._kinds(loaded) | self._kinds(value)
                 self._arithmetic(node, sign, kinds)
                 self._bind(target, kinds)
@@ -206,7 +206,7 @@ class SourceCheck:
             strange = root not in WORDS["imports"] or (root == "ctypes" and not self._own)
             if strange or alias.name == "*" or (isinstance(node, ast.ImportFrom) and node.level):
                 self._report(node.lineno, f"import of {path}")
-            elif not _MODULES.fullmatch(path):
+            elif not _MODULES.fullmatch(path) and not LAYER.fullmatch(path):
                 self._reference(node.lineno, path)
 
     def _bind(self, target: ast.AST, kinds: Kinds) -> None:
@@ -238,7 +238,7 @@ class SourceCheck:
         path = self._source.path(node)
         if path is not None:
             self._reference(getattr(node, "lineno", 1), path)
-            return NOTHING
+            return A_LAYER if self._own and LAYER.fullmatch(path) else NOTHING  # a class: what it makes is one
         match node:
             case ast.Name(id=name):
                 return self._name(node, name)
@@ -311,8 +311,10 @@ class SourceCheck:
             itself = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
             if canonical(name) in self._forbidden and not itself and name not in self._source.functions:
                 self._report(line, f"the task's own operator: .{name}")
-            return base | self._attributes[name]
-        if name in WORDS["describing"]:
+            if "layer" in base and name not in WORDS["layer"] | WORDS["describing"]:
+                self._report(line, f"a layer computes: .{name}")
+            return TENSOR if "layer" in base and name in WORDS["layer"] else base | self._attributes[name]
+        if base and name in WORDS["describing"]:
             return NOTHING
         if "layer" in base and name in WORDS["layer"]:
             return base | TENSOR
@@ -338,7 +340,8 @@ class SourceCheck:
                 kinds |= self._function(part)
         path = self._source.path(node.func)
         if path is not None:
-            self._reference(node.lineno, path)
+            if self._own or not LAYER.fullmatch(path):  # a layer may hold parameters, if it isn't called
+                self._reference(node.lineno, path)
             return self._result_of(path, kinds)
         match node.func:
             case ast.Name(id=name):
@@ -353,7 +356,7 @@ class SourceCheck:
         return kinds | base
 
     def _no_layer(self, node: ast.Call, kinds: Kinds) -> None:
-        if self._own and "layer" in kinds:
+        if "layer" in kinds:
             self._report(node.lineno, f"a layer of torch is called: {ast.unparse(node.func)}")
 
     def _call_name(self, node: ast.Call, name: str, given: dict[int, Kinds], kinds: Kinds) -> Kinds:
@@ -371,7 +374,7 @@ class SourceCheck:
             self._report(node.lineno, f"arithmetic on a tensor: {name}()")
         if name in _CLEAN_BUILTINS:
             return NOTHING
-        layer = A_LAYER if name in self._source.layers else NOTHING
+        layer = A_LAYER if any(map(self._is_layer, self._source.layers.get(name, ()))) else NOTHING
         if name in self._source.functions:
             called = self._source.functions[name]
             self._pass(called, node, given, bound=False)
@@ -445,11 +448,14 @@ class SourceCheck:
         known = re.fullmatch(r"torch\.((nn\.functional|special|linalg|Tensor|ops\.aten)\.)?\w+", path)
         return known is not None and canonical(name) in self._allowed
 
+    def _is_layer(self, path: str) -> bool:
+        return self._own or canonical(path.rpartition(".")[2]) in self._forbidden
+
     def _result_of(self, path: str, kinds: Kinds) -> Kinds:
         if _CLEAN_PATHS.match(path):
             return NOTHING
         if LAYER.fullmatch(path):
-            return A_LAYER
+            return A_LAYER if self._is_layer(path) else kinds & A_LAYER
         return kinds | TENSOR if path.startswith("torch.") else kinds
 
 

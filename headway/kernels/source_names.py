@@ -19,7 +19,7 @@ class SourceNames:
         self.modules: dict[str, str] = {}  # local name -> dotted path
         self.functions: dict[str, list[SourceFunction]] = defaultdict(list)  # a class's name -> its __init__
         self.methods: set[int] = set()  # by id
-        self.layers: set[str] = set()  # classes that compute as a layer of torch does
+        self.layers: dict[str, list[str]] = {}  # class -> the layers of torch that compute for it
         self.kernels: set[str] = set()  # Triton's
         self.shared: set[str] = set()  # declared global or nonlocal
         nodes = list(ast.walk(tree))
@@ -40,9 +40,9 @@ class SourceNames:
                 self.methods.update(map(id, methods.values()))
                 if "__init__" in methods:
                     self.functions[node.name].append(methods["__init__"])
-                bases = [self.path(base) or "" for base in node.bases]
-                if "forward" not in methods and any(map(LAYER.fullmatch, bases)):
-                    self.layers.add(node.name)
+                if "forward" not in methods:
+                    bases = [self.path(base) or "" for base in node.bases]
+                    self.layers[node.name] = [base for base in bases if LAYER.fullmatch(base)]
             case ast.FunctionDef() if self._is_jit(node):
                 self.kernels.add(node.name)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
