@@ -149,7 +149,7 @@ class SourceCheck:
                 self._arithmetic(node, sign, kinds)
                 self._bind(target, kinds)
             case ast.For(target=target, iter=values) | ast.AsyncFor(target=target, iter=values):
-                self._bind(target, self._kinds(values))
+                self._bind_each(target, values)
                 self._walk([*node.body, *node.orelse])
             case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
                 self._bind(target, self._kinds(value))
@@ -231,6 +231,19 @@ class SourceCheck:
             case ast.Starred(value=value):
                 self._bind(value, kinds)
 
+    def _bind_each(self, target: ast.expr, values: ast.expr) -> None:
+        """Bind a loop's target; that of enumerate() and zip() part by part."""
+        kinds = self._kinds(values)
+        match target, values:
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate")):
+                self._bind(part, kinds)
+                self._bind(target.elts[0], NOTHING)
+            case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=sources) if len(parts) == len(sources):
+                for part, source in zip(parts, sources, strict=True):
+                    self._bind(part, self._kinds(source))
+            case _:
+                self._bind(target, kinds)
+
     # Expressions.
 
     def _kinds(self, node: ast.AST) -> Kinds:
@@ -278,7 +291,7 @@ class SourceCheck:
                 self._grow(self._returns, self._scopes[-1][0], self._kinds(value))
                 return NOTHING
             case ast.comprehension(target=target, iter=values, ifs=conditions):
-                self._bind(target, self._kinds(values))
+                self._bind_each(target, values)
                 return NOTHING.union(*map(self._kinds, conditions))
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 children = [

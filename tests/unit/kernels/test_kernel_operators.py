@@ -7,6 +7,7 @@ import textwrap
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_candidate_styles import CPP, CUDA, TRITON
 
 from benchmarks.parts.kernel_solutions import solutions
 from headway.kernels.operators import allowed_aten, check_operators, forbidden_aten
@@ -141,7 +142,7 @@ def test_layers_and_methods_that_compute_are_found_and_their_twins_pass(name: st
         assert check_operators(module(honest, constructor), "cpp", TASK) == []
 
 
-TRITON = """
+TEMPLATE = """
 import torch, triton
 import triton.language as tl
 {}
@@ -163,7 +164,7 @@ LAUNCH = "grid = lambda meta: ((n + meta['BLOCK'] - 1) // meta['BLOCK'],); kerne
 
 
 def test_triton_kernels_may_compute_and_what_surrounds_them_may_not():
-    assert check_operators(TRITON.format("", LAUNCH, "return out"), "triton", TASK) == []
+    assert check_operators(TEMPLATE.format("", LAUNCH, "return out"), "triton", TASK) == []
     for launch, result in (
         (LAUNCH, "return x @ y"),
         (LAUNCH, "return torch.matmul(x, y)"),
@@ -171,10 +172,10 @@ def test_triton_kernels_may_compute_and_what_surrounds_them_may_not():
         ("kernel = torch.mm", "return kernel(x, y)"),
         ("", "return x + y"),
     ):
-        assert check_operators(TRITON.format("", launch, result), "triton", TASK), (launch, result)
+        assert check_operators(TEMPLATE.format("", launch, result), "triton", TASK), (launch, result)
     decorator = "class triton:\n    jit = staticmethod(lambda f: f)"
-    assert check_operators(TRITON.format(decorator, LAUNCH, "return out"), "triton", TASK)
-    without = TRITON.format("", "", "return out").replace("@triton.jit\n", "").replace("tl.dot", "tl.load")
+    assert check_operators(TEMPLATE.format(decorator, LAUNCH, "return out"), "triton", TASK)
+    without = TEMPLATE.format("", "", "return out").replace("@triton.jit\n", "").replace("tl.dot", "tl.load")
     assert any("no kernel of its own" in finding.text for finding in check_operators(without, "triton", TASK))
 
 
@@ -251,6 +252,20 @@ def test_layers_hold_parameters_for_torch_candidates_but_are_not_called():
     assert check_operators(head.format("(self.linear.weight * a).sum(1)"), "torch", FUSED) == []
     for call in ("self.linear(a)", "self.linear.forward(a)", "nn.Sequential(self.linear)(a)"):
         assert check_operators(head.format(call), "torch", FUSED), call
+
+
+@pytest.mark.parametrize(
+    ("backend", "source", "line", "evading"),
+    [
+        ("cpp", CPP, "return out.reshape(orig)", "return out.reshape(orig) * self.weight"),
+        ("triton", TRITON, "    return y\n", "    return y + x\n"),
+        ("cuda", CUDA, "return self.mod.run(a.contiguous().cuda())", "return torch.relu(a)"),
+    ],
+)
+def test_candidates_in_the_usual_styles_pass(backend: KernelBackend, source: str, line: str, evading: str):
+    assert check_operators(source, backend, TASK) == []
+    assert line in source
+    assert check_operators(source.replace(line, evading), backend, TASK)
 
 
 def test_honest_solutions_have_no_findings_and_references_have():
