@@ -347,12 +347,15 @@ class SourceCheck:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         given = {id(part): self._kinds(part) for part in arguments if not isinstance(part, ast.Lambda)}
         kinds = NOTHING.union(*given.values())
-        for part in arguments:
-            if isinstance(part, ast.Lambda):
-                self._pass_everything(part, kinds)
-                kinds |= self._function(part)
         path = self._source.path(node.func)
+        for part in arguments:
+            if isinstance(part, ast.Lambda):  # given to a method, it may be a hook of torch's
+                hook = path is None and isinstance(node.func, ast.Attribute)
+                self._pass_everything(part, TENSOR if hook else kinds)
+                kinds |= self._function(part)
         if path is not None:
+            if self._own and path.startswith("math.") and "tensor" in kinds:
+                self._report(node.lineno, f"arithmetic on a tensor: {path}()")
             if self._own or not LAYER.fullmatch(path):  # a layer may hold parameters, if it isn't called
                 self._reference(node.lineno, path)
             return self._result_of(path, kinds)

@@ -83,6 +83,14 @@ STATEMENTS = {
     ),
     "walrus": ("return (c := a) * 2", "return out.view((c := 1) * 1, -1)"),
     "einsum": ('return torch.einsum("ij,jk->ik", a, b)', "return out"),
+    "hook": (
+        "self.register_forward_hook(lambda module, given, out: out + given[0]); return out",
+        "return out.view(sorted(a.shape, key=lambda size: size * 2)[0], -1)",
+    ),
+    "numbers of a tensor": (
+        "import math; return torch.tensor([math.exp(x.item()) for x in a.view(-1)])",
+        "import math; return out.view(math.isqrt(a.shape[0]), -1)",
+    ),
     "frame": ("return (x for x in [a]).gi_frame.f_globals", "return out"),
 }
 # Whole modules: a candidate and its twin.
