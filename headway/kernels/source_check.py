@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -31,8 +32,10 @@ _BARRED = re.compile(
     r"load|save|serialization|classes|export|onnx|func|sys|os|inspect|ctypes|importlib|builtins|types|storage)\b"
     r"|torch\.(?:\w+\.)*_\w+"
 )
-_CTYPES = re.compile(r"ctypes\.(c_\w+|POINTER|pointer|byref|cast|sizeof|Structure|Union|Array)")
-_TRITON = re.compile(r"triton(\.(?!ops\b|testing\b|runtime\b|compiler\b|backends\b|tools\b|_)\w+)+")
+_PATHS = {
+    "ctypes": re.compile(r"ctypes\.(c_\w+|POINTER|pointer|byref|cast|sizeof|Structure|Union|Array)"),
+    "triton": re.compile(r"triton(\.(?!ops\b|testing\b|runtime\b|compiler\b|backends\b|tools\b|_)\w+)+"),
+}
 _CLEAN_PATHS = re.compile(r"math|ctypes|typing|triton|torch\.(cuda|utils|device|Size|finfo|iinfo|is_|get_|set_|manual)")
 _COMPUTING = frozenset(("sum", "max", "min", "abs", "pow", "divmod", "round", "sorted"))
 _CLEAN_BUILTINS = frozenset(("len", "isinstance", "issubclass", "hasattr", "callable", "range", "id", "print", "str"))
@@ -113,10 +116,13 @@ class SourceCheck:
             self._grew = True
 
     def _declare(self, name: str, kinds: Kinds, line: int) -> None:
-        scope = self._scopes[-1][0]
+        self._refuse_rebinding(name, line)
+        scope = 0 if name in self._source.shared else self._scopes[-1][0]
+        self._grow(self._names, (scope, name), kinds)
+
+    def _refuse_rebinding(self, name: str, line: int) -> None:
         if name in self._source.kernels or name in self._source.modules or name == "load_cpp":
             self._report(line, f"{name} is bound to something else")
-        self._grow(self._names, (0 if name in self._source.shared else scope, name), kinds)
 
     # Statements.
 
@@ -129,9 +135,8 @@ class SourceCheck:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 for decorator in node.decorator_list:
                     self._kinds(decorator)
-                if node.name in self._source.modules:
-                    self._report(node.lineno, f"{node.name} is bound to something else")
-                if node.name not in self._source.kernels:
+                if self._source.kernels.get(node.name) != id(node):  # Triton's compute on their own
+                    self._refuse_rebinding(node.name, node.lineno)
                     self._function(node)
             case ast.ClassDef():
                 self._class(node)
@@ -172,8 +177,7 @@ class SourceCheck:
             self._kinds(base)
         for part in [*node.decorator_list, *(keyword.value for keyword in node.keywords)]:
             self._kinds(part)
-        if node.name in self._source.modules:
-            self._report(node.lineno, f"{node.name} is bound to something else")
+        self._refuse_rebinding(node.name, node.lineno)
         self._walk(node.body)
         for name in {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}:  # class attributes
             self._grow(self._attributes, name, self._names.get((self._scopes[-1][0], name), NOTHING))
@@ -453,8 +457,12 @@ class SourceCheck:
                 self._report(line, f"use of {path}")
             elif canonical(name) in self._forbidden:
                 self._report(line, f"the task's own operator: {path}")
-        elif (root == "ctypes" and not _CTYPES.fullmatch(path)) or (root == "triton" and not _TRITON.fullmatch(path)):
-            self._report(line, f"use of {path}")
+        elif root in _PATHS:
+            if not _PATHS[root].fullmatch(path):
+                self._report(line, f"use of {path}")
+        elif not path.startswith("collections.abc"):
+            if any(part.startswith("_") or part in sys.stdlib_module_names for part in path.split(".")[1:]):
+                self._report(line, f"use of {path}")  # another module by way of an allowed one
 
     def _is_allowed(self, path: str, name: str) -> bool:
         if path == f"torch.{name}" and name in WORDS["torch"]:

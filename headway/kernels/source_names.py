@@ -20,7 +20,7 @@ class SourceNames:
         self.functions: dict[str, list[SourceFunction]] = defaultdict(list)  # a class's name -> its __init__
         self.methods: set[int] = set()  # by id
         self.layers: dict[str, list[str]] = {}  # class -> the layers of torch that compute for it
-        self.kernels: set[str] = set()  # Triton's
+        self.kernels: dict[str, int] = {}  # Triton's -> the id of the last definition
         self.shared: set[str] = set()  # declared global or nonlocal
         nodes = list(ast.walk(tree))
         for node in nodes:
@@ -44,7 +44,7 @@ class SourceNames:
                     bases = [self.path(base) or "" for base in node.bases]
                     self.layers[node.name] = [base for base in bases if LAYER.fullmatch(base)]
             case ast.FunctionDef() if self._is_jit(node):
-                self.kernels.add(node.name)
+                self.kernels[node.name] = id(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self.functions[node.name].append(node)
             case ast.Assign(targets=targets, value=ast.Lambda() as function):

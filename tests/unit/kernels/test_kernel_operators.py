@@ -67,6 +67,10 @@ STATEMENTS = {
     "exec": ('exec("a.copy_(a @ b)"); return a', "print(a.shape); return out"),
     "eval": ('return eval("a @ b")', "return out"),
     "sys.modules": ('import sys; return sys.modules["torch"].mm(a, b)', "return out"),
+    "sys by another module": (
+        'import typing; return typing.sys.modules["torch"].mm(a, b)',
+        "from collections.abc import Callable; return out",
+    ),
     "globals": ('return globals()["torch"].mm(a, b)', "return out"),
     "libtorch by ctypes": (
         'import ctypes; ctypes.CDLL("libtorch_cpu.so").mm(a.data_ptr()); return out',
@@ -181,6 +185,8 @@ def test_triton_kernels_may_compute_and_what_surrounds_them_may_not():
         ("", "return x + y"),
     ):
         assert check_operators(TEMPLATE.format("", launch, result), "triton", TASK), (launch, result)
+    second = "def kernel(x, y, out, n, BLOCK):\n    return x @ y"
+    assert check_operators(TEMPLATE.format(second, LAUNCH, "return out"), "triton", TASK)
     decorator = "class triton:\n    jit = staticmethod(lambda f: f)"
     assert check_operators(TEMPLATE.format(decorator, LAUNCH, "return out"), "triton", TASK)
     without = TEMPLATE.format("", "", "return out").replace("@triton.jit\n", "").replace("tl.dot", "tl.load")
