@@ -460,9 +460,10 @@ class SourceCheck:
         elif root in _PATHS:
             if not _PATHS[root].fullmatch(path):
                 self._report(line, f"use of {path}")
-        elif not path.startswith("collections.abc"):
-            if any(part.startswith("_") or part in sys.stdlib_module_names for part in path.split(".")[1:]):
-                self._report(line, f"use of {path}")  # another module by way of an allowed one
+        else:  # another module by way of an allowed one
+            parts = path.removeprefix("collections.abc").split(".")[1:]
+            if any(part.startswith("_") or part in sys.stdlib_module_names for part in parts):
+                self._report(line, f"use of {path}")
 
     def _is_allowed(self, path: str, name: str) -> bool:
         if path == f"torch.{name}" and name in WORDS["torch"]:
