@@ -39,6 +39,7 @@ _PATHS = {
 _CLEAN_PATHS = re.compile(r"math|ctypes|typing|triton|torch\.(cuda|utils|device|Size|finfo|iinfo|is_|get_|set_|manual)")
 _COMPUTING = frozenset(("sum", "max", "min", "abs", "pow", "divmod", "round", "sorted"))
 _CLEAN_BUILTINS = frozenset(("len", "isinstance", "issubclass", "hasattr", "callable", "range", "id", "print", "str"))
+MOST_PASSES = 64
 _IMPLICIT = ("forward", "backward", "setup_context")  # methods that torch calls
 
 Kinds = frozenset[str]  # of "tensor", "layer": what a value may be, or hold
@@ -79,10 +80,14 @@ class SourceCheck:
 
     def findings(self) -> list[OperatorFinding]:
         """All findings of the module, by line."""
-        while self._grew:  # ends: tables only grow, and names are finite
+        for _ in range(MOST_PASSES):
+            if not self._grew:
+                break
             self._grew = False
             self._walk(self._tree.body)
         self._found = set()
+        if self._grew:
+            self._report(1, "names depend on each other in too long a chain to be checked")
         self._walk(self._tree.body)
         if self._own:
             self._report_native()
@@ -149,8 +154,7 @@ class SourceCheck:
                     if not (known and isinstance(target, ast.Name)):
                         self._bind(target, NOTHING if known else kinds)
             case ast.AugAssign(target=target, op=sign, value=value):
-                loaded = ast.increment_lineno(ast.parse(ast.unparse(target), mode="eval").body, target.lineno - 1)
-                kinds = self._kinds(loaded) | self._kinds(value)
+                kinds = self._kinds(target) | self._kinds(value)
                 self._arithmetic(node, sign, kinds)
                 self._bind(target, kinds)
             case ast.For(target=target, iter=values) | ast.AsyncFor(target=target, iter=values):
@@ -224,29 +228,31 @@ class SourceCheck:
             case ast.Subscript(value=value, slice=part):
                 self._kinds(part)
                 self._kinds(value)
-                holder = value
-                while isinstance(holder, ast.Subscript):
-                    holder = holder.value
-                if isinstance(holder, (ast.Name, ast.Attribute)):
-                    self._bind(holder, kinds)
+                self._put_into(value, kinds)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 for part in parts:
                     self._bind(part, kinds)
             case ast.Starred(value=value):
                 self._bind(value, kinds)
 
+    def _put_into(self, holder: ast.expr, kinds: Kinds) -> None:
+        """Add what a container is given to the kinds of the name that holds it."""
+        while isinstance(holder, ast.Subscript):
+            holder = holder.value
+        if isinstance(holder, (ast.Name, ast.Attribute)):
+            self._bind(holder, kinds)
+
     def _bind_each(self, target: ast.expr, values: ast.expr) -> None:
         """Bind a loop's target; that of enumerate() and zip() part by part."""
-        kinds = self._kinds(values)
         match target, values:
-            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate")):
-                self._bind(part, kinds)
-                self._bind(target.elts[0], NOTHING)
+            case ast.Tuple(elts=[count, part]), ast.Call(func=ast.Name(id="enumerate")):
+                self._bind(count, NOTHING)
+                self._bind(part, self._kinds(values))
             case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=sources) if len(parts) == len(sources):
                 for part, source in zip(parts, sources, strict=True):
                     self._bind(part, self._kinds(source))
             case _:
-                self._bind(target, kinds)
+                self._bind(target, self._kinds(values))
 
     # Expressions.
 
@@ -389,7 +395,8 @@ class SourceCheck:
             if name == "setattr":
                 self._bind(part, kinds)
                 return NOTHING
-            return self._kinds(part)
+            self._hand_on(self._source.functions.get(attribute, ()))
+            return self._attribute(part, given.get(id(node.args[0]), NOTHING), attribute)
         if self._own and name in _COMPUTING and "tensor" in kinds:
             self._report(node.lineno, f"arithmetic on a tensor: {name}()")
         if name in _CLEAN_BUILTINS:
@@ -413,7 +420,7 @@ class SourceCheck:
         if name in ("register_buffer", "register_parameter", "add_module", "register_module") and len(node.args) >= 2:
             self._grow(self._attributes, folded(node.args[0]) or "", kinds)
         if name in ("append", "extend", "insert", "update", "setdefault", "add") and "tensor" in kinds - base:
-            self._bind(ast.copy_location(ast.Subscript(value=value, slice=ast.Constant(value=0)), node), kinds)
+            self._put_into(value, kinds)
         result = self._attribute(node.func, base, name)
         named = self._source.functions.get(name, []) + self._source.functions.get(ast.unparse(node.func), [])
         if named and not base:

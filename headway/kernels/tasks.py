@@ -251,13 +251,11 @@ def _evaluate(node: ast.expr, known: Mapping[str, Any]) -> int | tuple[int, ...]
                 values.extend(value if isinstance(value, tuple) else (value,))
             return tuple(values)
         case ast.BinOp(left=left, op=sign, right=right):
-            values = _evaluate(left, known), _evaluate(right, known)
-            if type(sign) in _FOLDED and all(isinstance(value, int) for value in values) and abs(values[1]) <= 2**40:
-                if isinstance(sign, (ast.Pow, ast.LShift)) and not 0 <= values[1] <= 64:
-                    return None
-                if isinstance(sign, ast.FloorDiv) and values[1] == 0:
-                    return None
-                return _FOLDED[type(sign)](*values)
+            one, other = _evaluate(left, known), _evaluate(right, known)
+            if type(sign) in _FOLDED and isinstance(one, int) and isinstance(other, int):
+                small = abs(one) <= 2**40 and 0 <= other <= (64 if isinstance(sign, (ast.Pow, ast.LShift)) else 2**40)
+                if small and (other or not isinstance(sign, ast.FloorDiv)):
+                    return _FOLDED[type(sign)](one, other)
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import hashlib
+import math
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ class Pair(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """What running a pair has shown."""
 
-    error: float  # largest, as a share of the tolerance; infinite: another dtype or shape, or it raised
+    error: float | None  # largest, as a share of the tolerance; None: another dtype or shape, NaN, or it raised
     operators: tuple[str, ...]
     reference_ms: float
     text: str = ""
@@ -112,7 +113,7 @@ def run_pair(pair: Pair) -> Outcome:
                     model(*inputs)
                     times.append(1e3 * (time.perf_counter() - start))
                 milliseconds = sorted(times[2:])[2]
-    return Outcome(error, tuple(sorted(called)), milliseconds)
+    return Outcome(error if math.isfinite(error) else None, tuple(sorted(called)), milliseconds)
 
 
 def main() -> None:
@@ -127,7 +128,7 @@ def main() -> None:
             try:
                 outcome = run_pair(pair)
             except Exception as error:
-                outcome = Outcome(float("inf"), (), 0.0, f"{type(error).__name__}: {error}")
+                outcome = Outcome(None, (), 0.0, f"{type(error).__name__}: {error}")
             print(msgspec.json.encode(outcome).decode(), flush=True)
 
 

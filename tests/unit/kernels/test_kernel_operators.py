@@ -311,6 +311,27 @@ def test_sources_that_do_not_parse_are_left_to_the_compiler():
     assert isinstance(check_operators(deep, "cpp", TASK), list)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(lambda q: q)[0] += 1",
+        "x = a" + ".append(a)" * 90,
+        "x = " + "getattr(" * 60 + "a" + ', "x")' * 60,
+        "x = " + "[x for (x,) in zip(" * 15 + "a" + ")]" * 15,
+        "x = " + "f(lambda: " * 60 + "a" + ")" * 60,
+        "\n".join(f"x{n} = x{n + 1}" for n in range(300)),
+    ],
+)
+def test_nested_sources_are_checked_in_a_moment(text: str):
+    assert isinstance(check_operators(text, "cpp", TASK), list)
+
+
+def test_chains_that_are_too_long_are_findings():
+    text = "import torch\n" + "\n".join(f"x{n} = x{n + 1}" for n in range(300)) + "\nx300 = torch.empty(1)"
+    assert any("too long a chain" in finding.text for finding in check_operators(text, "cpp", TASK))
+
+
 @given(st.text(alphabet="abx@*.()[]=:,'\n tor_ch", max_size=80))
 def test_check_ends_for_any_source(text: str):
     check_operators(text, "cpp", TASK)
