@@ -155,7 +155,7 @@ class SourceCheck:
                         self._bind(target, NOTHING if known else kinds)
             case ast.AugAssign(target=target, op=sign, value=value):
                 kinds = self._kinds(target) | self._kinds(value)
-                self._arithmetic(node, sign, kinds)
+                self._arithmetic(node, [sign], kinds)
                 self._bind(target, kinds)
             case ast.For(target=target, iter=values) | ast.AsyncFor(target=target, iter=values):
                 self._bind_each(target, values)
@@ -229,11 +229,9 @@ class SourceCheck:
                 self._kinds(part)
                 self._kinds(value)
                 self._put_into(value, kinds)
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                for part in parts:
+            case ast.Tuple() | ast.List() | ast.Starred():
+                for part in ast.iter_child_nodes(target):
                     self._bind(part, kinds)
-            case ast.Starred(value=value):
-                self._bind(value, kinds)
 
     def _put_into(self, holder: ast.expr, kinds: Kinds) -> None:
         """Add what a container is given to the kinds of the name that holds it."""
@@ -270,19 +268,12 @@ class SourceCheck:
                 return self._attribute(node, self._kinds(value), name)
             case ast.Call():
                 return self._call(node)
-            case ast.BinOp(left=left, op=sign, right=right):
-                kinds = self._kinds(left) | self._kinds(right)
-                self._arithmetic(node, sign, kinds)
+            case ast.BinOp(op=sign) | ast.UnaryOp(op=sign):
+                kinds = self._parts(node)
+                self._arithmetic(node, [sign], kinds)
                 return kinds
-            case ast.UnaryOp(op=sign, operand=operand):
-                kinds = self._kinds(operand)
-                if not isinstance(sign, ast.Not):
-                    self._arithmetic(node, sign, kinds)
-                return kinds
-            case ast.Compare(left=left, ops=signs, comparators=others):
-                kinds = self._kinds(left).union(*map(self._kinds, others))
-                if not all(isinstance(sign, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for sign in signs):
-                    self._arithmetic(node, signs[0], kinds)
+            case ast.Compare(ops=signs):
+                self._arithmetic(node, signs, self._parts(node))
                 return NOTHING
             case ast.Subscript(value=value, slice=part):
                 if isinstance(part, ast.Lambda):  # a grid of Triton's: its argument is the kernel's constants
@@ -303,12 +294,9 @@ class SourceCheck:
             case ast.comprehension(target=target, iter=values, ifs=conditions):
                 self._bind_each(target, values)
                 return NOTHING.union(*map(self._kinds, conditions))
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                children = [
-                    *node.generators,
-                    *(part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)),
-                ]
-                return NOTHING.union(*map(self._kinds, children))
+        return self._parts(node)
+
+    def _parts(self, node: ast.AST) -> Kinds:
         return NOTHING.union(*map(self._kinds, ast.iter_child_nodes(node)))
 
     def _name(self, node: ast.Name, name: str) -> Kinds:
@@ -345,13 +333,13 @@ class SourceCheck:
             self._report(line, f"{'a layer' if 'layer' in base else 'a tensor'} computes: .{name}")
         return base | self._attributes[name] | (TENSOR | A_LAYER if name in WORDS["state"] else NOTHING)
 
-    def _arithmetic(self, node: ast.AST, sign: ast.AST, kinds: Kinds) -> None:
-        line = getattr(node, "lineno", 1)
-        if isinstance(sign, ast.MatMult):
+    def _arithmetic(self, node: ast.expr | ast.stmt, signs: Iterable[ast.AST], kinds: Kinds) -> None:
+        computing = [sign for sign in signs if not isinstance(sign, (ast.Not, ast.Is, ast.IsNot, ast.In, ast.NotIn))]
+        if any(isinstance(sign, ast.MatMult) for sign in computing):
             if self._own or "matmul" in self._forbidden:
-                self._report(line, "a product of matrices by @")
-        elif self._own and "tensor" in kinds and self._scopes[-1][1] != "__init__":  # there inputs aren't known
-            self._report(line, f"arithmetic on a tensor: {type(sign).__name__}")
+                self._report(node.lineno, "a product of matrices by @")
+        elif computing and self._own and "tensor" in kinds and self._scopes[-1][1] != "__init__":  # there are no inputs
+            self._report(node.lineno, f"arithmetic on a tensor: {type(computing[0]).__name__}")
 
     def _call(self, node: ast.Call) -> Kinds:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]

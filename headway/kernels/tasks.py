@@ -34,8 +34,8 @@ _FOLDED: dict[type[ast.operator], Callable[[int, int], int]] = {
 class ScaleLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits that the sizes of a problem are capped by, each at least 1."""
 
-    dimension: int = 4096
-    batch: int = 64
+    dimension: int = 1024
+    batch: int = 256
     elements: int = 2**20  # of one input whose shape is written with module constants
 
 
@@ -97,8 +97,7 @@ def load_kernelbench(
                 source = scaled.source
                 if scaled.unscaled:
                     unscaled[name] = scaled.unscaled
-            batch = next((size for size in _sizes(source) if size.batch and size.value >= 4), None)
-            shapes = () if batch is None else ({batch.name: batch.value // 2 + 1},)
+            shapes = _other_batch(_sizes(source))
             tasks.append(KernelTask(name=name, source=source, level=level, backend=backend, shapes=shapes))
     return tasks, unscaled
 
@@ -164,17 +163,18 @@ def resized_source(source: str, sizes: Mapping[str, int], where: str = "source")
 def scaled_source(source: str, limits: ScaleLimits) -> ScaledSource:
     """Cap the integer constants at module level, those in tuples and lists too, so that the problem fits a CPU.
 
-    Constants whose name begins with "batch", and B, are capped at ``limits.batch``, the others at
-    ``limits.dimension``. A capped size is the largest divisor of the old one within the limit that the file's smaller
-    constants divide where they divided the old one (powers of two stay such, groups divide channels); where that is
-    less than half the limit, the largest multiple of those constants. While an input whose shape is written with
-    constants has more than ``limits.elements``, the dimension limit is halved, not below SMALLEST_DIMENSION, and then
-    the batch limit.
+    Constants whose name begins with "batch", B, and those that equal one of them are capped at ``limits.batch``, the
+    others at ``limits.dimension``. A capped size is the largest divisor of the old one within the limit that the file's
+    smaller constants divide where they divided the old one (powers of two stay such, groups and heads, which come
+    first, divide channels); where that is less than half the limit, the largest multiple of those constants. While an
+    input whose shape is written with constants has more than ``limits.elements``, the dimension limit is halved, not
+    below SMALLEST_DIMENSION, and then the batch limit.
     """
     sizes = [size for size in _sizes(source) if "seed" not in size.name.lower()]
+    batches = {size.value for size in sizes if size.batch}  # equal sizes stay equal: inputs may be broadcast
     dimension, batch = limits.dimension, limits.batch
     while True:
-        values = {size: _capped(size, batch if size.batch else dimension, sizes) for size in sizes}
+        values = {size: _capped(size, batch if size.value in batches else dimension, sizes) for size in sizes}
         text = _with_values(source, values)
         too_large = [note for note, elements in _inputs(text) if elements > limits.elements]
         if not too_large or (dimension <= SMALLEST_DIMENSION and batch <= 1):
@@ -188,11 +188,20 @@ def scaled_source(source: str, limits: ScaleLimits) -> ScaledSource:
     return ScaledSource(source=text, changed=changed, unscaled=tuple(notes))
 
 
+def _other_batch(sizes: Sequence[_Size]) -> tuple[dict[str, int], ...]:
+    """A further shape with another batch size, unless another size equals it, and may have to."""
+    batch = next((size for size in sizes if size.batch and size.value >= 4), None)
+    if batch is None or [size.value for size in sizes].count(batch.value) > 1:
+        return ()
+    return ({batch.name: batch.value // 2 + 1},)
+
+
 def _capped(size: _Size, limit: int, sizes: Sequence[_Size]) -> int:
     if size.value <= limit:
         return size.value
     unit = 1
-    for divisor in sorted({other.value for other in sizes if 1 < other.value <= limit}):
+    parts = {(re.search("group|head", other.name.lower()) is None, other.value) for other in sizes}
+    for _, divisor in sorted(part for part in parts if 1 < part[1] <= limit):
         if size.value % divisor == 0 and math.lcm(unit, divisor) <= limit:
             unit = math.lcm(unit, divisor)
     divisors = (part for part in range(limit, limit // 2, -1) if size.value % part == 0 and part % unit == 0)

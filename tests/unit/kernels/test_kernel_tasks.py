@@ -23,6 +23,7 @@ from headway.kernels.tasks import (
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelTask
 
+WIDE = ScaleLimits(dimension=4096, batch=64)
 # Problems in the forms that KernelBench's files have: sums of digits, tuples, chains, literals within functions.
 TAIL = """
 class Model(nn.Module):
@@ -77,9 +78,14 @@ def test_sizes_are_capped_by_dimension_and_batch():
     assert scaled.source == source.replace("393216", "4096").replace("batch_size = 4096", "batch_size = 64")
 
 
+def test_sizes_that_were_equal_stay_equal():
+    source = problem("batch_size = 32768\ninput_shape = (32768,)", "torch.rand(batch_size, *input_shape)")
+    assert set(scaled_source(source, WIDE).changed.values()) == {(32768, 64)}
+
+
 def test_small_problems_are_left_as_they_are():
     source = problem("B, N = 16, 256", "torch.rand(B, N)")
-    assert scaled_source(source, ScaleLimits()).source == source
+    assert scaled_source(source, WIDE).source == source
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,7 @@ def test_small_problems_are_left_as_they_are():
         ("M = K = 100000", "M", 1000),
         ("channels = 6144\ngroups = 12\nM = 1", "channels", 3072),
         ("features = 5003\nheads = 7\nM = 1", "features", 4096),  # prime: nothing divides it
+        ("out_channels = 24 * 4096\nkernel_size = 3\nnum_groups = 2048\nM = 1", "out_channels", 4096),
         ("width = 9001 * 6\nheads = 6\nM = 1", "width", 4092),  # of 6, the largest multiple
         ("size: int = 1 << 20\nM = 1", "size", 4096),
         ("random_seed = 123456\nM = 1", "random_seed", 123456),
@@ -99,7 +106,7 @@ def test_small_problems_are_left_as_they_are():
 )
 def test_capped_sizes_keep_their_divisors(constants: str, name: str, expected: object):
     shape = "M, K" if "K" in constants else "M"
-    scaled = scaled_source(problem(constants, f"torch.rand({shape})"), ScaleLimits())
+    scaled = scaled_source(problem(constants, f"torch.rand({shape})"), WIDE)
     assert value(scaled.source, name) == expected
 
 
@@ -107,14 +114,16 @@ def test_derived_constants_follow():
     constants = (
         "batch_size = 128\nchannels, H = 8192, 32\nbias_shape = (channels, 1)\nshape = (batch_size, channels, H)"
     )
-    scaled = scaled_source(problem(constants, "torch.rand(*shape)"), ScaleLimits(elements=2**19))
+    scaled = scaled_source(
+        problem(constants, "torch.rand(*shape)"), ScaleLimits(dimension=4096, batch=64, elements=2**19)
+    )
     assert value(scaled.source, "shape") == (64, 256, 32)
     assert value(scaled.source, "bias_shape") == (256, 1)
 
 
 def test_inputs_are_halved_until_they_fit():
     constants = "batch_size = 128\nC = 64\nD, H, W = 64, 64, 64\nkernel_size = 3"
-    scaled = scaled_source(problem(constants, "torch.rand(batch_size, C, D, H, W)"), ScaleLimits())
+    scaled = scaled_source(problem(constants, "torch.rand(batch_size, C, D, H, W)"), WIDE)
     sizes = [value(scaled.source, name) for name in ("batch_size", "C", "D", "H", "W")]
     assert math.prod(sizes) <= 2**20  # type: ignore[arg-type]
     assert sizes == [16, 16, 16, 16, 16]
@@ -123,7 +132,7 @@ def test_inputs_are_halved_until_they_fit():
 
 def test_what_cannot_be_scaled_is_named():
     source = problem("dim = 8192", "torch.rand(10, 3, 2240, 2240), torch.rand(dim)", "9999, 8192")
-    scaled = scaled_source(source, ScaleLimits())
+    scaled = scaled_source(source, WIDE)
     text = "\n".join(scaled.unscaled)
     assert "an input of 150528000 elements" in text
     assert "8192, which dim was before it was scaled" in text
@@ -144,7 +153,7 @@ def test_scaled_constants_fit_and_unscaled_ones_are_kept(pairs: list[tuple[str, 
     source = problem("\n".join(f"{name} = {size}" for name, size in sizes.items()), "torch.rand(1)")
     scaled = scaled_source(source, ScaleLimits(dimension=dimension, batch=batch))
     for name, size in sizes.items():
-        now, limit = value(scaled.source, name), batch if name == "batch_size" else dimension
+        now, limit = value(scaled.source, name), batch if size == sizes.get("batch_size") else dimension
         assert isinstance(now, int)
         assert now == size if size <= limit else limit // 2 <= now <= limit
         if size & (size - 1) == 0 and size > limit:
@@ -157,6 +166,7 @@ def checkout(tmp_path: Path) -> Path:
         "level1/10_Sum.py": problem("batch_size = 128\ninput_shape = (65536,)", "torch.rand(batch_size, *input_shape)"),
         "level1/2_Product.py": problem("N = 2048 * 4", "torch.rand(N, N), torch.rand(N, N)"),
         "level2/1_Fused.py": problem("batch_size = 2", "torch.rand(batch_size, 4)"),
+        "level2/2_Square.py": problem("batch_size, dim = 8, 8", "torch.rand(batch_size, dim)"),
         "level3/1_Network.py": problem("", "torch.rand(10, 3, 2240, 2240)"),
         "level4/1_Model.py": problem("batch_size = 8", "torch.rand(batch_size)"),
     }
@@ -170,11 +180,12 @@ def checkout(tmp_path: Path) -> Path:
 def test_checkout_of_kernelbench_is_loaded_scaled_and_in_order(checkout: Path):
     tasks, unscaled = load_kernelbench(checkout)
     names = [task.name for task in tasks]
-    assert names == ["level1/2_Product", "level1/10_Sum", "level2/1_Fused", "level3/1_Network", "level4/1_Model"]
-    assert [task.level for task in tasks] == [1, 1, 2, 3, 4]
+    assert names[:4] == ["level1/2_Product", "level1/10_Sum", "level2/1_Fused", "level2/2_Square"]
+    assert names[4:] == ["level3/1_Network", "level4/1_Model"]
+    assert [task.level for task in tasks] == [1, 1, 2, 2, 3, 4]
     assert value(tasks[0].source, "N") == 1024
-    assert tasks[1].shapes == ({"batch_size": 33},)
-    assert tasks[2].shapes == ()
+    assert tasks[1].shapes == ({"batch_size": 65},)
+    assert tasks[2].shapes == tasks[3].shapes == ()
     assert list(unscaled) == ["level3/1_Network"]
     plain, none = load_kernelbench(checkout / "KernelBench", levels=(1,), limits=None, backend="triton")
     assert value(plain[0].source, "N") == 8192
@@ -186,15 +197,15 @@ def test_folders_that_are_no_checkout_are_named(checkout: Path):
         load_kernelbench(checkout / "KernelBench" / "level1")
     with pytest.raises(ConfigurationError, match=r"level9: no problems"):
         load_kernelbench(checkout, levels=(9,))
-    broken = checkout / "KernelBench" / "level2" / "2_Broken.py"
+    broken = checkout / "KernelBench" / "level2" / "3_Broken.py"
     broken.write_text("class Model: pass\ndef get_inputs(): return []\n")
-    with pytest.raises(ConfigurationError, match=r"2_Broken.py: get_init_inputs not defined"):
+    with pytest.raises(ConfigurationError, match=r"3_Broken.py: get_init_inputs not defined"):
         load_kernelbench(checkout)
     broken.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match=r"2_Broken.py: can't be read as UTF-8"):
+    with pytest.raises(ConfigurationError, match=r"3_Broken.py: can't be read as UTF-8"):
         load_kernelbench(checkout)
     broken.write_text("def f(:")
-    with pytest.raises(ConfigurationError, match=r"2_Broken.py: not Python"):
+    with pytest.raises(ConfigurationError, match=r"3_Broken.py: not Python"):
         load_kernelbench(checkout)
 
 
