@@ -20,8 +20,8 @@ def canonical(name: str) -> str:
 
 
 def packet_name(name: str) -> str:
-    """``aten::add.Tensor`` as torch.ops.aten has it: "add"."""
-    return name.removeprefix("aten::").split(".")[0]
+    """Name that torch.ops.aten has ``aten::add.Tensor`` and ``aten.add`` by: "add"."""
+    return name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
 
 
 def with_relatives(names: tuple[str, ...]) -> frozenset[str]:

@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from headway.kernels.operator_lists import PREFIXES, WORDS, packet_name, with_relatives
 from headway.kernels.source_check import OperatorFinding, SourceCheck
@@ -23,6 +24,16 @@ def forbidden_aten(task: KernelTask) -> frozenset[str]:
     ``forbidden_operators`` and those that do their work, in place or not."""
     names = {name.strip("_") for name in with_relatives(task.forbidden_operators)}
     return frozenset(f"{start}{name}{end}" for name in names for start in ("", "_", *PREFIXES) for end in ("", "_"))
+
+
+def called_operator(task: KernelTask, names: Iterable[str]) -> str:
+    """The first of the operators that a forward pass has called ("aten.mm") which the task's back end doesn't allow;
+    empty: all are allowed. Operators of other libraries of torch's are allowed to "torch" alone."""
+    allowed, forbidden = allowed_aten(task.backend, task), forbidden_aten(task)
+    for name in map(packet_name, names):
+        if name in forbidden if allowed is None else name not in allowed:
+            return name
+    return ""
 
 
 def check_operators(source: str, backend: KernelBackend, task: KernelTask) -> list[OperatorFinding]:

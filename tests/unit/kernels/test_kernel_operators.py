@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_candidate_styles import CPP, CUDA, TRITON
 
 from benchmarks.parts.kernel_solutions import solutions
-from headway.kernels.operators import allowed_aten, check_operators, forbidden_aten
+from headway.kernels.operators import allowed_aten, called_operator, check_operators, forbidden_aten
 from headway.kernels.tasks import builtin_tasks
 from headway.records.kernels import KernelBackend, KernelTask
 
@@ -299,6 +300,12 @@ def test_lists_for_the_check_at_run_time_have_the_tasks_exceptions():
     assert not {"mm", "add", "sum"} & allowed
     assert {"layer_norm", "native_layer_norm", "native_group_norm"} <= forbidden_aten(task)
     assert {"_softmax", "mm", "addmm", "bmm", "baddbmm"} <= forbidden_aten(FUSED)
+    assert called_operator(task, ["aten.empty", "aten::cat.out", "aten.mm"]) == "mm"
+    assert called_operator(task, ["aten.empty", "aten.cat"]) == ""
+    assert called_operator(task, ["mkldnn._linear_pointwise"]) == "mkldnn"
+    rewritten = msgspec.structs.replace(FUSED, backend="torch")
+    assert called_operator(rewritten, ["aten.exp", "aten._softmax"]) == "_softmax"
+    assert called_operator(rewritten, ["aten.exp", "aten.sum"]) == ""
     permitted = module("return torch.cat((a, b))")
     assert check_operators(permitted, "cpp", TASK)
     assert check_operators(permitted, "cpp", task) == []
