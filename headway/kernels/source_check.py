@@ -40,6 +40,8 @@ _CLEAN_PATHS = re.compile(r"math|ctypes|typing|triton|torch\.(cuda|utils|device|
 _COMPUTING = frozenset(("sum", "max", "min", "abs", "pow", "divmod", "round", "sorted"))
 _CLEAN_BUILTINS = frozenset(("len", "isinstance", "issubclass", "hasattr", "callable", "range", "id", "print", "str"))
 MOST_PASSES = 64
+_CALLED_BY_TORCH = ("forward", "ModelNew")
+_CALLING = re.compile(r"map|filter|sorted|max|min|functools\.\w+|.*\.register_\w*hook\w*")  # their arguments
 _IMPLICIT = ("forward", "backward", "setup_context")  # methods that torch calls
 
 Kinds = frozenset[str]  # of "tensor", "layer": what a value may be, or hold
@@ -122,6 +124,8 @@ class SourceCheck:
 
     def _declare(self, name: str, kinds: Kinds, line: int) -> None:
         self._refuse_rebinding(name, line)
+        if name in _CALLED_BY_TORCH and "layer" in kinds:
+            self._report(line, f"{name} is a layer of torch")
         scope = 0 if name in self._source.shared else self._scopes[-1][0]
         self._grow(self._names, (scope, name), kinds)
 
@@ -182,6 +186,8 @@ class SourceCheck:
         for part in [*node.decorator_list, *(keyword.value for keyword in node.keywords)]:
             self._kinds(part)
         self._refuse_rebinding(node.name, node.lineno)
+        if any(map(self._is_layer, self._source.layers.get(node.name, ()))):
+            self._report(node.lineno, f"{node.name} computes as a layer of torch does")
         self._walk(node.body)
         for name in {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}:  # class attributes
             self._grow(self._attributes, name, self._names.get((self._scopes[-1][0], name), NOTHING))
@@ -222,7 +228,7 @@ class SourceCheck:
             case ast.Name(id=name):
                 self._declare(name, kinds, target.lineno)
             case ast.Attribute(value=value, attr=name):
-                if self._source.path(value) is not None or name.startswith("__"):
+                if self._source.path(value) is not None or name.startswith("__") or name in _CALLED_BY_TORCH:
                     self._report(target.lineno, f"assignment to {ast.unparse(target)}")
                 self._grow(self._attributes, name, kinds)
             case ast.Subscript(value=value, slice=part):
@@ -351,6 +357,8 @@ class SourceCheck:
                 hook = path is None and isinstance(node.func, ast.Attribute)
                 self._pass_everything(part, TENSOR if hook else kinds)
                 kinds |= self._function(part)
+        if _CALLING.fullmatch(path or ast.unparse(node.func)):
+            self._no_layer(node, kinds)
         if path is not None:
             if self._own and path.startswith("math.") and "tensor" in kinds:
                 self._report(node.lineno, f"arithmetic on a tensor: {path}()")

@@ -130,6 +130,28 @@ MODULES = {
 }
 
 
+LAYERS = (
+    "class ModelNew(nn.Linear):\n    pass",
+    "ModelNew = nn.Linear",
+    "class ModelNew(nn.Module):\n    forward = nn.Linear(4, 4)",
+    "class ModelNew(nn.Module):\n    def __init__(self):\n        self.forward = nn.Linear(4, 4)",
+    "class ModelNew(nn.Module):\n    def __init__(self):\n        setattr(self, 'for' + 'ward', nn.Linear(4, 4))",
+    "class ModelNew(nn.Module):\n    def forward(self, a):\n        return list(map(nn.Linear(4, 4), [a]))[0]",
+    "class ModelNew(nn.Module):\n    def __init__(self):\n        self.register_forward_hook(nn.Bilinear(4, 4, 4))",
+    "class ModelNew(nn.Module):\n    def forward(self, a):\n        return next(self.children())(a)",
+    "class ModelNew(nn.Module):\n    def forward(self, a):\n        return super().forward(a)",
+)
+
+
+@pytest.mark.parametrize("text", LAYERS)
+def test_layers_that_are_called_by_others_are_found(text: str):
+    assert check_operators(HEAD + text, "cpp", TASK)
+    assert (
+        check_operators(HEAD + "class ModelNew(nn.Module):\n    def forward(self, a):\n        return a", "cpp", TASK)
+        == []
+    )
+
+
 def module(statement: str, constructor: str | None = None) -> str:
     init = (
         "" if constructor is None else f"    def __init__(self):\n        super().__init__()\n        {constructor}\n\n"
