@@ -1,0 +1,32 @@
+"""Lists of torch's operators by name, read from operators.toml, and names that mean the same operator."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.resources import files
+
+_LISTS = tomllib.loads((files("headway.kernels") / "operators.toml").read_text(encoding="utf-8"))
+WORDS = {name: frozenset(text.split()) for name, text in _LISTS.items() if isinstance(text, str)}
+FAMILIES = [(family["of"].split(), family["also"].split()) for family in _LISTS["families"]]
+PREFIXES = ("native_", "special_", "linalg_", "cudnn_", "mkldnn_")
+
+
+def canonical(name: str) -> str:
+    """Operator's name without underscores, case, prefixes and overload: ``aten::_softmax.int`` is "softmax"."""
+    name = packet_name(name).lower().strip("_")
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name.replace("_", "")
+
+
+def packet_name(name: str) -> str:
+    """Name that torch.ops.aten has ``aten::add.Tensor`` and ``aten.add`` by: "add"."""
+    return name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
+
+
+def with_relatives(names: tuple[str, ...]) -> frozenset[str]:
+    """The operators ``names`` and those that do their work."""
+    own = {packet_name(name) for name in names}
+    wanted = {canonical(name) for name in own}
+    families = (of + also for of, also in FAMILIES if wanted & {canonical(name) for name in of})
+    return frozenset(own.union(*families))

@@ -1,0 +1,48 @@
+"""Which operators of torch a candidate may call beside its own kernels: a check of its source, lists for a check at run
+time."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from headway.kernels.operator_lists import PREFIXES, WORDS, packet_name, with_relatives
+from headway.kernels.source_check import OperatorFinding, SourceCheck
+from headway.records.kernels import KernelBackend, KernelTask
+
+
+def allowed_aten(backend: KernelBackend, task: KernelTask) -> frozenset[str] | None:
+    """Operators of torch.ops.aten by packet ("empty", "_to_copy") that a forward pass may call beside own kernels: the
+    back end's list and the task's ``allowed_operators``. None for "torch": all but `forbidden_aten`."""
+    if backend == "torch":
+        return None
+    return WORDS["allowed"].union(map(packet_name, task.allowed_operators or ()))
+
+
+def forbidden_aten(task: KernelTask) -> frozenset[str]:
+    """Operators of torch.ops.aten by packet that a candidate of back end "torch" may not call: the task's
+    ``forbidden_operators`` and those that do their work, in place or not."""
+    names = {name.strip("_") for name in with_relatives(task.forbidden_operators)}
+    return frozenset(f"{start}{name}{end}" for name in names for start in ("", "_", *PREFIXES) for end in ("", "_"))
+
+
+def called_operator(task: KernelTask, names: Iterable[str]) -> str:
+    """The first of the operators that a forward pass has called ("aten.mm") which the task's back end doesn't allow;
+    empty: all are allowed. Operators of other libraries of torch's are allowed to "torch" alone."""
+    allowed, forbidden = allowed_aten(task.backend, task), forbidden_aten(task)
+    for name in map(packet_name, names):
+        if name in forbidden if allowed is None else name not in allowed:
+            return name
+    return ""
+
+
+def check_operators(source: str, backend: KernelBackend, task: KernelTask) -> list[OperatorFinding]:
+    """Findings in a candidate's source, by line. A source that isn't Python has none: it doesn't compile."""
+    try:
+        tree = ast.parse(source)
+        allowed, forbidden = allowed_aten(backend, task) or (), with_relatives(task.forbidden_operators)
+        return SourceCheck(tree, backend, allowed, forbidden).findings()
+    except (SyntaxError, ValueError):
+        return []
+    except (RecursionError, MemoryError):
+        return [OperatorFinding(line=1, text="expressions nested too deeply to be checked")]

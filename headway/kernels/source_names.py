@@ -1,0 +1,89 @@
+"""Names that a candidate's source defines and imports, and dotted paths that begin at an import."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+SourceFunction = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LAYER = re.compile(r"torch\.nn\.(modules\.\w+\.)?(?!Module$|Parameter$)[A-Z]\w+")
+
+
+class SourceNames:
+    """Imports, functions, classes and Triton kernels of a module, wherever they stand in it."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.modules: dict[str, str] = {}  # local name -> dotted path
+        self.functions: dict[str, list[SourceFunction]] = defaultdict(list)  # a class's name -> its __init__
+        self.methods: set[int] = set()  # by id
+        self.layers: dict[str, list[str]] = {}  # class -> the layers of torch that compute for it
+        self.kernels: dict[str, int] = {}  # Triton's -> the id of the last definition
+        self.shared: set[str] = set()  # declared global or nonlocal
+        nodes = list(ast.walk(tree))
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    root = alias.name.split(".")[0]
+                    self.modules[alias.asname or root] = alias.name if alias.asname else root
+            elif isinstance(node, ast.ImportFrom):
+                self.modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        for node in nodes:
+            self._define(node)
+
+    def _define(self, node: ast.AST) -> None:
+        match node:
+            case ast.ClassDef():
+                methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
+                self.methods.update(map(id, methods.values()))
+                if "__init__" in methods:
+                    self.functions[node.name].append(methods["__init__"])
+                if "forward" not in methods:
+                    bases = [self.path(base) or "" for base in node.bases]
+                    self.layers[node.name] = [base for base in bases if LAYER.fullmatch(base)]
+            case ast.FunctionDef() if self._is_jit(node):
+                self.kernels[node.name] = id(node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.functions[node.name].append(node)
+            case ast.Assign(targets=targets, value=ast.Lambda() as function):
+                for target in targets:
+                    self.functions[target.id if isinstance(target, ast.Name) else ast.unparse(target)].append(function)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                self.shared.update(names)
+
+    def _is_jit(self, node: ast.FunctionDef) -> bool:
+        decorators = (part.func if isinstance(part, ast.Call) else part for part in node.decorator_list)
+        return any(self.path(part) == "triton.jit" for part in decorators)
+
+    def path(self, node: ast.AST) -> str | None:
+        """Dotted path of an expression that begins at an import: "torch.nn.functional.relu" for ``F.relu``."""
+        match node:
+            case ast.Name(id=name):
+                return self.modules.get(name)
+            case ast.Attribute(value=value, attr=name):
+                base = self.path(value)
+                return None if base is None else f"{base}.{name}"
+            case ast.Call(func=ast.Name(id="getattr"), args=[value, part, *_]):
+                base, name = self.path(value), folded(part)
+                return None if base is None or name is None else f"{base}.{name}"
+        return None
+
+
+def parameters(function: SourceFunction) -> Iterator[ast.arg]:
+    """All parameters of a function, those by position first."""
+    arguments = function.args
+    yield from [*arguments.posonlyargs, *arguments.args]
+    yield from (part for part in [arguments.vararg, *arguments.kwonlyargs, arguments.kwarg] if part is not None)
+
+
+def folded(node: ast.AST) -> str | None:
+    """Text of an expression of string literals joined by +; None where it isn't known."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = folded(left), folded(right)
+            return None if None in parts else "".join(part or "" for part in parts)
+    return None

@@ -1,0 +1,331 @@
+"""Kernel tasks: the built-in problems, a local KernelBench checkout, and JSONL; sources with other sizes."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.records.errors import ConfigurationError
+from headway.records.kernels import KernelBackend, KernelTask
+
+LEVELS = (1, 2, 3, 4)
+SMALLEST_DIMENSION = 16  # the dimension limit isn't halved below this one
+_FUNCTIONS = ("get_inputs", "get_init_inputs")
+_SHAPED = frozenset(("rand", "randn", "randint", "ones", "zeros", "empty", "full", "normal", "sample"))
+_FOLDED: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.LShift: operator.lshift,
+    ast.Pow: operator.pow,
+}
+
+
+class ScaleLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that the sizes of a problem are capped by, each at least 1."""
+
+    dimension: int = 1024
+    batch: int = 256
+    elements: int = 2**20  # of one input whose shape is written with module constants
+
+
+class ScaledSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Problem whose sizes fit the limits: the source that model and checker see."""
+
+    source: str
+    changed: dict[str, tuple[int, int]]  # constant -> size before, size now; NAME[0] within a tuple
+    unscaled: tuple[str, ...]  # what doesn't fit, or may not go with the changed sizes: line and reason
+
+
+class _Size(msgspec.Struct, frozen=True, kw_only=True):
+    """Integer constant at module level. ``span``: bytes of the source that spell it."""
+
+    name: str
+    value: int
+    span: tuple[int, int]
+    batch: bool
+
+
+def builtin_tasks(backend: KernelBackend = "cpp", levels: Sequence[int] = LEVELS) -> list[KernelTask]:
+    """The package's CPU problems: 1 elementwise, 2 reductions, 3 matmul variants, 4 fused blocks."""
+    folder = files("headway.kernels") / "problems"
+    return [
+        msgspec.convert({"name": name, "level": level, "backend": backend, **fields}, KernelTask)
+        for level in levels
+        for name, fields in tomllib.loads((folder / f"level{level}.toml").read_text(encoding="utf-8")).items()
+    ]
+
+
+def load_kernelbench(
+    folder: Path,
+    *,
+    levels: Sequence[int] = LEVELS,
+    limits: ScaleLimits | None = ScaleLimits(),
+    backend: KernelBackend = "cpp",
+) -> tuple[list[KernelTask], dict[str, tuple[str, ...]]]:
+    """Tasks of a KernelBench checkout, scaled to ``limits`` unless None; and, by name, what couldn't be scaled.
+
+    Tasks are named ``level1/19_ReLU``. Where a problem names its batch size, one further shape has another.
+    Raises ConfigurationError: a folder without ``KernelBench/level1``, a file that isn't a problem.
+    """
+    root = next((root for root in (folder / "KernelBench", folder) if (root / "level1").is_dir()), None)
+    if root is None:
+        raise ConfigurationError(
+            f"{folder}: not a checkout of KernelBench; valid: a folder with KernelBench/level1/*.py, as `git clone` "
+            "of github.com/ScalingIntelligence/KernelBench leaves it"
+        )
+    tasks, unscaled = [], {}
+    for level in levels:
+        found = sorted((root / f"level{level}").glob("*.py"), key=lambda file: _ordered(file.stem))
+        if not found:
+            raise ConfigurationError(f"{root / f'level{level}'}: no problems; valid levels: those with *.py files")
+        for file in found:
+            source, name = _read_text(file), f"level{level}/{file.stem}"
+            require_problem(source, str(file))
+            if limits is not None:
+                scaled = scaled_source(source, limits)
+                source = scaled.source
+                if scaled.unscaled:
+                    unscaled[name] = scaled.unscaled
+            shapes = _other_batch(_sizes(source))
+            tasks.append(KernelTask(name=name, source=source, level=level, backend=backend, shapes=shapes))
+    return tasks, unscaled
+
+
+def load_jsonl(path: Path) -> list[KernelTask]:
+    """Tasks of a file with one JSON object a line, its keys the fields of KernelTask: ``name`` and ``source`` at least.
+
+    Raises ConfigurationError with file and line: bad JSON, unknown keys, a second task of one name, no problem.
+    """
+    tasks: dict[str, KernelTask] = {}
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            unknown = sorted(set(fields) - set(KernelTask.__struct_fields__))
+            if unknown:
+                raise ConfigurationError(
+                    f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(KernelTask.__struct_fields__)}"
+                )
+            task = msgspec.convert(fields, KernelTask)
+        except msgspec.MsgspecError as error:
+            raise ConfigurationError(f"{where}: not a kernel task: {error}") from error
+        if task.name in tasks:
+            raise ConfigurationError(f"{where}: name = {task.name!r} is another task's; valid: names that differ")
+        require_problem(task.source, where)
+        for shape in task.shapes:
+            resized_source(task.source, shape, where)
+        tasks[task.name] = task
+    if not tasks:
+        raise ConfigurationError(f"{path}: no tasks; valid: one JSON object a line")
+    return list(tasks.values())
+
+
+def require_problem(source: str, where: str) -> None:
+    """Raise ConfigurationError unless ``source`` is Python with ``Model``, ``get_inputs`` and ``get_init_inputs``."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # as ast.parse says that it may
+        raise ConfigurationError(f"{where}: not Python: {error}") from error
+    defined = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    missing = [name for name in ("Model", *_FUNCTIONS) if name not in defined]
+    if missing:
+        raise ConfigurationError(
+            f"{where}: {', '.join(missing)} not defined; valid: a source with class Model, get_inputs() and "
+            "get_init_inputs()"
+        )
+
+
+def resized_source(source: str, sizes: Mapping[str, int], where: str = "source") -> str:
+    """The source with other values of its integer constants at module level, and of all that is derived from them.
+
+    Raises ConfigurationError for a name that isn't such a constant.
+    """
+    known = {size.name: size for size in _sizes(source)}
+    for name in sizes:
+        if name not in known:
+            raise ConfigurationError(f"{where}: no integer constant {name!r}; valid: {', '.join(known) or 'none'}")
+    return _with_values(source, {known[name]: value for name, value in sizes.items()})
+
+
+def scaled_source(source: str, limits: ScaleLimits) -> ScaledSource:
+    """Cap the integer constants at module level, those in tuples and lists too, so that the problem fits a CPU.
+
+    Constants whose name begins with "batch", B, and those that equal one of them are capped at ``limits.batch``, the
+    others at ``limits.dimension``. A capped size is the largest divisor of the old one within the limit that the file's
+    smaller constants divide where they divided the old one (powers of two stay such, groups and heads, which come
+    first, divide channels); where that is less than half the limit, the largest multiple of those constants. While an
+    input whose shape is written with constants has more than ``limits.elements``, the dimension limit is halved, not
+    below SMALLEST_DIMENSION, and then the batch limit.
+    """
+    sizes = [size for size in _sizes(source) if "seed" not in size.name.lower()]
+    batches = {size.value for size in sizes if size.batch}  # equal sizes stay equal: inputs may be broadcast
+    dimension, batch = limits.dimension, limits.batch
+    while True:
+        values = {size: _capped(size, batch if size.value in batches else dimension, sizes) for size in sizes}
+        text = _with_values(source, values)
+        too_large = [note for note, elements in _inputs(text) if elements > limits.elements]
+        if not too_large or (dimension <= SMALLEST_DIMENSION and batch <= 1):
+            break
+        if dimension > SMALLEST_DIMENSION:
+            dimension = max(SMALLEST_DIMENSION, dimension // 2)
+        else:
+            batch //= 2
+    changed = {size.name: (size.value, value) for size, value in values.items() if value != size.value}
+    notes = [*too_large, *_literals(source, changed, limits)]
+    return ScaledSource(source=text, changed=changed, unscaled=tuple(notes))
+
+
+def _other_batch(sizes: Sequence[_Size]) -> tuple[dict[str, int], ...]:
+    """A further shape with another batch size, unless another size equals it, and may have to."""
+    batch = next((size for size in sizes if size.batch and size.value >= 4), None)
+    if batch is None or [size.value for size in sizes].count(batch.value) > 1:
+        return ()
+    return ({batch.name: batch.value // 2 + 1},)
+
+
+def _capped(size: _Size, limit: int, sizes: Sequence[_Size]) -> int:
+    if size.value <= limit:
+        return size.value
+    unit = 1
+    parts = {(re.search("group|head", other.name.lower()) is None, other.value) for other in sizes}
+    for _, divisor in sorted(part for part in parts if 1 < part[1] <= limit):
+        if size.value % divisor == 0 and math.lcm(unit, divisor) <= limit:
+            unit = math.lcm(unit, divisor)
+    divisors = (part for part in range(limit, limit // 2, -1) if size.value % part == 0 and part % unit == 0)
+    return next(divisors, limit // unit * unit)
+
+
+def _sizes(source: str) -> list[_Size]:
+    """Integer constants at module level, each spelt by digits or by an expression of digits alone."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found: dict[tuple[int, int], _Size] = {}
+    for name, node in _constants(ast.parse(source)):
+        value = _evaluate(node, {})
+        if not isinstance(value, int) or value < 0:
+            continue
+        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        span = (starts[node.lineno - 1] + node.col_offset, end)
+        lowered = name.lower()
+        found[span] = _Size(name=name, value=value, span=span, batch=lowered.startswith("batch") or lowered == "b")
+    return list(found.values())
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for statement in tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        value = getattr(statement, "value", None)
+        for target in targets:
+            several = isinstance(value, (ast.Tuple, ast.List))
+            if isinstance(target, (ast.Tuple, ast.List)) and several and len(target.elts) == len(value.elts):
+                pairs = zip(target.elts, value.elts, strict=True)
+                yield from ((part.id, node) for part, node in pairs if isinstance(part, ast.Name))
+            elif isinstance(target, ast.Name) and several:
+                yield from ((f"{target.id}[{place}]", node) for place, node in enumerate(value.elts))
+            elif isinstance(target, ast.Name) and value is not None:
+                yield target.id, value
+
+
+def _evaluate(node: ast.expr, known: Mapping[str, Any]) -> int | tuple[int, ...] | None:
+    """Value of an expression of integers, known names, tuples and their parts; None for anything else."""
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.Name(id=name):
+            return known.get(name)
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            values = []
+            for part in parts:
+                value = _evaluate(part.value if isinstance(part, ast.Starred) else part, known)
+                if value is None or isinstance(part, ast.Starred) != isinstance(value, tuple):
+                    return None
+                values.extend(value if isinstance(value, tuple) else (value,))
+            return tuple(values)
+        case ast.BinOp(left=left, op=sign, right=right):
+            one, other = _evaluate(left, known), _evaluate(right, known)
+            if type(sign) in _FOLDED and isinstance(one, int) and isinstance(other, int):
+                small = abs(one) <= 2**40 and 0 <= other <= (64 if isinstance(sign, (ast.Pow, ast.LShift)) else 2**40)
+                if small and (other or not isinstance(sign, ast.FloorDiv)):
+                    return _FOLDED[type(sign)](one, other)
+    return None
+
+
+def _with_values(source: str, values: Mapping[_Size, int]) -> str:
+    text = source.encode()
+    for size, value in sorted(values.items(), key=lambda item: -item[0].span[0]):
+        if value != size.value:
+            text = text[: size.span[0]] + str(value).encode() + text[size.span[1] :]
+    return text.decode()
+
+
+def _inputs(source: str) -> Iterator[tuple[str, int]]:
+    """Elements of each tensor that ``get_inputs`` makes with a shape written in constants, with its line."""
+    tree = ast.parse(source)
+    known: dict[str, Any] = {}
+    for name, node in _constants(tree):
+        known[name] = _evaluate(node, known)
+    for name in {name.split("[")[0] for name in known if "[" in name}:
+        parts = [value for key, value in known.items() if key.startswith(f"{name}[")]
+        known[name] = tuple(parts) if all(isinstance(part, int) for part in parts) else None
+    for call in (node for node in _within(tree, "get_inputs") if isinstance(node, ast.Call)):
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _SHAPED:
+            continue
+        shape = _evaluate(ast.Tuple(elts=call.args), known)
+        for argument in call.args:
+            whole = None if isinstance(argument, ast.Starred) else _evaluate(argument, known)
+            shape = whole if isinstance(whole, tuple) else shape
+        if isinstance(shape, tuple):
+            count = math.prod(shape)
+            yield f"line {call.lineno}: an input of {count} elements", count
+
+
+def _literals(source: str, changed: Mapping[str, tuple[int, int]], limits: ScaleLimits) -> list[str]:
+    """Sizes written as numbers where constants would be: above the limits, or equal to a constant before its change."""
+    tree, notes = ast.parse(source), []
+    constants = {id(part) for _, node in _constants(tree) for part in ast.walk(node)}
+    within = {id(node) for name in _FUNCTIONS for node in _within(tree, name)}
+    before = {old: name for name, (old, _) in changed.items()}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or type(node.value) is not int or id(node) in constants:
+            continue
+        if node.value in before:
+            notes.append(f"line {node.lineno}: {node.value}, which {before[node.value]} was before it was scaled")
+        elif id(node) in within and node.value > limits.dimension:
+            notes.append(f"line {node.lineno}: {node.value} isn't a constant of the module")
+    return notes
+
+
+def _within(tree: ast.Module, function: str) -> Iterator[ast.AST]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            yield from ast.walk(node)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: can't be read as UTF-8 text: {error}") from error
+
+
+def _ordered(stem: str) -> tuple[int, str]:
+    number = re.match(r"\d+", stem)
+    return (int(number[0]) if number else 2**31, stem)
