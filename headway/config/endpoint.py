@@ -19,6 +19,7 @@ ENVIRONMENTS = {  # name of a built-in environment -> module:Class
     "code": "headway.rollout.environments.code:Code",
     "dialogue": "headway.rollout.environments.dialogue:Dialogue",
     "gym": "headway.rollout.environments.gym:Gym",
+    "kernel": "headway.rollout.environments.kernel:Kernel",
     "harbor": "headway.rollout.environments.harbor:Harbor",
     "openenv": "headway.rollout.environments.openenv:OpenEnv",
     "python_tool": "headway.rollout.environments.python_tool:PythonTool",

@@ -1,0 +1,189 @@
+"""Kernels that the policy writes for a task's reference, judged by kernel services: compiled, checked, timed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from headway.config.router import RouterConfig
+from headway.control.routing.breaker import Breaker
+from headway.kernels.client import KernelClient, KernelServiceFailed
+from headway.kernels.reward import kernel_reward
+from headway.records.errors import ConfigurationError
+from headway.records.kernels import (
+    KERNEL_ANSWERS,
+    KernelAnswer,
+    KernelBackend,
+    KernelEvaluation,
+    KernelSubmission,
+    KernelTask,
+)
+from headway.records.task import Task
+from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environments.code import last_program
+from headway.rollout.parameters import require_choice
+from headway.runtime.clock import RealClock
+
+_KEPT_CHARACTERS = 300
+NO_PROGRAM = "There is no program in this answer. Write the whole module between ```python and ```."
+
+
+class Kernel(Environment):
+    """The policy answers with a module that defines ``ModelNew`` (the last fenced block of Python), a kernel service
+    judges it, and the policy is told what came of it until it has had its turns or is fast enough.
+
+    Each turn has its own reward on TritonForge's ladder (`kernels.reward`): 0.1 compiled, 0.3 correct and up to 2 for
+    the speed-up. The rollout's is its best turn's; with ``algorithm.turn_discount`` (0.4 there) each turn learns from
+    its own and those that follow. A task's metadata has a `KernelTask` under ``kernel``.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key_file: str = "",
+        system: str = "",
+        backend: str = "",
+        turns: int = 3,
+        stop_at: float = 1.3,
+        timed: bool = True,
+        correct_trials: int = 5,
+        timed_trials: int = 100,
+        timeout_s: float = 120.0,
+        source_characters: int = 40_000,
+        seed: int = 42,
+    ) -> None:
+        """``addresses``: http://HOST:PORT of kernel services. ``key_file``: with their key. ``system``: what every
+        conversation begins with. ``backend``: instead of the tasks' own. ``turns``: answers that are judged.
+        ``stop_at``: reward of a turn that ends the rollout. ``timed``: False: correctness alone. ``correct_trials``,
+        ``timed_trials``, ``seed``: of an evaluation; ``timeout_s``: of it, less than environment.timeout_s.
+        ``source_characters``: a longer program isn't evaluated."""
+        if backend:
+            require_choice("environment.parameters.backend", backend, KernelBackend)
+        if turns < 1:
+            raise ConfigurationError(f"environment.parameters.turns = {turns}: at least 1")
+        self.system = system
+        self.longest_s = {"timeout_s": timeout_s}
+        self._backend = backend
+        self._turns, self._stop_at = turns, stop_at
+        self._judged: dict[str, Any] = {
+            "timed": timed,
+            "correct_trials": correct_trials,
+            "timed_trials": timed_trials,
+            "seed": seed,
+            "timeout_s": timeout_s,
+        }
+        self._source_characters = source_characters
+        key = _key(key_file) if key_file else ""
+        self._made = KernelClient(addresses, lambda: Breaker(RouterConfig()), RealClock(), key=key)
+        self._client: KernelClient | None = None
+        self._open = asyncio.Lock()
+        self._stack = AsyncExitStack()
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def begin(self, episode: Episode) -> None:
+        kernel_task(episode.task, self._backend)  # or it fails before anything is sampled
+        await super().begin(episode)
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        judged = episode.state.setdefault("judged", [])
+        source = last_program(answer.text)
+        if source is None:
+            evaluation, feedback = KernelEvaluation(fault="syntax_error", text="no program"), NO_PROGRAM
+        elif len(source) > self._source_characters:
+            feedback = f"This program has {len(source):,} characters; {self._source_characters:,} at most are judged."
+            evaluation = KernelEvaluation(fault="syntax_error", text="too long")
+        else:
+            evaluation = await self._evaluation(episode.task, source)
+            feedback = told(evaluation)
+        kept = outline(evaluation)
+        judged.append(msgspec.to_builtins(kept))
+        if kept.reward >= self._stop_at:
+            episode.end("fast enough")
+        elif len(judged) >= self._turns:
+            episode.end("turns")
+        else:
+            episode.say(self.shortened(feedback))
+
+    async def score(self, episode: Episode) -> dict[str, Any]:
+        judged: list[dict[str, Any]] = episode.state.get("judged", [])
+        if not judged:
+            return {"reward": 0.0, "solved": False, KERNEL_ANSWERS: []}
+        best = max(judged, key=lambda one: one["reward"])
+        rewards = [one["reward"] for one in judged] + [0.0] * (episode.turns - len(judged))  # an answer that was cut
+        return {"reward": best["reward"], "solved": best["correct"], "turn_rewards": rewards, KERNEL_ANSWERS: judged}
+
+    async def _evaluation(self, task: Task, source: str) -> KernelEvaluation:
+        """Have a source judged. Raises OSError where that says nothing of it."""
+        submission = KernelSubmission(task=kernel_task(task, self._backend), source=source, **self._judged)
+        async with self._open:
+            self._client = self._client or await self._stack.enter_async_context(self._made)
+        try:
+            evaluation = await self._client.evaluate(submission)
+        except KernelServiceFailed as error:
+            raise OSError(str(error)) from error
+        if evaluation.infrastructure:
+            raise OSError(evaluation.infrastructure)
+        return evaluation
+
+
+def kernel_task(task: Task, backend: str = "") -> KernelTask:
+    """The kernel task in a task's metadata; with ``backend`` instead of its own. Raises ConfigurationError."""
+    try:
+        found = msgspec.convert(task.metadata.get("kernel"), KernelTask)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"task {task.task_id}: metadata.kernel is no kernel task: {error}; write tasks by `headway kernels tasks`"
+        ) from None
+    return msgspec.structs.replace(found, backend=backend) if backend in get_args(KernelBackend) else found
+
+
+def told(evaluation: KernelEvaluation) -> str:
+    """What the policy is told of an evaluation."""
+    if evaluation.cheat:
+        return f"Not accepted: {evaluation.cheat}. {evaluation.text}"
+    if not evaluation.compiled:
+        return f"It doesn't compile ({evaluation.fault or 'unknown'}): {evaluation.text}\n{evaluation.log}".rstrip()
+    if evaluation.fault is not None:
+        return f"It fails ({evaluation.fault}): {evaluation.text}\n{evaluation.log}".rstrip()
+    if not evaluation.correct:
+        return f"{evaluation.passed} of {evaluation.trials} trials are correct. {evaluation.text}"
+    timing, reference = evaluation.timing, evaluation.reference
+    if evaluation.speedup is None or timing is None or reference is None:
+        return "It is correct. Make it faster."
+    return (
+        f"It is correct, and takes {timing.mean:.3g} ms; the reference takes {reference.mean:.3g} ms: "
+        f"{evaluation.speedup:.2f} times as fast. Make it faster."
+    )
+
+
+def outline(evaluation: KernelEvaluation) -> KernelAnswer:
+    """The part of an evaluation that a rollout keeps."""
+    failed = "" if evaluation.correct else "wrong"
+    return KernelAnswer(
+        reward=kernel_reward(evaluation),
+        compiled=evaluation.compiled,
+        correct=evaluation.correct,
+        fault="cheat" if evaluation.cheat else evaluation.fault or failed,
+        speedup=evaluation.speedup,
+        repeated=evaluation.repeated,
+        evaluation_s=evaluation.seconds,
+        text=(evaluation.cheat or evaluation.text)[:_KEPT_CHARACTERS],
+    )
+
+
+def _key(file: str) -> str:
+    """The first key of a file with one a line. Raises ConfigurationError."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"environment.parameters.key_file = {file!r}: {error}") from None
+    if not lines:
+        raise ConfigurationError(f"environment.parameters.key_file = {file!r}: holds no key")
+    return lines[0]
