@@ -145,7 +145,7 @@ def kernel_task(task: Task, backend: str = "") -> KernelTask:
 
 
 def told(evaluation: KernelEvaluation) -> str:
-    """What the policy is told of an evaluation."""
+    """The feedback on an evaluation, for the policy."""
     if evaluation.cheat:
         return f"Not accepted: {evaluation.cheat}. {evaluation.text}"
     if not evaluation.compiled:
