@@ -31,6 +31,15 @@ STARTER = """import json, sys; told = json.loads(sys.stdin.buffer.readline()); s
 from headway.sandbox.guest.zygote import main; main(told)"""
 
 
+class Preload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a zygote imports before it makes sandboxes: its own for each such set. `LocalSandbox.run_function` then runs
+    functions of these modules."""
+
+    modules: tuple[str, ...]
+    folders: tuple[str, ...]  # searched for them, beside the standard library; sandboxes have them read-only
+    environment: dict[str, str] = {}  # while they are imported
+
+
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the local backend on this machine."""
 
@@ -41,6 +50,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
     python: str = sys.executable  # of the zygote: only its standard library is used
     start_timeout_s: float = 30.0  # until a sandbox is ready
     answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
+    preload: Preload | None = None
     proxy: ProxySettings = ProxySettings()  # of each sandbox that may reach hosts
 
 
@@ -94,6 +104,7 @@ class ZygoteProcess:
             "uid": uid,
             "gid": gid,
             "bubblewrap": settings.bubblewrap,
+            "preload": msgspec.to_builtins(settings.preload),
         }
         with theirs:
             self._process = _spawn(self.folder, settings.python, theirs.fileno(), told)
@@ -215,7 +226,10 @@ def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> 
             [python, "-I", "-S", "-c", STARTER],
             pass_fds=[descriptor, own],
             cwd=folder,
-            env={"LC_ALL": "C.UTF-8"},  # nothing of the owner's: sandboxes inherit it
+            env={
+                "LC_ALL": "C.UTF-8",
+                **((told["preload"] or {}).get("environment", {})),
+            },  # nothing of the owner's: sandboxes inherit it
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
