@@ -219,6 +219,7 @@ class ZygoteProcess:
 
 
 def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> subprocess.Popen[bytes]:
+    imported_with = told["preload"]["environment"] if told["preload"] else {}
     own = os.pidfd_open(os.getpid())  # opened here: looked up in the child, the id could be another process's by then
     with open(folder / "zygote.log", "wb") as log, contextlib.ExitStack() as opened:
         opened.callback(os.close, own)
@@ -226,10 +227,7 @@ def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> 
             [python, "-I", "-S", "-c", STARTER],
             pass_fds=[descriptor, own],
             cwd=folder,
-            env={
-                "LC_ALL": "C.UTF-8",
-                **((told["preload"] or {}).get("environment", {})),
-            },  # nothing of the owner's: sandboxes inherit it
+            env={"LC_ALL": "C.UTF-8", **imported_with},  # nothing of the owner's: sandboxes inherit it
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
