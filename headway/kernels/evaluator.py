@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -40,6 +41,8 @@ MISSING = {
     "triton": "back end 'triton': its interpreter isn't supported yet",
     "cuda": "back end 'cuda' needs a GPU and nvcc: install a CUDA toolkit on a machine that has one",
 }
+PRINTED_RESULT = re.compile(rb"(?i)[\"']?(correct\w*|passed|speed_?up|runtime|compiled)[\"']?\s*[:=]")
+OperatorCheck = Callable[[KernelTask, Sequence[str]], str]  # of those called: the one that may not be, or ""
 SourceCheck = Callable[[KernelSubmission], str]  # the deception that a source shows before it runs, or ""
 Resize = Callable[[str, dict[str, int]], str]  # a reference's source with other sizes
 
@@ -75,11 +78,13 @@ class KernelEvaluator:
         *,
         state: str | Path | None = None,
         check: SourceCheck = lambda submission: "",
+        operators: OperatorCheck | None = None,
         resize: Resize | None = None,
     ) -> None:
         self._settings = settings or EvaluatorSettings()
         self._backend = LocalBackend(state, run="kernels", settings=preload_settings())
         self._check = check
+        self._operators = operators or called_forbidden
         self._resize = resize
         self._places = asyncio.Semaphore(self._settings.concurrent)
         self._executor = ThreadPoolExecutor(2 * self._settings.concurrent + 2, "kernels")
@@ -162,10 +167,12 @@ class KernelEvaluator:
         until_s = time.monotonic() + submission.timeout_s
         groups = await self._trials(submission)
         async with self._guest(until_s) as guest:
-            judging = Judging(guest, submission, groups)
+            judging = Judging(guest, submission, groups, self._operators)
             await self._in_thread(judging.run)
             if judging.ended is not None:
                 await self._explain_end(guest, judging)
+            if judging.is_wrong:
+                judging.take_output(await guest.end())
             self.counts.compile_s += guest.compile_s
             found = judging.evaluation()
             if submission.timed and found.correct:
@@ -301,6 +308,12 @@ class KernelEvaluator:
         """Cores that a candidate has."""
         return max((len(cores) for cores in self._settings.timing_cores), default=1)
 
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation runs or waits, or cores are leased."""
+        sets = len(self._settings.timing_cores) or 1
+        return bool(self._running) or self._devices.qsize() < sets
+
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
@@ -308,7 +321,14 @@ class KernelEvaluator:
 class Judging:
     """Compilation and trials of one candidate, in a thread."""
 
-    def __init__(self, guest: GuestProcess, submission: KernelSubmission, groups: Sequence[TrialGroup]) -> None:
+    def __init__(
+        self,
+        guest: GuestProcess,
+        submission: KernelSubmission,
+        groups: Sequence[TrialGroup],
+        operators: OperatorCheck,
+    ) -> None:
+        self._operators = operators
         self._guest = guest
         self._submission = submission
         self._groups = groups
@@ -331,8 +351,13 @@ class Judging:
                 self._trials.make(group.arguments)
                 self._compiled = True
                 self._trials.run(group, record=number == 0)
+            if called := self._operators(self._submission.task, self._trials.result.operators):
+                raise Deception(f"it calls {called}")
             self._trials.watch_idle()
         except GuestError as error:
+            if error.kind == "output":
+                self._cheat = str(error)
+                return
             self.fault = fault_of_error(error)
             self.text = first_line(str(error)) or str(error)
             self.log = error.log or str(error)
@@ -342,6 +367,17 @@ class Judging:
             self.ended = error
         whole_s = time.monotonic() - began_s
         self._seconds = {"compile": self._guest.compile_s, "check": whole_s - self._guest.compile_s}
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether values are wrong and nothing explains it yet."""
+        result = self._trials.result
+        return bool(result.text) and not (self._cheat or result.cheat or self.fault)
+
+    def take_output(self, printed: bytes) -> None:
+        """Look at what a candidate with wrong values has printed."""
+        if PRINTED_RESULT.search(printed):
+            self._cheat = "it prints what looks like a result"
 
     def evaluation(self) -> KernelEvaluation:
         result = self._trials.result
@@ -357,6 +393,17 @@ class Judging:
             precision=result.precision,
             seconds=self._seconds,
         )
+
+
+def called_forbidden(task: KernelTask, operators: Sequence[str]) -> str:
+    """The first operator of torch among those called that the task names as forbidden, or doesn't among the allowed."""
+    for name in operators:
+        packet = name.removeprefix("aten.")
+        if packet.rstrip("_") in {one.rstrip("_") for one in task.forbidden_operators}:
+            return packet
+        if task.backend != "torch" and task.allowed_operators is not None and packet not in task.allowed_operators:
+            return packet
+    return ""
 
 
 def _require_valid(submission: KernelSubmission) -> None:

@@ -43,4 +43,7 @@ def changed(before: dict[str, dict[str, int]]) -> list[str]:
         for name, mark in names.items()
         if id(now[space].get(name)) != mark
     ]
-    return sorted(found)[:20]
+    hidden = {name for base in torch.Tensor.__mro__[1:] for name in vars(base)}
+    added = (now["torch.Tensor"].keys() - before["torch.Tensor"].keys()) & hidden
+    known = {name for name, value in now["torch.Tensor"].items() if not callable(value)}
+    return sorted([*found, *(f"torch.Tensor.{name}" for name in added - known)])[:20]

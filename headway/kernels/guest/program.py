@@ -30,6 +30,10 @@ class CompileFailed(Exception):
     """The compiler refused a source; the message is what it said."""
 
 
+class OddOutput(Exception):
+    """A model returned what isn't a plain tensor; its values could come later than it."""
+
+
 class Program:
     """The loop: one request after another, each answered with its number."""
 
@@ -59,6 +63,8 @@ class Program:
                 os.close(descriptors[0])
                 return {}, b""
             return getattr(self, f"_{head['do']}")(head, body) or {}, b""
+        except OddOutput as error:
+            return {"error": str(error), "kind": "output"}, b""
         except CompileFailed as error:
             return {"error": str(error)[:LOG_CHARACTERS], "kind": "compile"}, b""
         except SyntaxError as error:
@@ -169,7 +175,7 @@ class Program:
         while len(prefix) < wire.LENGTHS.size:
             data, given, _, _ = socket.recv_fds(self._channel, wire.LENGTHS.size - len(prefix), 1)
             if not data:
-                os._exit(0)
+                _leave()
             prefix += data
             descriptors += given
         head, body = wire.lengths(prefix)
@@ -180,7 +186,7 @@ class Program:
         while count:
             data = self._channel.recv(min(count, 1 << 20))
             if not data:
-                os._exit(0)
+                _leave()
             parts.append(data)
             count -= len(data)
         return b"".join(parts)
@@ -202,9 +208,9 @@ def _flat(output: Any) -> tuple[torch.Tensor, ...]:
     parts = output if isinstance(output, (tuple, list)) else (output,)
     for part in parts:
         if type(part) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(f"output of type {type(part).__name__}: only plain tensors can be compared")
+            raise OddOutput(f"output of type {type(part).__name__}: only plain tensors can be compared")
         if part.layout is not torch.strided or part.device.type != "cpu":
-            raise TypeError(f"output of layout {part.layout} on {part.device}: only dense tensors of the device")
+            raise OddOutput(f"output of layout {part.layout} on {part.device}: only dense tensors of the device")
     return tuple(part if part.is_contiguous() else part.contiguous() for part in parts)
 
 
@@ -231,6 +237,12 @@ def decoded(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple(decoded(one) for one in value["tuple"])
     return [decoded(one) for one in value] if isinstance(value, list) else value
+
+
+def _leave() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 def _trace(error: BaseException) -> str:
