@@ -25,6 +25,7 @@ from headway.records.sandbox import MIB
 CROSSING_SHARE = 0.02  # of an interval, at most
 CPU_SLACK = 1.05  # CPU time over cores x interval that clocks may be off by ...
 CPU_SLACK_NS = 2_000_000  # ... beside this
+MOST_CALLS = 4096  # of an interval
 CHECKED = 2  # outputs read in each interval
 EMPTY = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return x\n"
 
@@ -107,16 +108,7 @@ class PairTimer:
         sides = self._sides
         for side in sides:
             side.guest.pin(self._cores)
-        self._prepare(min(2, self._most_calls))
-        for side in sides:
-            side.calls = min(2, self._most_calls)
-        self._pair(0)
-        slower = [self._pair(n) for n in range(2)][-1]
-        target_s = max(self._settings.interval_s, self._crossing_s / CROSSING_SHARE)
-        for side, took_s in zip(sides, slower, strict=True):
-            side.calls = max(1, min(self._most_calls, math.ceil(target_s / max(took_s, 1e-7)), 4096))
-        self._prepare(max(side.calls for side in sides))
-        self._pair(0)  # memory for the outputs is had from now on
+        self._choose_calls()
         for side in sides:
             side.intervals.clear()
         while True:
@@ -133,6 +125,28 @@ class PairTimer:
                     refused = f"noise: the speed-up is between {low:.2f} and {high:.2f} after {pairs} intervals"
                     return msgspec.structs.replace(result, refused=refused)
                 return result
+
+    def _choose_calls(self) -> None:
+        """Raise both sides' calls until an interval is long enough, or has all the memory it may."""
+        target_s = max(self._settings.interval_s, self._crossing_s / CROSSING_SHARE)
+        for _ in range(6):
+            self._prepare(max(side.calls for side in self._sides))
+            self._pair(0)  # memory for the outputs is had after it
+            wanted = [
+                self._more_calls(side, took_s, target_s)
+                for side, took_s in zip(self._sides, self._pair(0), strict=True)
+            ]
+            if wanted == [side.calls for side in self._sides]:
+                return
+            for side, calls in zip(self._sides, wanted, strict=True):
+                side.calls = calls
+        self._prepare(max(side.calls for side in self._sides))
+
+    def _more_calls(self, side: _Side, call_s: float, target_s: float) -> int:
+        whole_s = call_s * side.calls + self._crossing_s
+        if whole_s >= 0.8 * target_s:
+            return side.calls
+        return min(self._most_calls, MOST_CALLS, math.ceil(side.calls * min(16.0, target_s / whole_s)))
 
     def _result(self, took_s: float) -> TimingResult:
         candidate, reference = self._sides

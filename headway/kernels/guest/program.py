@@ -23,6 +23,10 @@ from headway.kernels.guest import confinement, integrity
 from headway.sandbox.guest import wire
 
 LOG_CHARACTERS = 4000
+# What torch imports late, of what every task uses: here it costs each sandbox nothing.
+torch.manual_seed(0)
+with torch.no_grad():
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
 Head = dict[str, Any]
 
 
@@ -194,6 +198,10 @@ class Program:
 
 class Operators(TorchDispatchMode):
     """Records the names of the operators of torch that run. The source could undo it: a check of honest ones."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, it would be imported first, which takes a second
 
     def __init__(self) -> None:
         super().__init__()

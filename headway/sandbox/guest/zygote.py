@@ -269,7 +269,7 @@ def main(settings: dict[str, Any]) -> None:
         preload.load(wanted["modules"], wanted["folders"])
     if settings["uid"] != os.geteuid():
         if wanted:
-            preload.uncover(wanted["folders"])
+            preload.uncover([*wanted["folders"], os.path.dirname(os.__file__)])
         os.setgroups([])
         os.setresgid(settings["gid"], settings["gid"], settings["gid"])
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
