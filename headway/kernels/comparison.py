@@ -84,7 +84,8 @@ def compare(expected: Tensor, found: Tensor, tolerance: tuple[float, float], *, 
     if not expected.is_float:
         same = expected.raw == found.raw
         return Comparison() if bool(same.all()) else Comparison(text=_where(expected.raw, found.raw, ~same), error=1.0)
-    wanted, got = expected.values().astype(np.float64), found.values().astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling ones
+        wanted, got = expected.values().astype(np.float64), found.values().astype(np.float64)
     if wanted.size == 0:
         return Comparison()
     finite = np.isfinite(wanted)

@@ -282,6 +282,15 @@ class GuestProcess:
         except OSError:
             raise GuestEnded("its process has ended") from None
 
+    def strays(self, cores: Sequence[int]) -> bool:
+        """Whether a thread of it may run elsewhere than on ``cores``."""
+        allowed = set(cores)
+        for thread in self.threads():
+            with contextlib.suppress(OSError):
+                if not os.sched_getaffinity(int(thread)) <= allowed:
+                    return True
+        return False
+
     def pin(self, cores: Sequence[int]) -> None:
         """Have all its threads run on ``cores``, at ordinary priority where that is allowed."""
         for thread in self.threads():

@@ -221,6 +221,8 @@ class PairTimer:
         outputs = len(self._trials[0].expected) * side.calls
         if len(data) != 8 * outputs:
             raise Deception("it forged an answer")
+        if guest.strays(self._cores):
+            raise Deception("it leaves the cores it was given")
         if used_ns > CPU_SLACK * took_ns * len(self._cores) + CPU_SLACK_NS or guest.others() > 0:
             raise Deception("it computes on more than the cores it was given")
         seconds = max(took_ns * 1e-9 - self._crossing_s, 1e-9) / side.calls

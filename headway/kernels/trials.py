@@ -19,7 +19,7 @@ CHUNK_BYTES = 192 * MIB  # inputs and outputs of the calls of one request
 MOST_BYTES = 512 * MIB  # outputs of one call
 ALIGNMENT = 64
 LATE_S = 0.05  # how long a wrong output is watched
-IDLE_S, IDLE_SHARE = 0.03, 0.3  # of CPU time, while nothing is asked for
+IDLE_S, IDLE_SHARE = 0.03, 0.1  # of CPU time, while nothing is asked for
 # Structure stays what the task's own inputs have: zeros, order, symmetry. A factor, or None for ones.
 VARIANTS: dict[str, float | None] = {"zeros": 0.0, "ones": None, "large": 16.0, "tiny": 2.0**-10, "negated": -1.0}
 

@@ -169,9 +169,10 @@ CHEATS = [
     Cheat(
         "forges frames of the protocol",
         model(
-            "for one in gc.get_objects():\n    if isinstance(one, socket.socket):\n"
-            "        one.sendall(wire.frame({'number': 1, 'outputs': []}))\nreturn self.right(x)",
-            top="import gc, socket\nfrom headway.sandbox.guest import wire",
+            "for number in range(64):\n    try:\n"
+            "        os.write(number, wire.frame({'number': 1, 'outputs': []}))\n    except OSError:\n        pass\n"
+            "return self.right(x)",
+            top="import os\nfrom headway.sandbox.guest import wire",
         ),
         model("gc.collect()\nreturn self.right(x)", top="import gc"),
         "evaluator's channel",
@@ -230,7 +231,7 @@ CHEATS = [
         model(
             "return self.right(x)", top="import threading\nthreading.Thread(target=lambda: sum(range(1000))).start()"
         ),
-        "while nothing is asked for",
+        "while nothing is asked for|cores it was given",
     ),
     Cheat(
         "returns a lazy tensor",
@@ -284,8 +285,7 @@ CHEATS = [
         "replaces the program that calls it",
         model(
             "return x * 0.5",
-            top="import gc\nfor one in gc.get_objects():\n    if isinstance(one, type) and one.__name__ == 'Program':\n"
-            "        one._go = lambda self, head: ({'outputs': []}, b'')",
+            top="import sys\nsys.modules['headway.kernels.guest.program'].Program._go = lambda *_: ({'outputs': []}, b'')",
         ),
         model("return self.right(x)", top="import gc\nlen(gc.get_objects())"),
         r"replaced Program\._go|forged",
@@ -347,17 +347,15 @@ CHEATS = [
     ),
     Cheat(
         "computes on another core",
-        CPP.replace("for (long i", "\n#pragma omp parallel for num_threads(4)\n    for (long i")
+        CPP.replace("for (long i", "\n#pragma omp parallel for num_threads(2)\n    for (long i")
         .replace("#include <cmath>", "#include <cmath>\n#include <sched.h>")
         .replace(
             "    \n#pragma",
-            "    cpu_set_t all; CPU_ZERO(&all); for (int c = 0; c < 64; c++) CPU_SET(c, &all);\n"
-            "    for (int r = 0; r < 40; r++) {\n#pragma omp parallel num_threads(2)\n"
-            "    { sched_setaffinity(0, sizeof all, &all); }\n#pragma",
-        )
-        .replace("sinf(x[i]);\n", "sinf(x[i]);\n    }\n"),
+            "    cpu_set_t all; CPU_ZERO(&all); for (int c = 0; c < 8; c++) CPU_SET(c, &all);\n"
+            "#pragma omp parallel num_threads(2)\n    { sched_setaffinity(0, sizeof all, &all); }\n#pragma",
+        ),
         CPP.replace("    for (long i", "#pragma omp simd\n    for (long i"),
-        "more than the cores",
+        "cores it was given",
     ),
 ]
 

@@ -9,7 +9,7 @@ import re
 import msgspec
 import pytest
 from kernel_evaluators import open_files, run_with
-from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, model, submission
+from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, Cheat, model, submission
 from sandbox_backends import gone_within
 
 from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
@@ -42,10 +42,12 @@ def test_honest_candidates_pass_and_are_timed(tmp_path):
 
 def test_deceptions_are_recognised_and_their_correct_twins_pass(tmp_path):
     async def use(evaluator: KernelEvaluator) -> list[str]:
-        async def one(source: str):
-            return await evaluator.evaluate(submission(source, timed=True, timed_trials=30))
+        async def one(cheat: Cheat, source: str):
+            timed = "timed" in cheat.why or "cores" in cheat.why
+            return await evaluator.evaluate(submission(source, timed=timed, timed_trials=30))
 
-        found = await asyncio.gather(*(one(cheat.source) for cheat in CHEATS), *(one(cheat.twin) for cheat in CHEATS))
+        sources = [*((cheat, cheat.source) for cheat in CHEATS), *((cheat, cheat.twin) for cheat in CHEATS)]
+        found = await asyncio.gather(*(one(*pair) for pair in sources))
         wrong = []
         for cheat, caught, honest in zip(CHEATS, found, found[len(CHEATS) :], strict=False):
             if not re.search(cheat.why, caught.cheat):
