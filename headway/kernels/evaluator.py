@@ -122,6 +122,8 @@ class KernelEvaluator:
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
         """Evaluate a submission. Raises ConfigurationError for one that no evaluation can begin with."""
         _require_valid(submission)
+        if why := _unreadable(submission.source):
+            return KernelEvaluation(fault="syntax_error", text=f"the source {why}")
         key = hashlib.sha256(msgspec.json.encode(submission)).digest()
         self.counts.evaluations += 1
         if key in self._done:
@@ -344,7 +346,7 @@ class Judging:
         """Run to the first fault or deception, or to the end."""
         began_s = time.monotonic()
         try:
-            source = self._submission.source.encode(errors="surrogatepass")
+            source = self._submission.source.encode()
             head, _ = self._guest.call("load", source, module="candidate", confined=True)
             self._trials.note_patched(head)
             for number, group in enumerate(self._groups):
@@ -415,9 +417,16 @@ def _require_valid(submission: KernelSubmission) -> None:
             raise ConfigurationError(f"{name} = {getattr(submission, name)}: valid: 1 to 10000")
     if submission.timeout_s <= 0:
         raise ConfigurationError(f"timeout_s = {submission.timeout_s}: valid: above 0")
-    for name, source in (("task", submission.task.source), ("candidate", submission.source)):
-        if len(source) > SOURCE_BYTES:
-            raise ConfigurationError(f"{name}'s source has {len(source)} characters: at most {SOURCE_BYTES}")
+    if why := _unreadable(submission.task.source):
+        raise ConfigurationError(f"task {submission.task.name!r}: its source {why}")
+
+
+def _unreadable(source: str) -> str:
+    try:
+        count = len(source.encode())
+    except UnicodeEncodeError:
+        return "isn't UTF-8"
+    return f"has {count} bytes: at most {SOURCE_BYTES}" if count > SOURCE_BYTES else ""
 
 
 def _bytes(groups: list[TrialGroup]) -> int:

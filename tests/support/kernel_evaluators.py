@@ -1,10 +1,11 @@
-"""An evaluator for tests, and what it must not leave behind."""
+"""An evaluator for tests."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,27 @@ import pytest
 from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
 from headway.records.sandbox import SandboxError
 
-QUICK = EvaluatorSettings(concurrent=3)
+Use = Callable[[KernelEvaluator], Coroutine[Any, Any, Any]]
 
 
-def run_with(
-    folder: Path,
-    use: Callable[[KernelEvaluator], Coroutine[Any, Any, Any]],
-    settings: EvaluatorSettings = QUICK,
-    **more: Any,
-) -> Any:
-    """Run ``use`` with an evaluator; skip where this machine can't isolate."""
+@contextmanager
+def opened(folder: Path, settings: EvaluatorSettings, **more: Any) -> Iterator[Callable[[Use], Any]]:
+    """A started evaluator for the block, which gets a function that runs others with it. Skips the test where this
+    machine can't isolate."""
+    with asyncio.Runner() as runner:
 
-    async def main() -> Any:
-        evaluator = KernelEvaluator(settings, state=folder / "state", **more)
+        async def make() -> KernelEvaluator:
+            return KernelEvaluator(settings, state=folder / "state", **more)
+
+        evaluator = runner.run(make())
         try:
-            await evaluator.start()
+            runner.run(evaluator.start())
         except SandboxError as error:
-            await evaluator.close()
             pytest.skip(f"no sandboxes here: {error}")
         try:
-            return await use(evaluator)
+            yield lambda use: runner.run(use(evaluator))
         finally:
-            await evaluator.close()
-
-    return asyncio.run(main())
+            runner.run(evaluator.close())
 
 
 def open_files() -> int:

@@ -72,7 +72,8 @@ class Program:
         except CompileFailed as error:
             return {"error": str(error)[:LOG_CHARACTERS], "kind": "compile"}, b""
         except SyntaxError as error:
-            return {"error": f"line {error.lineno}: {error.msg}", "kind": "syntax", "log": _trace(error)}, b""
+            where = f"line {error.lineno}: " if error.lineno else ""
+            return {"error": f"{where}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
         except BaseException as error:
             return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "raised", "log": _trace(error)}, b""
 
@@ -90,7 +91,11 @@ class Program:
         with open(file, "wb") as opened:
             opened.write(body)
         module.__file__ = file
-        exec(compile(body.decode(), file, "exec"), module.__dict__)
+        try:
+            code = compile(body.decode(), file, "exec")
+        except ValueError as error:  # a NUL in it
+            raise SyntaxError(str(error)) from None
+        exec(code, module.__dict__)
         self._modules[name] = module
         return self._patched()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 
 import msgspec
 import pytest
-from kernel_evaluators import open_files, run_with
+from kernel_evaluators import opened
 from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, Cheat, model, submission
-from sandbox_backends import gone_within
 
 from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
 from headway.kernels.timing import TimingSettings
@@ -18,29 +16,38 @@ from headway.records.errors import ConfigurationError
 
 FEW = EvaluatorSettings(concurrent=3, timing=TimingSettings(pairs=5, most_s=0.4, refused_width=100.0))
 FAULTS = {
-    "segmentation_fault": CPP.replace("y[i] =", "*(volatile int*)(i + 8) = 1; y[i] ="),
+    "segmentation_fault": CPP.replace("y[i] =", "((volatile int*)8)[i] = 1, y[i] ="),
     "syntax_error": "class ModelNew(:\n    pass\n",
     "timeout": model("while True:\n    pass"),
     "process_error": model("raise ValueError('no such thing')"),
 }
 
 
-def test_honest_candidates_pass_and_are_timed(tmp_path):
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Runs a function with an evaluator that all tests here share."""
+    with opened(tmp_path_factory.mktemp("evaluator"), FEW) as run:
+        yield run
+
+
+def test_honest_candidates_pass_and_are_timed(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         for source in HONEST.values():
             found = await evaluator.evaluate(submission(source, timed=True, timed_trials=10))
             assert found.correct, found
             assert (found.trials, found.cheat, found.infrastructure) == (10, "", ""), found
-            assert found.timing is not None and found.reference is not None
+            assert found.timing is not None
+            assert found.reference is not None
             assert 0.05 < found.reference.mean / found.timing.mean < 200
-            assert found.speedup is not None and found.speedup_interval is not None
+            assert found.speedup is not None
+            assert found.speedup_interval is not None
             assert found.speedup_interval[0] <= found.speedup <= found.speedup_interval[1]
             assert found.device.startswith("cpu:")
 
-    run_with(tmp_path, use, FEW)
+    shared(use)
 
 
-def test_deceptions_are_recognised_and_their_correct_twins_pass(tmp_path):
+def test_deceptions_are_recognised_and_their_correct_twins_pass(shared):
     async def use(evaluator: KernelEvaluator) -> list[str]:
         async def one(cheat: Cheat, source: str):
             timed = "timed" in cheat.why or "cores" in cheat.why
@@ -57,10 +64,10 @@ def test_deceptions_are_recognised_and_their_correct_twins_pass(tmp_path):
         return wrong
 
     assert len(CHEATS) >= 25
-    assert run_with(tmp_path, use, FEW) == []
+    assert shared(use) == []
 
 
-def test_faults_are_classed_beside_a_healthy_candidate(tmp_path):
+def test_faults_are_classed_beside_a_healthy_candidate(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         def wanted(source: str):
             return msgspec.structs.replace(submission(source), timeout_s=4.0)
@@ -74,10 +81,10 @@ def test_faults_are_classed_beside_a_healthy_candidate(tmp_path):
         assert all(one.text and not one.infrastructure and not one.correct for one in found[:-1])
         assert found[-1].correct, found[-1]
 
-    run_with(tmp_path, use)
+    shared(use)
 
 
-def test_compile_errors_memory_and_exits_are_the_candidates(tmp_path):
+def test_compile_errors_memory_and_exits_are_the_candidates(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         broken = await evaluator.evaluate(submission(CPP.replace("y[i] =", "z[i] =")))
         assert (broken.compiled, broken.fault) == (False, "syntax_error")
@@ -95,14 +102,14 @@ def test_compile_errors_memory_and_exits_are_the_candidates(tmp_path):
         missing = await evaluator.evaluate(submission("import torch\n"))
         assert (missing.compiled, missing.text) == (False, "AttributeError: no class ModelNew in the source"), missing
         aborted = await evaluator.evaluate(submission(model("os.abort()", top="import os")))
-        assert aborted.fault == "process_error" and "SIGABRT" in aborted.text, aborted
+        assert (aborted.fault, aborted.text) == ("process_error", "ended by SIGABRT"), aborted
         forked = await evaluator.evaluate(submission(model("os.fork()\nreturn self.right(x)", top="import os")))
-        assert forked.fault == "process_error" and "PermissionError" in forked.text, forked
+        assert (forked.fault, forked.text[:15]) == ("process_error", "PermissionError"), forked
 
-    run_with(tmp_path, use)
+    shared(use)
 
 
-def test_a_reference_that_fails_is_the_tasks_fault(tmp_path):
+def test_a_reference_that_fails_is_the_tasks_fault(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         for broken, why in (
             (REFERENCE.replace("torch.sin(x)", "torch.nothing(x)"), "nothing"),
@@ -112,67 +119,50 @@ def test_a_reference_that_fails_is_the_tasks_fault(tmp_path):
             found = await evaluator.evaluate(
                 submission(HONEST["torch"], task=msgspec.structs.replace(TASK, source=broken))
             )
-            assert "task 'leaky'" in found.infrastructure and why in found.infrastructure
-            assert not found.correct and found.fault is None
+            assert re.search(f"task 'leaky'.*{why}", found.infrastructure), found
+            assert (found.correct, found.fault) == (False, None)
 
-    run_with(tmp_path, use)
+    shared(use)
 
 
-def test_equal_submissions_are_evaluated_once(tmp_path):
+def test_equal_submissions_are_evaluated_once(shared):
     async def use(evaluator: KernelEvaluator) -> None:
-        found = await asyncio.gather(*(evaluator.evaluate(submission(HONEST["torch"])) for _ in range(8)))
-        found.append(await evaluator.evaluate(submission(HONEST["torch"])))
+        wanted = submission(HONEST["torch"] + "# asked for several times\n")
+        found = await asyncio.gather(*(evaluator.evaluate(wanted) for _ in range(8)))
+        found.append(await evaluator.evaluate(wanted))
         assert [one.repeated for one in found].count(False) == 1
         assert len({msgspec.json.encode(msgspec.structs.replace(one, repeated=False)) for one in found}) == 1
 
-    run_with(tmp_path, use)
+    shared(use)
 
 
-def test_odd_submissions_are_refused_by_name(tmp_path):
+def test_odd_submissions_are_refused_by_name(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         for odd, why in (
             (submission(HONEST["torch"], timed_trials=0), "timed_trials"),
             (submission(HONEST["torch"], correct_trials=-1), "correct_trials"),
-            (submission("#" * (10 << 20)), "source"),
+            (submission("", task=msgspec.structs.replace(TASK, source="#" * (10 << 20))), "source"),
             (submission(HONEST["torch"], task=msgspec.structs.replace(TASK, backend="cuda")), "cuda"),
         ):
             with pytest.raises(ConfigurationError, match=why):
                 await evaluator.evaluate(odd)
-        surrogate = await evaluator.evaluate(submission(HONEST["torch"] + "# \udc80"))
-        assert surrogate.fault in ("syntax_error", "process_error"), surrogate
+        for odd, why in (
+            (HONEST["torch"] + "# \udc80", "UTF-8"),
+            ("#" * (10 << 20), "at most 1048576"),
+            ("\0", "null"),
+        ):
+            found = await evaluator.evaluate(submission(odd))
+            assert (found.fault, why in found.text) == ("syntax_error", True), found
 
-    run_with(tmp_path, use)
+    shared(use)
 
 
-def test_lower_precision_within_the_tolerance_is_reported(tmp_path):
+def test_lower_precision_within_the_tolerance_is_reported(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         task = msgspec.structs.replace(TASK, tolerances={"float32": (1e-2, 1e-2)})
         found = await evaluator.evaluate(submission(model("return self.right(x.half()).float()"), task=task))
-        assert found.correct and "less precise than float32" in found.precision, found
+        assert (found.correct, found.precision[-27:]) == (True, ": less precise than float32"), found
         found = await evaluator.evaluate(submission(HONEST["torch"], task=task))
-        assert found.correct and found.precision == "", found
+        assert (found.correct, found.precision) == (True, ""), found
 
-    run_with(tmp_path, use)
-
-
-KILLERS = (model("os.kill(os.getpid(), 9)", top="import os"), *list(FAULTS.values())[:1])
-
-
-@pytest.mark.parametrize(
-    "count", [pytest.param(60), pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
-def test_evaluations_with_killers_leave_nothing(tmp_path, count):
-    before = open_files()
-
-    async def use(evaluator: KernelEvaluator) -> None:
-        killer = max(1, count // 20)
-        sources = [model(f"return self.right(x) + 0  # {n}") for n in range(count - killer)]
-        sources += [KILLERS[n % len(KILLERS)] + f"# {n}" for n in range(killer)]
-        found = await asyncio.gather(*(evaluator.evaluate(submission(source)) for source in sources))
-        assert sum(one.correct for one in found) == count - killer
-        assert all(one.fault for one in found[count - killer :])
-        assert not evaluator.busy
-
-    run_with(tmp_path, use)
-    assert not any(gone_within(tmp_path / "state", os.getpid(), 5.0).values())
-    assert open_files() <= before + 2
+    shared(use)
