@@ -81,6 +81,15 @@ def guest_spec(cores: int, memory_bytes: int = 2048 * MIB) -> SandboxSpec:
     return SandboxSpec(limits=limits, environment=threads)
 
 
+def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
+    """Time that a thread, this one by default, was ready to run and had no core; 0 where the kernel doesn't say."""
+    try:
+        with open(file, "rb") as opened:
+            return int(opened.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 class SharedArrays:
     """Memory that inputs lie in, for both sides. Its size is fixed; guests may write to it, and that is looked for."""
 
@@ -274,6 +283,10 @@ class GuestProcess:
             return time.clock_gettime_ns(self._clock)
         except OSError:
             raise GuestEnded("its process has ended") from None
+
+    def delay_ns(self) -> int:
+        """Time its first thread has waited for a core so far."""
+        return delay_ns(f"/proc/{self.pid}/schedstat")
 
     def others(self) -> int:
         """Processes in its sandbox beside it and the sandbox's first."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headway.kernels.comparison import Array, Tensor, compare
-from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays
+from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays, delay_ns
 from headway.kernels.trials import ALIGNMENT, TaskFault, Trial, slot, tensor_bytes, untouched
 from headway.records.kernels import KernelTask, KernelTiming
 from headway.records.sandbox import MIB
@@ -210,6 +210,7 @@ class PairTimer:
 
     def _interval(self, side: _Side) -> tuple[float, list[int]]:
         guest = side.guest
+        delayed_ns = guest.delay_ns() + delay_ns()
         number = guest.ask("go", module=side.module, calls=side.calls, record=False, brief=True)
         since_ns = time.perf_counter_ns()
         guest.thaw()
@@ -225,6 +226,9 @@ class PairTimer:
             raise Deception("it leaves the cores it was given")
         if used_ns > CPU_SLACK * took_ns * len(self._cores) + CPU_SLACK_NS or guest.others() > 0:
             raise Deception("it computes on more than the cores it was given")
+        # Without what others' use of the cores has cost; but a source's own threads can wait for each other as well.
+        delayed_ns = guest.delay_ns() + delay_ns() - delayed_ns
+        took_ns = max(took_ns - delayed_ns, used_ns // len(self._cores))
         seconds = max(took_ns * 1e-9 - self._crossing_s, 1e-9) / side.calls
         return seconds, np.frombuffer(data, "<u8").tolist()
 
