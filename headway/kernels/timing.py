@@ -36,7 +36,7 @@ class TimingSettings(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: float = 0.008  # of the faster side, at least
     pairs: int = 9  # of intervals, at least
     most_pairs: int = 60
-    most_s: float = 2.0  # until enough is measured or it is refused; more if the calls asked for need it
+    most_s: float = 0.7  # until enough is measured or it is refused; more if the calls asked for need it
     width: float = 0.03  # of the 95 % interval of the ratio, relative, at which it is enough
     refused_width: float = 0.15  # beyond which a result is refused as noisy
     memory_bytes: int = 160 * MIB  # inputs and outputs of an interval
