@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,17 @@ class Runs:
         return kept, count - len(kept)
 
 
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """A process that keeps a core busy during the block."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 def fresh_per_s() -> float:
     cores = len(os.sched_getaffinity(0))
     since_s = time.monotonic()
@@ -177,12 +190,8 @@ async def main() -> None:
             result |= await runs.deceptions()
             even, refused = await runs.speedups(told.aa, 1.0, 20)
             result |= {"aa_p95": deviation(even), "aa_refused": refused}
-            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # noqa: ASYNC220
-            try:
+            with busy_process():
                 even, refused = await runs.speedups(told.aa, 1.0, 21)
-            finally:
-                busy.kill()
-                busy.wait()
             result |= {"aa_busy_p95": deviation(even), "aa_busy_refused": refused}
             for name, factor, rounds in (("planted_1_2", 1.2, 50), ("planted_3", 3.0, 12)):
                 found, refused = await runs.speedups(told.planted, factor, rounds)

@@ -265,13 +265,12 @@ class KernelEvaluator:
         cores: tuple[int, ...],
         crossing_s: float,
     ) -> TimingResult:
-        more: dict[str, Any] = {"arguments": group.arguments, "seed": submission.seed}
         try:
             reference.call("load", submission.task.source.encode(), module=group.module, confined=False)
-            reference.call("make", module=group.module, **{"class": "Model"}, **more)
+            reference.make(group.module, "Model", group.arguments, submission.seed)
         except (Deception, GuestError, GuestEnded) as error:
             raise TaskFault(f"its reference fails: {error}") from error
-        guest.call("make", module="candidate", **{"class": "ModelNew"}, **more)
+        guest.make("candidate", "ModelNew", group.arguments, submission.seed)
         seeded = [trial for trial in group.trials if trial.name.startswith("seed")]
         timer = PairTimer(
             guest,
@@ -291,7 +290,7 @@ class KernelEvaluator:
 
             def measure(guest: GuestProcess) -> float:
                 guest.call("load", EMPTY.encode(), module="candidate", confined=True)
-                guest.call("make", module="candidate", **{"class": "ModelNew"}, arguments=[], seed=0)
+                guest.make("candidate", "ModelNew", [], 0)
                 return measure_crossing(guest, cores)
 
             async with self._guest(time.monotonic() + 60.0) as guest:

@@ -67,10 +67,9 @@ def fault_of_end(ended: GuestEnded, result: ExecResult | None) -> tuple[KernelFa
     log = result.stderr.decode(errors="replace")
     if result.oom:
         return "process_error", "out of memory"
-    if result.signal in (signal.SIGSEGV, signal.SIGBUS):
-        return fault_in(log) or "segmentation_fault", first_line(log) or f"ended by {_name(result.signal)}"
     if result.signal is not None:
-        return fault_in(log) or "process_error", first_line(log) or f"ended by {_name(result.signal)}"
+        usual = "segmentation_fault" if result.signal in (signal.SIGSEGV, signal.SIGBUS) else "process_error"
+        return fault_in(log) or usual, first_line(log) or f"ended by {_name(result.signal)}"
     return fault_in(log) or "process_error", first_line(log) or f"ended by itself with exit code {result.exit_code}"
 
 

@@ -160,6 +160,14 @@ class GuestProcess:
         number = self.ask(do, body, descriptors, **more)
         return self.answer(number)
 
+    def make(self, module: str, kind: str, arguments: Sequence[Any], seed: int) -> dict[str, Any]:
+        """Have it make a model of class ``kind`` of a module that is loaded."""
+        return self.call("make", module=module, kind=kind, arguments=arguments, seed=seed)[0]
+
+    def share(self, memory: SharedArrays) -> None:
+        """Have it map the memory, which may be closed here then."""
+        self.call("map", descriptors=[memory.descriptor], bytes=memory.bytes)
+
     def ask(self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any) -> int:
         number = secrets.randbits(53)
         data = wire.frame({"do": do, "number": number, **more}, body)
@@ -268,7 +276,7 @@ class GuestProcess:
         at = 0
         with contextlib.suppress(OSError, OverflowError, ValueError):
             while at < count:
-                got = os.preadv(self._memory, [memoryview(found)[at:]], address + at)
+                got = os.preadv(self._memory, [memoryview(found.data)[at:]], address + at)
                 if got == 0:
                     break
                 at += got

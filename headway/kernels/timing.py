@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.kernels.comparison import Array, Tensor, compare
 from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays, delay_ns
-from headway.kernels.trials import ALIGNMENT, TaskFault, Trial, slot, tensor_bytes, untouched
+from headway.kernels.trials import ALIGNMENT, KernelTrial, TaskFault, slot, tensor_bytes, untouched
 from headway.records.kernels import KernelTask, KernelTiming
 from headway.records.sandbox import MIB
 
@@ -83,7 +83,7 @@ class PairTimer:
         reference: GuestProcess,
         reference_module: str,
         task: KernelTask,
-        trials: Sequence[Trial],
+        trials: Sequence[KernelTrial],
         *,
         cores: Sequence[int],
         crossing_s: float,
@@ -178,7 +178,7 @@ class PairTimer:
             self._told.append(arguments)
         for side in self._sides:
             side.guest.thaw()
-            side.guest.call("map", descriptors=[self._memory.descriptor], bytes=self._memory.bytes)
+            side.guest.share(self._memory)
             side.guest.call("prepare", calls=self._told)
             side.guest.freeze()
             side.cpu_ns = side.guest.cpu_ns()
@@ -232,7 +232,7 @@ class PairTimer:
         seconds = max(took_ns * 1e-9 - self._crossing_s, 1e-9) / side.calls
         return seconds, np.frombuffer(data, "<u8").tolist()
 
-    def _check(self, call: int, trial: Trial, start: int, addresses: list[list[int]]) -> None:
+    def _check(self, call: int, trial: KernelTrial, start: int, addresses: list[list[int]]) -> None:
         """Compare both sides' outputs of a call, and look whether its inputs are as they were."""
         if not untouched(self._memory, self._told[call], self._fresh.inputs(trial, start)):
             raise Deception("it changes its inputs in timed calls")
@@ -255,7 +255,7 @@ class FreshInputs:
 
     SPARE = 1 << 14  # places at which the factors may start
 
-    def __init__(self, trials: Sequence[Trial], random: np.random.Generator) -> None:
+    def __init__(self, trials: Sequence[KernelTrial], random: np.random.Generator) -> None:
         self._trials = trials
         self._random = random
         most = max((one.raw.size for trial in trials for one in trial.inputs if isinstance(one, Tensor)), default=0)
@@ -263,10 +263,10 @@ class FreshInputs:
         self._by_type: dict[str, Array] = {"float32": self._factors, "bfloat16": self._factors}
         self._symmetric: dict[int, bool] = {}
 
-    def draw(self) -> tuple[Trial, int]:
+    def draw(self) -> tuple[KernelTrial, int]:
         return self._trials[int(self._random.integers(len(self._trials)))], int(self._random.integers(self.SPARE))
 
-    def write(self, memory: SharedArrays, told: Sequence[Any], trial: Trial, start: int) -> None:
+    def write(self, memory: SharedArrays, told: Sequence[Any], trial: KernelTrial, start: int) -> None:
         """Write a call's tensors to their places in the shared memory."""
         for where, one in zip(told, trial.inputs, strict=True):
             if isinstance(one, Tensor):
@@ -276,7 +276,7 @@ class FreshInputs:
                 else:
                     target[...] = self._one(one, start).raw
 
-    def inputs(self, trial: Trial, start: int) -> list[Any]:
+    def inputs(self, trial: KernelTrial, start: int) -> list[Any]:
         return [self._one(one, start) if isinstance(one, Tensor) else one for one in trial.inputs]
 
     def _one(self, one: Tensor, start: int) -> Tensor:
@@ -307,7 +307,7 @@ def measure_crossing(guest: GuestProcess, cores: Sequence[int], intervals: int =
     its candidate."""
     guest.pin(cores)
     memory = SharedArrays(64)
-    guest.call("map", descriptors=[memory.descriptor], bytes=memory.bytes)
+    guest.share(memory)
     guest.call("prepare", calls=[[{"dtype": "float32", "shape": [1], "offset": 0}]])
     memory.close()
     took: list[float] = []

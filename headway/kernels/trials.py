@@ -28,7 +28,7 @@ class TaskFault(Exception):
     """The reference itself fails: a fault of the task, whatever the candidate does."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class KernelTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs of a call, tensors and plain values, and the outputs expected."""
 
     name: str
@@ -41,11 +41,11 @@ class TrialGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     module: str  # the reference's, in its guest
     arguments: list[Any]  # of the class
-    trials: list[Trial]
+    trials: list[KernelTrial]
 
 
 class TrialResult(msgspec.Struct, kw_only=True):
-    """What a candidate's trials have come to so far."""
+    """Passed trials of a candidate so far, and the first thing amiss."""
 
     passed: int = 0
     trials: int = 0
@@ -106,9 +106,9 @@ def outputs_of(head: dict[str, Any], calls: int) -> list[list[tuple[TensorShape,
     return told
 
 
-def chunks(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
+def chunks(trials: Sequence[KernelTrial]) -> Iterator[list[KernelTrial]]:
     """Trials whose tensors fit into one request together."""
-    chunk, size = list[Trial](), 0
+    chunk, size = list[KernelTrial](), 0
     for trial in trials:
         needed = tensor_bytes(trial.inputs) + tensor_bytes(trial.expected)
         if chunk and size + needed > CHUNK_BYTES:
@@ -133,7 +133,7 @@ class ReferenceMaker:
             guest.call("load", source.encode(), module=module, confined=False)
             head, _ = guest.call("init_inputs", module=module, seed=self._seed)
             arguments = head["arguments"]
-            guest.call("make", module=module, **{"class": "Model"}, arguments=arguments, seed=self._seed)
+            guest.make(module, "Model", arguments, self._seed)
             trials = [
                 self._run(module, f"seed {n}", self._inputs(module, n)) for n in range(self._seed, self._seed + seeds)
             ]
@@ -169,17 +169,19 @@ class ReferenceMaker:
                 inputs.append(one)
         return inputs
 
-    def _run(self, module: str, name: str, inputs: list[Any]) -> Trial:
+    def _run(self, module: str, name: str, inputs: list[Any]) -> KernelTrial:
         guest, memory = self._guest, SharedArrays(tensor_bytes(inputs))
         told = place(memory, [inputs])
-        guest.call("map", descriptors=[memory.descriptor], bytes=memory.bytes)
+        guest.share(memory)
         memory.close()
         guest.call("prepare", calls=told)
         head, _ = guest.call("go", module=module, calls=1, record=False, brief=False)
         if not untouched(memory, told[0], inputs):
             raise TaskFault("its reference changes its inputs")
         (outputs,) = outputs_of(head, 1)
-        return Trial(name=name, inputs=inputs, expected=[self._read(shape, address) for shape, address in outputs])
+        return KernelTrial(
+            name=name, inputs=inputs, expected=[self._read(shape, address) for shape, address in outputs]
+        )
 
     def _read(self, shape: TensorShape, address: int) -> Tensor:
         if shape.bytes > MOST_BYTES:
@@ -222,20 +224,18 @@ class CandidateTrials:
 
     def make(self, arguments: list[Any]) -> None:
         """Make the model for a group's sizes."""
-        more: dict[str, Any] = {"class": "ModelNew", "arguments": arguments, "seed": self._seed}
-        head, _ = self._guest.call("make", module="candidate", **more)
-        self.note_patched(head)
+        self.note_patched(self._guest.make("candidate", "ModelNew", arguments, self._seed))
 
     def note_patched(self, head: dict[str, Any]) -> None:
         """Take what the guest says about replaced functions."""
         if (patched := head.get("patched")) and not self.result.cheat:
             self.result.cheat = f"it replaced {', '.join(str(name)[:80] for name in list(patched)[:5])}"
 
-    def _run_chunk(self, chunk: list[Trial], record: bool) -> None:
+    def _run_chunk(self, chunk: list[KernelTrial], record: bool) -> None:
         guest, result = self._guest, self.result
         memory = SharedArrays(sum(tensor_bytes(trial.inputs) for trial in chunk))
         told = place(memory, [trial.inputs for trial in chunk])
-        guest.call("map", descriptors=[memory.descriptor], bytes=memory.bytes)
+        guest.share(memory)
         memory.close()
         guest.call("prepare", calls=told)
         head, _ = guest.call("go", module="candidate", calls=len(chunk), record=record, brief=False)
@@ -253,7 +253,7 @@ class CandidateTrials:
         finally:
             guest.thaw()
 
-    def _compare(self, trial: Trial, outputs: list[tuple[TensorShape, int]], chunk: list[Trial]) -> bool:
+    def _compare(self, trial: KernelTrial, outputs: list[tuple[TensorShape, int]], chunk: list[KernelTrial]) -> bool:
         result = self.result
         if len(outputs) != len(trial.expected):
             result.text = result.text or f"{len(outputs)} outputs, not {len(trial.expected)}"
@@ -279,7 +279,7 @@ class CandidateTrials:
             self.result.precision = f"relative error {error:.1e}: less precise than {dtype}"
         self.result.error = max(self.result.error, error)
 
-    def _explain(self, trial: Trial, found: Tensor, address: int, chunk: list[Trial]) -> str:
+    def _explain(self, trial: KernelTrial, found: Tensor, address: int, chunk: list[KernelTrial]) -> str:
         """Which deception a wrong output shows, "" if it is just wrong."""
         for value in trial.inputs:
             if isinstance(value, Tensor) and value.shape == found.shape and np.array_equal(value.raw, found.raw):

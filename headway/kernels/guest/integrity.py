@@ -16,8 +16,8 @@ _LAZY = ("torch.classes", "torch.ops")
 
 
 def _namespaces() -> dict[str, dict[str, Any]]:
-    spaces = {name: vars(sys.modules[name]) for name in _LOOKED_AT if name in sys.modules}
-    spaces |= {"torch": vars(torch), "time": vars(time), "builtins": vars(builtins), "gc": vars(gc)}
+    modules = [sys.modules[name] for name in _LOOKED_AT if name in sys.modules]
+    spaces = {module.__name__: dict(vars(module)) for module in (*modules, torch, time, builtins, gc)}
     spaces |= {"torch.Tensor": dict(vars(torch.Tensor)), "torch.nn.Module": dict(vars(torch.nn.Module))}
     spaces |= {"torch.cuda.Event": dict(vars(torch.cuda.Event))}
     program = sys.modules.get("headway.kernels.guest.program")

@@ -102,11 +102,11 @@ class Program:
     def _make(self, head: Head, body: bytes) -> Head | None:
         """Make a model of a module's class, the random numbers seeded before, as KernelBench does."""
         module = self._modules[head["module"]]
-        if not hasattr(module, head["class"]):
+        if not hasattr(module, head["kind"]):
             raise AttributeError(f"no class {head['class']} in the source")
         arguments = [decoded(one) for one in head["arguments"]]
         torch.manual_seed(head["seed"])
-        self._models[head["module"]] = getattr(module, head["class"])(*arguments)
+        self._models[head["module"]] = getattr(module, head["kind"])(*arguments)
         return self._patched()
 
     def _init_inputs(self, head: Head, body: bytes) -> Head:
