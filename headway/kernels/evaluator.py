@@ -365,7 +365,7 @@ class Judging:
         except Deception as error:
             self._cheat = str(error)
         except GuestEnded as error:
-            self.ended = error
+            self.ended = error.with_traceback(None)  # whose frames hold the shared memory
         whole_s = time.monotonic() - began_s
         self._seconds = {"compile": self._guest.compile_s, "check": whole_s - self._guest.compile_s}
 

@@ -103,7 +103,7 @@ class Program:
         """Make a model of a module's class, the random numbers seeded before, as KernelBench does."""
         module = self._modules[head["module"]]
         if not hasattr(module, head["kind"]):
-            raise AttributeError(f"no class {head['class']} in the source")
+            raise AttributeError(f"no class {head['kind']} in the source")
         arguments = [decoded(one) for one in head["arguments"]]
         torch.manual_seed(head["seed"])
         self._models[head["module"]] = getattr(module, head["kind"])(*arguments)

@@ -32,8 +32,8 @@ from headway.sandbox.guest.zygote import main; main(told)"""
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True):
-    """What a zygote imports before it makes sandboxes: its own for each such set. `LocalSandbox.run_function` then runs
-    functions of these modules."""
+    """Modules that a zygote imports before it makes sandboxes, so that `LocalSandbox.run_function` can run functions of
+    theirs. Each such set has a zygote of its own."""
 
     modules: tuple[str, ...]
     folders: tuple[str, ...]  # searched for them, beside the standard library; sandboxes have them read-only
