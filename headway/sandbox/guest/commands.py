@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headway.sandbox.guest import isolation
+from headway.sandbox.guest import isolation, preload
 from headway.sandbox.linux import kernel
 
 GRACE_S = 0.1  # for output that somebody else still holds the pipe of
@@ -119,10 +119,13 @@ class RunningCommand:
 class Commands:
     """All commands of a sandbox; `poll` is the loop's, and has every pipe registered that something may come from."""
 
-    def __init__(self, poll: select.poll, prepare: Callable[[], None], kills: Callable[[], int]) -> None:
+    def __init__(
+        self, poll: select.poll, prepare: Callable[[], None], kills: Callable[[], int], channel: int = -1
+    ) -> None:
         self._poll = poll
         self._prepare = prepare
         self._kills = kills
+        self._channel = channel  # of the one function that may run as a command
         self._running: dict[int, RunningCommand] = {}  # by process
         self._by_pipe: dict[int, RunningCommand] = {}
         self._held: list[int] = []  # pipes of commands that were reported: somebody else still writes to them
@@ -140,7 +143,12 @@ class Commands:
         self._running[command.pid] = command
 
     def _spawn(self, command: RunningCommand, wanted: dict[str, Any]) -> None:
-        inputs = os.pipe() if command.stdin else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
+        if "function" in wanted:
+            if self._channel < 0:
+                raise OSError(errno.EBADF, "no channel, or one that was used, for a function")
+            inputs, self._channel = (self._channel, -1), -1
+        else:
+            inputs = os.pipe() if command.stdin else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         try:
             command.pid = os.fork()
@@ -314,6 +322,12 @@ def _become(
             ERROR.pack_into(command.unprepared, 0, getattr(error, "errno", None) or errno.EINVAL)
             os._exit(CANT_RUN)
         os.chdir(wanted["workdir"])
+        if "function" in wanted:
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its owner looks into its memory, as into a program's
+            os.environ.clear()
+            os.environ.update(wanted["environment"])
+            code = preload.call(wanted["function"])
+            return
         os.execvpe(wanted["argv"][0], wanted["argv"], wanted["environment"])
     except OSError as error:
         code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN

@@ -37,10 +37,17 @@ class OwnerConnection(Protocol):
 
 class Init:
     """The loop. ``kills``: descriptor with the count of kills for memory, or -1; ``written``: directories that hold
-    what was written, as descriptors behind what goes before their names."""
+    what was written, as descriptors behind what goes before their names; ``channel``: descriptor that a function which
+    runs as a command gets as its input, or -1."""
 
     def __init__(
-        self, owner: OwnerConnection, wanted: Head, written: Sequence[tuple[str, int]], proc: int, kills: int
+        self,
+        owner: OwnerConnection,
+        wanted: Head,
+        written: Sequence[tuple[str, int]],
+        proc: int,
+        kills: int,
+        channel: int = -1,
     ) -> None:
         self._owner = owner
         self._written = written
@@ -52,7 +59,7 @@ class Init:
         self._ends_s = time.monotonic() + wanted["ttl_s"]
         self._poll = select.poll()
         prepare = limits_of_commands(wanted["limits"], kills >= 0, proc)
-        self._commands = Commands(self._poll, prepare, lambda: cgroups.read_kill_count(kills))
+        self._commands = Commands(self._poll, prepare, lambda: cgroups.read_kill_count(kills), channel)
         self._kills = kills
         self._wake = kernel.wake_on_child()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # from within, the first process gets what it has a handler for

@@ -92,6 +92,9 @@ def build_root(wanted: dict[str, Any]) -> tuple[int, int]:
     if wanted["root"] is None:
         with step("host programs"):
             _bind_host_programs(root)
+    with step("preloaded modules"):
+        for folder in wanted.get("packages", ()):
+            _bind_read_only(folder, f"{root}{folder}")
     with step("devices"):
         for name in DEVICES:
             kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", "", kernel.MS_BIND)
@@ -157,8 +160,15 @@ def host_programs() -> list[str]:
 
 def _bind_host_programs(root: str) -> None:
     for name in host_programs():
-        kernel.mount(f"/{name}", f"{root}/{name}", "", kernel.MS_BIND | kernel.MS_REC)
-        kernel.restrict_mount(f"{root}/{name}", READ_ONLY)
+        _bind_read_only(f"/{name}", f"{root}/{name}")
+
+
+def _bind_read_only(folder: str, target: str) -> None:
+    if os.path.isdir(target) and os.path.samefile(folder, target):
+        return  # in a folder that was bound before
+    os.makedirs(target, exist_ok=True)
+    kernel.mount(folder, target, "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.restrict_mount(target, READ_ONLY)
 
 
 def _mount_proc(target: str) -> int:

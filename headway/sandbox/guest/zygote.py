@@ -1,4 +1,5 @@
-"""The process that all sandboxes of an owner are cloned from. Small, of one thread, standard library alone.
+"""The process that all sandboxes of an owner are cloned from. Small, of one thread, standard library alone but for what
+its owner has it preload.
 
 Started by the owner; under root it gives up being root first, so that sandboxes come from an ordinary user everywhere.
 It keeps some *spares*: processes in fresh namespaces and control groups of their own, which wait for a specification.
@@ -25,7 +26,7 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from headway.sandbox.guest import init, isolation, snapshots, wire
+from headway.sandbox.guest import init, isolation, preload, snapshots, wire
 from headway.sandbox.linux import cgroups, kernel
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Zygote:
     def _receive(self) -> bool:
         """Take one request. False: the owner has closed."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._owner, wire.MESSAGE_BYTES, 3)
+            data, descriptors, _, _ = socket.recv_fds(self._owner, wire.MESSAGE_BYTES, 4)
         except OSError:
             return False
         if not data:
@@ -154,7 +155,7 @@ class Zygote:
             isolation.enter(self._self, self._uid, self._gid)
         except isolation.SetupFailed as error:
             failed = error
-        data, descriptors, _, _ = socket.recv_fds(place, wire.MESSAGE_BYTES, 3)
+        data, descriptors, _, _ = socket.recv_fds(place, wire.MESSAGE_BYTES, 4)
         place.close()
         if not data:
             os._exit(0)  # the zygote is gone, or needs no more
@@ -162,16 +163,19 @@ class Zygote:
         owner = socket.socket(fileno=descriptors.pop(0))
         snapshot = descriptors.pop(0) if wanted["snapshot"] else -1
         door = socket.socket(fileno=descriptors.pop(0)) if wanted["door"] else None
+        channel = descriptors.pop(0) if wanted["channel"] else -1
         try:
             if failed is not None:
                 raise failed
             if door is not None:
                 isolation.listen_for_proxy(door)
-            self._become_first_process(owner, wanted, slot, snapshot)
+            self._become_first_process(owner, wanted, slot, snapshot, channel)
         except isolation.SetupFailed as error:
             init.fail(owner, error.step, error.code, str(error))
 
-    def _become_first_process(self, owner: socket.socket, wanted: dict[str, Any], slot: str, snapshot: int) -> None:
+    def _become_first_process(
+        self, owner: socket.socket, wanted: dict[str, Any], slot: str, snapshot: int, channel: int
+    ) -> None:
         limits = wanted["limits"]
         kernel.name_process("sandbox-init")
         with isolation.step("limits"):
@@ -189,7 +193,7 @@ class Zygote:
             with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as file:
                 snapshots.unpack(file)
         os.close(self._self)
-        init.Init(owner, wanted, [("", upper)], proc, kills).run()
+        init.Init(owner, wanted, [("", upper)], proc, kills, channel).run()
 
     def _reap(self) -> None:
         """Reap children that have ended, and remove groups that are empty by now."""
@@ -261,7 +265,11 @@ def main(settings: dict[str, Any]) -> None:
 
         settings["shell"] = bubblewrap.Shell(settings["bubblewrap"])  # opens what its user may not be able to look at
     settings["cgroups"], settings["without_groups"] = cgroups.admit_maker(settings["cgroups"])
+    if wanted := settings["preload"]:
+        preload.load(wanted["modules"], wanted["folders"])
     if settings["uid"] != os.geteuid():
+        if wanted:
+            preload.uncover([*wanted["folders"], os.path.dirname(os.__file__)])
         os.setgroups([])
         os.setresgid(settings["gid"], settings["gid"], settings["gid"])
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])

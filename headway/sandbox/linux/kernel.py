@@ -39,6 +39,10 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
     _checked(result, f"mount {kind or 'bind'} at {target}")
 
 
+def unshare(flags: int) -> None:
+    _checked(_libc.unshare(flags), "unshare")
+
+
 def unmount(target: str, flags: int = MNT_DETACH) -> None:
     _checked(_libc.umount2(target.encode(), flags), f"unmount {target}")
 

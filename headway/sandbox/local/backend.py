@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import socket
+import sysconfig
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,8 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
         self._start_remark = f"; their records are kept in {self._state}"
         self._settings = settings or LocalSettings()
         self.name = "bubblewrap" if self._settings.bubblewrap else "local"
+        preload = self._settings.preload
+        self._packages = [*preload.folders, sysconfig.get_path("stdlib")] if preload else []
         self._resolve = resolve  # names of hosts that sandboxes may reach
 
     async def _new_maker(self) -> ZygoteProcess:
@@ -62,6 +65,8 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                 raise ConfigurationError(what)
         if spec.network and self._settings.bubblewrap:
             raise ConfigurationError("sandbox.network: bubblewrap has no allow-list; valid: sandbox.backend = 'local'")
+        if self._settings.preload and (self._settings.bubblewrap or spec.root is not None):
+            raise ConfigurationError("sandbox preload: only for sandboxes of the host's root, without bubblewrap")
         allow_list(spec.network)
 
     async def _create(
@@ -78,7 +83,8 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     what = f"a sandbox needs more open files: {error.strerror}: raise ulimit -n"
                 raise SandboxError(infrastructure_failure(what)) from error
-            sandbox = LocalSandbox(record, spec, maker, self._snapshots, self._settings.answer_grace_s)
+            channel, inner_channel = socket.socketpair() if self._settings.preload else (None, None)
+            sandbox = LocalSandbox(record, spec, maker, self._snapshots, self._settings.answer_grace_s, channel)
             async with self._ended_on_error(sandbox):
                 with contextlib.ExitStack() as sent:
                     passed = [await snapshot_store.opened(snapshot, sent)] if snapshot is not None else []
@@ -86,6 +92,9 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                     sent.callback(theirs.close)
                     if door is not None:
                         passed.append(door.theirs.fileno())
+                    if inner_channel is not None:
+                        sent.callback(inner_channel.close)
+                        passed.append(inner_channel.fileno())
                     wanted = {
                         "limits": msgspec.to_builtins(spec.limits),
                         "workdir": spec.workdir,
@@ -93,6 +102,8 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                         "root": spec.root,
                         "snapshot": snapshot is not None,
                         "door": bool(spec.network),
+                        "channel": inner_channel is not None,
+                        "packages": self._packages,
                     }
                     maker.request({"do": "create", "id": record.id, "wanted": wanted}, [theirs.fileno(), *passed])
                 await sandbox.open(ours, self._settings.start_timeout_s)

@@ -31,6 +31,15 @@ STARTER = """import json, sys; told = json.loads(sys.stdin.buffer.readline()); s
 from headway.sandbox.guest.zygote import main; main(told)"""
 
 
+class Preload(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules that a zygote imports before it makes sandboxes, so that `LocalSandbox.run_function` can run functions of
+    theirs. Each such set has a zygote of its own."""
+
+    modules: tuple[str, ...]
+    folders: tuple[str, ...]  # searched for them, beside the standard library; sandboxes have them read-only
+    environment: dict[str, str] = {}  # while they are imported
+
+
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the local backend on this machine."""
 
@@ -41,6 +50,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
     python: str = sys.executable  # of the zygote: only its standard library is used
     start_timeout_s: float = 30.0  # until a sandbox is ready
     answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
+    preload: Preload | None = None
     proxy: ProxySettings = ProxySettings()  # of each sandbox that may reach hosts
 
 
@@ -94,6 +104,7 @@ class ZygoteProcess:
             "uid": uid,
             "gid": gid,
             "bubblewrap": settings.bubblewrap,
+            "preload": msgspec.to_builtins(settings.preload),
         }
         with theirs:
             self._process = _spawn(self.folder, settings.python, theirs.fileno(), told)
@@ -208,6 +219,7 @@ class ZygoteProcess:
 
 
 def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> subprocess.Popen[bytes]:
+    imported_with = told["preload"]["environment"] if told["preload"] else {}
     own = os.pidfd_open(os.getpid())  # opened here: looked up in the child, the id could be another process's by then
     with open(folder / "zygote.log", "wb") as log, contextlib.ExitStack() as opened:
         opened.callback(os.close, own)
@@ -215,7 +227,7 @@ def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> 
             [python, "-I", "-S", "-c", STARTER],
             pass_fds=[descriptor, own],
             cwd=folder,
-            env={"LC_ALL": "C.UTF-8"},  # nothing of the owner's: sandboxes inherit it
+            env={"LC_ALL": "C.UTF-8", **imported_with},  # nothing of the owner's: sandboxes inherit it
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -1,0 +1,90 @@
+"""Classes of faults, from what a device's driver, a compiler or an interpreter says and from how a process ended.
+
+The eleven classes and their order are TritonForge's (its fault detector); drivers' texts are those of CUDA and ROCm.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from headway.kernels.isolation import GuestEnded, GuestError
+from headway.records.kernels import KernelFault
+from headway.records.sandbox import ExecResult
+
+TEXT_CHARACTERS = 300
+_TEXTS: tuple[tuple[KernelFault, str], ...] = (
+    (
+        "shared_memory_exceeded",
+        r"out of resource: shared memory|too much shared (memory|data)|exceeds? .*shared memory|"
+        r"local memory \(\d+\) exceeds limit",
+    ),
+    (
+        "illegal_memory_access",
+        r"illegal memory access|misaligned address|cudaErrorIllegalAddress|hipErrorIllegalAddress",
+    ),
+    ("memory_fault", r"memory access fault by gpu|HSA_STATUS_ERROR_MEMORY|page not present|MEMORY_APERTURE_VIOLATION"),
+    (
+        "unsupported_architecture",
+        r"no kernel image is available|unsupported (gpu )?arch|invalid device function|"
+        r"hipErrorNoBinaryForGpu|not a recognized processor|is not defined for option 'gpu-(architecture|name)'",
+    ),
+    ("segmentation_fault", r"segmentation fault|SIGSEGV"),
+    (
+        "triton_compilation_error",
+        r"triton.*compilationerror|CompilationError: at \d+|UnsupportedLanguageConstruct|"
+        r"CompileTimeAssertionFailure",
+    ),
+    ("triton_jit_error", r"triton.*(jit|interpreter)|InterpreterError|JITFunction|@triton\.jit"),
+)
+_NOISE = re.compile(
+    r"^\s*(from |In file included|.*: In (member )?function|.*: At global scope|Traceback|File |\^|\|)|^\W*$"
+)
+
+
+def fault_in(text: str) -> KernelFault | None:
+    """The class that a text names, None if it names none."""
+    for fault, pattern in _TEXTS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return fault
+    return None
+
+
+def fault_of_error(error: GuestError) -> KernelFault:
+    """The class of what a candidate's source raised, or its compiler said."""
+    if error.kind in ("syntax", "compile"):
+        return fault_in(str(error)) or "syntax_error"
+    named = fault_in(f"{error}\n{error.log}")
+    return named if named not in (None, "segmentation_fault") else "process_error"
+
+
+def fault_of_end(ended: GuestEnded, result: ExecResult | None) -> tuple[KernelFault, str]:
+    """The class and a line of how a candidate's process ended."""
+    if ended.late or (result is not None and result.timed_out):
+        return "timeout", "not done in time"
+    if result is None:
+        return "unknown", str(ended)
+    log = result.stderr.decode(errors="replace")
+    if result.oom:
+        return "process_error", "out of memory"
+    if result.signal is not None:
+        usual = "segmentation_fault" if result.signal in (signal.SIGSEGV, signal.SIGBUS) else "process_error"
+        return fault_in(log) or usual, first_line(log) or f"ended by {_name(result.signal)}"
+    return fault_in(log) or "process_error", first_line(log) or f"ended by itself with exit code {result.exit_code}"
+
+
+def first_line(text: str) -> str:
+    """The first line of use: the compiler's first error, else the first that isn't a frame or a caret."""
+    lines = text.splitlines()
+    for wanted in (r"\berror:|Error\b", r"warning:|undefined reference|fault"):
+        for line in lines:
+            if re.search(wanted, line):
+                return line.strip()[:TEXT_CHARACTERS]
+    return next((line.strip()[:TEXT_CHARACTERS] for line in lines if not _NOISE.match(line)), "")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

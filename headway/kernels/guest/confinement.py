@@ -1,0 +1,27 @@
+"""A further filter of system calls for a candidate's process: threads may be started, processes and programs not."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from headway.sandbox.linux import kernel, seccomp
+from headway.sandbox.linux.system_calls import numbers
+
+_STARTING = "fork=57 vfork=58 execve=59/221 execveat=322/281"
+_CLONE = "clone=56/220"
+_THREAD = 0x10000  # CLONE_THREAD
+
+
+def forbid_processes() -> None:
+    """Refuse new processes and programs to this process from now on. Raises OSError."""
+    machine = platform.machine()
+    refuse = (seccomp.RETURN, 0, 0, seccomp.ERRNO | errno.EPERM)
+    steps: list[seccomp.Instruction] = [(seccomp.LOAD, 0, 0, seccomp.NUMBER_AT)]
+    for number in numbers(_STARTING, machine).values():
+        steps += [(seccomp.JUMP_EQUAL, 0, 1, number), refuse]
+    steps += [(seccomp.JUMP_EQUAL, 1, 0, numbers(_CLONE, machine)["clone"]), seccomp.PASS]
+    steps += [(seccomp.LOAD, 0, 0, seccomp.ARGUMENTS_AT), (seccomp.JUMP_SET, 1, 0, _THREAD), refuse, seccomp.PASS]
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.install(b"".join(struct.pack("=HBBI", *step) for step in steps))

@@ -1,0 +1,273 @@
+"""The program that a reference or a candidate runs in, in a sandbox of its own. It makes models, calls them on inputs
+in shared memory, and tells where their outputs lie: whoever asked reads them from outside.
+
+What it says isn't trusted: the source it runs is in the same process. Standard library and preloaded torch alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import socket
+import struct
+import sys
+import traceback
+import types
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.kernels.guest import confinement, integrity
+from headway.sandbox.guest import wire
+
+LOG_CHARACTERS = 4000
+# What torch imports late, of what every task uses: here it costs each sandbox nothing.
+torch.manual_seed(0)
+with torch.no_grad():
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
+Head = dict[str, Any]
+
+
+class CompileFailed(Exception):
+    """The compiler refused a source; the message is what it said."""
+
+
+class OddOutput(Exception):
+    """A model returned what isn't a plain tensor; its values could come later than it."""
+
+
+class Program:
+    """The loop: one request after another, each answered with its number."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._modules: dict[str, types.ModuleType] = {}
+        self._models: dict[str, Any] = {}
+        self._memory: mmap.mmap | None = None
+        self._arguments: list[tuple[Any, ...]] = []
+        self._outputs: list[tuple[torch.Tensor, ...]] = []
+        self._before = integrity.marks()
+
+    def serve(self) -> None:
+        """Answer requests until the channel ends."""
+        self._send({"ready": True})
+        while True:
+            head, body, descriptors = self._receive()
+            answer, data = self._answer(head, body, descriptors)
+            self._send({"number": head["number"], **answer}, data)
+
+    def _answer(self, head: Head, body: bytes, descriptors: list[int]) -> tuple[Head, bytes]:
+        try:
+            if head["do"] == "go":
+                return self._go(head)
+            if head["do"] == "map":
+                self._memory = mmap.mmap(descriptors[0], head["bytes"])
+                os.close(descriptors[0])
+                return {}, b""
+            return getattr(self, f"_{head['do']}")(head, body) or {}, b""
+        except OddOutput as error:
+            return {"error": str(error), "kind": "output"}, b""
+        except CompileFailed as error:
+            return {"error": str(error)[:LOG_CHARACTERS], "kind": "compile"}, b""
+        except SyntaxError as error:
+            where = f"line {error.lineno}: " if error.lineno else ""
+            return {"error": f"{where}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
+        except BaseException as error:
+            return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "raised", "log": _trace(error)}, b""
+
+    # Requests.
+
+    def _load(self, head: Head, body: bytes) -> Head | None:
+        """Run a source as a module of its own, with `load_cpp` in it."""
+        if head["confined"]:
+            confinement.forbid_processes()
+        name = head["module"]
+        module = types.ModuleType(name)
+        module.__dict__["load_cpp"] = self._load_cpp
+        sys.modules[name] = module
+        file = f"/work/{name}.py"  # tracebacks and kernels' compilers look into it
+        with open(file, "wb") as opened:
+            opened.write(body)
+        module.__file__ = file
+        try:
+            code = compile(body.decode(), file, "exec")
+        except ValueError as error:  # a NUL in it
+            raise SyntaxError(str(error)) from None
+        exec(code, module.__dict__)
+        self._modules[name] = module
+        return self._patched()
+
+    def _make(self, head: Head, body: bytes) -> Head | None:
+        """Make a model of a module's class, the random numbers seeded before, as KernelBench does."""
+        module = self._modules[head["module"]]
+        if not hasattr(module, head["kind"]):
+            raise AttributeError(f"no class {head['kind']} in the source")
+        arguments = [decoded(one) for one in head["arguments"]]
+        torch.manual_seed(head["seed"])
+        self._models[head["module"]] = getattr(module, head["kind"])(*arguments)
+        return self._patched()
+
+    def _init_inputs(self, head: Head, body: bytes) -> Head:
+        torch.manual_seed(head["seed"])
+        return {"arguments": [encoded(one) for one in self._modules[head["module"]].get_init_inputs()]}
+
+    def _inputs(self, head: Head, body: bytes) -> Head:
+        """Inputs made for a seed; their tensors lie where the answer says until the next request."""
+        torch.manual_seed(head["seed"])
+        made = list(self._modules[head["module"]].get_inputs())
+        self._outputs = [tuple(one.detach().contiguous() for one in made if isinstance(one, torch.Tensor))]
+        kept = iter(self._outputs[0])
+        return {"inputs": [described(next(kept)) if isinstance(one, torch.Tensor) else encoded(one) for one in made]}
+
+    def _prepare(self, head: Head, body: bytes) -> None:
+        """Make the calls' arguments of what lies in the shared memory."""
+        self._arguments = [tuple(self._argument(one) for one in call) for call in head["calls"]]
+        self._outputs = []
+        gc.collect()
+
+    def _argument(self, one: Any) -> Any:
+        if not (isinstance(one, dict) and "dtype" in one):
+            return decoded(one)
+        assert self._memory is not None
+        dtype = getattr(torch, one["dtype"])
+        count = 1
+        for size in one["shape"]:
+            count *= size
+        if count == 0:
+            return torch.empty(one["shape"], dtype=dtype)
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=one["offset"])
+        return flat.view(one["shape"])
+
+    def _go(self, head: Head) -> tuple[Head, bytes]:
+        """Call a model on the first ``calls`` prepared arguments. Only the addresses of the outputs are told where
+        ``brief``: that costs next to nothing."""
+        model, calls = self._models[head["module"]], self._arguments[: head["calls"]]
+        self._outputs = []
+        seen = Operators() if head["record"] else None
+        with torch.no_grad():
+            if seen is not None:
+                with seen:
+                    outputs = [_flat(model(*arguments)) for arguments in calls]
+            else:
+                outputs = [_flat(model(*arguments)) for arguments in calls]
+        self._outputs = outputs
+        addresses = [output.data_ptr() for parts in outputs for output in parts]
+        data = struct.pack(f"<{len(addresses)}Q", *addresses)
+        if head["brief"]:
+            return {}, data
+        told = [[described(output) for output in parts] for parts in outputs]
+        return {"outputs": told, "operators": sorted(seen.names) if seen else [], **(self._patched() or {})}, data
+
+    def _patched(self) -> Head | None:
+        changed = integrity.changed(self._before)
+        return {"patched": changed} if changed else None
+
+    # The channel.
+
+    def _load_cpp(self, source: str) -> Any:
+        """Compile C++ with a plain C interface, and load it as a library of ctypes. OpenMP is on."""
+        import ctypes
+
+        self._send({"ask": "compile"}, source.encode())
+        head, _, _ = self._receive()
+        if "error" in head:
+            raise CompileFailed(head["error"])
+        return ctypes.CDLL(head["library"])
+
+    def _send(self, head: Head, body: bytes = b"") -> None:
+        self._channel.sendall(wire.frame(head, body))
+
+    def _receive(self) -> tuple[Head, bytes, list[int]]:
+        prefix, descriptors = b"", list[int]()
+        while len(prefix) < wire.LENGTHS.size:
+            data, given, _, _ = socket.recv_fds(self._channel, wire.LENGTHS.size - len(prefix), 1)
+            if not data:
+                _leave()
+            prefix += data
+            descriptors += given
+        head, body = wire.lengths(prefix)
+        return wire.head_from(self._exactly(head)), self._exactly(body), descriptors
+
+    def _exactly(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            data = self._channel.recv(min(count, 1 << 20))
+            if not data:
+                _leave()
+            parts.append(data)
+            count -= len(data)
+        return b"".join(parts)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators of torch that run. The source could undo it: a check of honest ones."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, it would be imported first, which takes a second
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def _flat(output: Any) -> tuple[torch.Tensor, ...]:
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    for part in parts:
+        if type(part) not in (torch.Tensor, torch.nn.Parameter):
+            raise OddOutput(f"output of type {type(part).__name__}: only plain tensors can be compared")
+        if part.layout is not torch.strided or part.device.type != "cpu":
+            raise OddOutput(f"output of layout {part.layout} on {part.device}: only dense tensors of the device")
+    return tuple(part if part.is_contiguous() else part.contiguous() for part in parts)
+
+
+def described(tensor: torch.Tensor) -> Head:
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "address": tensor.data_ptr(),
+    }
+
+
+def encoded(value: Any) -> Any:
+    """A plain value as JSON has it, tuples marked. Raises TypeError for others."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple):
+        return {"tuple": [encoded(one) for one in value]}
+    if isinstance(value, list):
+        return [encoded(one) for one in value]
+    raise TypeError(f"an input of type {type(value).__name__}: tensors, numbers, text, lists and tuples of them")
+
+
+def decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(decoded(one) for one in value["tuple"])
+    return [decoded(one) for one in value] if isinstance(value, list) else value
+
+
+def _leave() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-LOG_CHARACTERS:]
+
+
+def serve() -> None:
+    """The function that a sandbox runs: standard input is the channel."""
+    channel = socket.socket(fileno=os.dup(0))
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    gc.enable()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    Program(channel).serve()

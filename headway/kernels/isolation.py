@@ -1,0 +1,368 @@
+"""A reference or a candidate in a sandbox of its own, as the evaluator sees it: requests, and looks from outside.
+
+Everything that comes from there is treated as hostile. What counts is read out of the process's memory while it is
+stopped, and timed by this process's clock. Calls block: the evaluator makes them in threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import signal
+import socket
+import struct
+import sysconfig
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headway.records.sandbox import MIB, Command, ExecResult, ResourceLimits, SandboxError, SandboxSpec
+from headway.sandbox.guest import wire
+from headway.sandbox.local.backend import LocalBackend
+from headway.sandbox.local.sandbox import LocalSandbox
+from headway.sandbox.local.zygote_process import LocalSettings, Preload
+
+FUNCTION = "headway.kernels.guest.program:serve"
+COMPILES = 8  # of one evaluation
+COMPILE_S = 60.0
+LOG_BYTES = 1 << 16
+LOG_CHARACTERS = 4000
+STOPPED, ENDED = "T", "ZX"  # states of a process
+STILL_S = 2.0  # until a stopped process stands still
+COMPILER = ["g++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wl,-z,defs"]
+# Memory that is freed stays with the process: else every output of a megabyte costs page faults in each interval.
+ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_SEALS = 0x1 | 0x2 | 0x4  # no further seals, no shrinking, no growing: or a guest could make reads here fail
+
+
+class GuestEnded(Exception):
+    """The process has ended, or hasn't answered in time (``late``)."""
+
+    def __init__(self, what: str, *, late: bool = False) -> None:
+        super().__init__(what)
+        self.late = late
+
+
+class Deception(Exception):
+    """A guest did what only a source does that means to deceive; the message says what."""
+
+
+class GuestError(Exception):
+    """A request failed in the guest: ``kind`` is syntax, compile or raised, as it says itself."""
+
+    def __init__(self, text: str, kind: str, log: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.log = log
+
+
+def preload_settings(modules: Sequence[str] = ("numpy", "torch")) -> LocalSettings:
+    """Settings of a backend whose sandboxes have imported torch."""
+    folders = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    preload = Preload(
+        modules=(*modules, "headway.kernels.guest.program"),
+        folders=folders,
+        environment={**ONE_THREAD, **ALLOCATION, "PYTHONHASHSEED": "0"},
+    )
+    return LocalSettings(spares=2, preload=preload, start_timeout_s=120.0)
+
+
+def guest_spec(cores: int, memory_bytes: int = 2048 * MIB) -> SandboxSpec:
+    """The specification of a guest's sandbox."""
+    threads = {**ONE_THREAD, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "passive"}
+    limits = ResourceLimits(memory_bytes=memory_bytes, disk_bytes=64 * MIB, processes=64, cpus=cores + 1.0)
+    return SandboxSpec(limits=limits, environment=threads)
+
+
+def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
+    """Time that a thread, this one by default, was ready to run and had no core; 0 where the kernel doesn't say."""
+    try:
+        with open(file, "rb") as opened:
+            return int(opened.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class SharedArrays:
+    """Memory that inputs lie in, for both sides. Its size is fixed; guests may write to it, and that is looked for."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = max(size, mmap.PAGESIZE)
+        self.descriptor = os.memfd_create("inputs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, self.bytes)
+        fcntl.fcntl(self.descriptor, 1033, _SEALS)  # F_ADD_SEALS
+        self._memory = mmap.mmap(self.descriptor, self.bytes)
+        self.array = np.frombuffer(self._memory, np.uint8)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class GuestProcess:
+    """A guest that is ready.
+
+    Lifecycle: *running* <-> *stopped* (`freeze`, `thaw`), then *ended*: by `guest_process`, or by itself, after which
+    calls raise GuestEnded. Not for two threads at once.
+    """
+
+    def __init__(self, channel: socket.socket, compile_: Callable[[str], dict[str, Any]], until_s: float) -> None:
+        self._channel = channel
+        self._compile = compile_
+        self._frames = wire.Frames()
+        self._received: list[tuple[dict[str, Any], bytes]] = []
+        self.until_s = until_s  # time.monotonic() at which calls give up
+        self.compiles = 0
+        self.compile_s = 0.0
+        self.compile_error = ""
+        self.result: ExecResult | None = None  # once it has ended by itself
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+    def connect(self) -> None:
+        """Wait for the first message, which the kernel signs with the process's number here."""
+        self._channel.settimeout(60.0)
+        data, found, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(12))
+        if not data or not found:
+            raise GuestEnded("the guest's process didn't start")
+        self.pid: int = struct.unpack("3i", found[0][2])[0]
+        self._handle = os.pidfd_open(self.pid)
+        self._clock = (~self.pid << 3) | 2  # the CPU time of all its threads
+        self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+
+    async def end(self) -> bytes:
+        """Have it end by itself; the start of what it has printed."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        for _ in range(100):
+            if self.result is not None:
+                return self.result.stdout + self.result.stderr
+            await asyncio.sleep(0.01)
+        return b""
+
+    def close(self) -> None:
+        for name in ("_handle", "_memory"):
+            if hasattr(self, name):
+                os.close(self.__dict__.pop(name))
+
+    # Requests.
+
+    def call(
+        self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        """Ask, and wait for the answer. Raises GuestError, GuestEnded, Deception."""
+        number = self.ask(do, body, descriptors, **more)
+        return self.answer(number)
+
+    def make(self, module: str, kind: str, arguments: Sequence[Any], seed: int) -> dict[str, Any]:
+        """Have it make a model of class ``kind`` of a module that is loaded."""
+        return self.call("make", module=module, kind=kind, arguments=arguments, seed=seed)[0]
+
+    def share(self, memory: SharedArrays) -> None:
+        """Have it map the memory, which may be closed here then."""
+        self.call("map", descriptors=[memory.descriptor], bytes=memory.bytes)
+
+    def ask(self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any) -> int:
+        number = secrets.randbits(53)
+        data = wire.frame({"do": do, "number": number, **more}, body)
+        try:
+            self._channel.settimeout(self._left_s())
+            sent = socket.send_fds(self._channel, [data], list(descriptors)) if descriptors else 0
+            self._channel.sendall(data[sent:])
+        except TimeoutError:
+            raise GuestEnded("no request is taken", late=True) from None
+        except OSError:
+            raise GuestEnded("its process has ended") from None
+        return number
+
+    def answer(self, number: int) -> tuple[dict[str, Any], bytes]:
+        """The answer to a request. Anything else on the channel means that the source writes to it."""
+        while True:
+            head, body = self._next()
+            if head.get("ask") == "compile":
+                self._serve_compile(body)
+                continue
+            if head.get("number") != number or self._received:
+                raise Deception("it wrote to the evaluator's channel")
+            if "error" in head:
+                raise GuestError(str(head["error"])[:1000], str(head.get("kind")), str(head.get("log", ""))[:8000])
+            return head, body
+
+    def _serve_compile(self, body: bytes) -> None:
+        self.compiles += 1
+        since_s = time.monotonic()
+        if self.compiles > COMPILES:
+            answer: dict[str, Any] = {"error": f"more than {COMPILES} libraries"}
+        else:
+            answer = self._compile(body.decode(errors="replace"))
+        self.compile_s += time.monotonic() - since_s
+        self.compile_error = str(answer.get("error", ""))
+        try:
+            self._channel.settimeout(self._left_s())
+            self._channel.sendall(wire.frame(answer))
+        except TimeoutError:
+            raise GuestEnded("no answer is taken", late=True) from None
+        except OSError:
+            raise GuestEnded("its process has ended") from None
+
+    def _next(self) -> tuple[dict[str, Any], bytes]:
+        try:
+            while not self._received:
+                self._channel.settimeout(self._left_s())
+                data = self._channel.recv(1 << 20)
+                if not data:
+                    raise GuestEnded("its process has ended")
+                self._received += self._frames.feed(data)
+        except TimeoutError:
+            raise GuestEnded("no answer in time", late=True) from None
+        except OSError:
+            raise GuestEnded("its process has ended") from None
+        except wire.Malformed:
+            raise Deception("it wrote to the evaluator's channel") from None
+        return self._received.pop(0)
+
+    def _left_s(self) -> float:
+        left_s = self.until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
+
+    # Looks from outside.
+
+    def freeze(self) -> None:
+        """Stop the process; it stands still when this returns."""
+        self._signal(signal.SIGSTOP)
+        until_s = time.monotonic() + STILL_S
+        while time.monotonic() < until_s:
+            states = self._states()
+            if not states or any(state in ENDED for state in states[:1]):
+                raise GuestEnded("its process has ended")
+            if all(state == STOPPED for state in states):
+                return
+        raise GuestEnded("it can't be stopped")
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        try:
+            signal.pidfd_send_signal(self._handle, number)
+        except ProcessLookupError:
+            raise GuestEnded("its process has ended") from None
+
+    def _states(self) -> str:
+        """A letter for each thread."""
+        states = ""
+        for thread in self.threads():
+            with contextlib.suppress(OSError), open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
+                states += file.read().rpartition(b") ")[2][:1].decode()
+        return states
+
+    def threads(self) -> list[str]:
+        try:
+            return os.listdir(f"/proc/{self.pid}/task")
+        except OSError:
+            raise GuestEnded("its process has ended") from None
+
+    def read(self, address: int, count: int) -> np.ndarray[Any, Any]:
+        """``count`` bytes of the process's memory. Raises Deception where there is no such memory."""
+        found = np.empty(count, np.uint8)
+        at = 0
+        with contextlib.suppress(OSError, OverflowError, ValueError):
+            while at < count:
+                got = os.preadv(self._memory, [memoryview(found.data)[at:]], address + at)
+                if got == 0:
+                    break
+                at += got
+        if at < count:
+            self._states()  # it may have ended
+            raise Deception("its outputs lie nowhere")
+        return found
+
+    def cpu_ns(self) -> int:
+        """CPU time of the process so far."""
+        try:
+            return time.clock_gettime_ns(self._clock)
+        except OSError:
+            raise GuestEnded("its process has ended") from None
+
+    def delay_ns(self) -> int:
+        """Time its first thread has waited for a core so far."""
+        return delay_ns(f"/proc/{self.pid}/schedstat")
+
+    def others(self) -> int:
+        """Processes in its sandbox beside it and the sandbox's first."""
+        try:
+            return sum(name.isdigit() for name in os.listdir(f"/proc/{self.pid}/root/proc")) - 2
+        except OSError:
+            raise GuestEnded("its process has ended") from None
+
+    def strays(self, cores: Sequence[int]) -> bool:
+        """Whether a thread of it may run elsewhere than on ``cores``."""
+        allowed = set(cores)
+        for thread in self.threads():
+            with contextlib.suppress(OSError):
+                if not os.sched_getaffinity(int(thread)) <= allowed:
+                    return True
+        return False
+
+    def pin(self, cores: Sequence[int]) -> None:
+        """Have all its threads run on ``cores``, at ordinary priority where that is allowed."""
+        for thread in self.threads():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(thread), cores)
+                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+
+
+@contextlib.asynccontextmanager
+async def guest_process(
+    backend: LocalBackend, spec: SandboxSpec, run: Callable[..., Any], timeout_s: float
+) -> AsyncIterator[GuestProcess]:
+    """A guest for as long as the block runs. ``run`` awaits a blocking function in a thread. Raises SandboxError."""
+    box = await backend.create(spec)
+    loop = asyncio.get_running_loop()
+    assert box.channel is not None
+
+    def compile_(source: str) -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(_compile(box, source), loop).result()
+
+    guest = GuestProcess(box.channel, compile_, time.monotonic() + timeout_s)
+    running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=timeout_s + 5.0, max_output_bytes=LOG_BYTES))
+    running.add_done_callback(lambda ended: _note(guest, ended))
+    try:
+        await run(guest.connect)
+        yield guest
+    finally:
+        with contextlib.suppress(OSError):
+            box.channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer gets its end
+        guest.close()
+        await asyncio.shield(box.terminate())
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def _note(guest: GuestProcess, ended: asyncio.Task[ExecResult]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        guest.result = ended.result()
+
+
+async def _compile(box: LocalSandbox, source: str) -> dict[str, Any]:
+    """Compile in the sandbox of who asks: its library's path there, or the compiler's words."""
+    name = f"/work/library-{secrets.token_hex(4)}"
+    try:
+        await box.write(f"{name}.cpp", source.encode(errors="replace"))
+        command = Command(argv=[*COMPILER, "-o", f"{name}.so", f"{name}.cpp"], timeout_s=COMPILE_S)
+        done = await box.exec(command)
+    except SandboxError as error:
+        return {"error": str(error)}
+    if done.ok:
+        return {"library": f"{name}.so"}
+    if done.exit_code is None:
+        return {"error": f"the compiler ended by a limit: {done.failure.what if done.failure else ''}"}
+    said = done.stderr.decode(errors="replace").replace(f"{name}.cpp", "kernel.cpp")
+    return {"error": said[:LOG_CHARACTERS]}

@@ -1,0 +1,323 @@
+"""Time of a candidate's calls against its reference's, by this process's clock.
+
+Both run on the same cores in turn, for an interval of several calls each, and are stopped otherwise. Every call of an
+interval has inputs that neither has seen before. When the answer comes the process is stopped at once, and outputs of
+calls chosen at random are read: they have to be right by then. So what is lazy, cached or forged doesn't count.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headway.kernels.comparison import Array, Tensor, compare
+from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays, delay_ns
+from headway.kernels.trials import ALIGNMENT, KernelTrial, TaskFault, slot, tensor_bytes, untouched
+from headway.records.kernels import KernelTask, KernelTiming
+from headway.records.sandbox import MIB
+
+CROSSING_SHARE = 0.02  # of an interval, at most
+CPU_SLACK = 1.05  # CPU time over cores x interval that clocks may be off by ...
+CPU_SLACK_NS = 2_000_000  # ... beside this
+MOST_CALLS = 4096  # of an interval
+CHECKED = 2  # outputs read in each interval
+EMPTY = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return x\n"
+
+
+class TimingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How long intervals are, and when enough are measured."""
+
+    interval_s: float = 0.008  # of the faster side, at least
+    pairs: int = 9  # of intervals, at least
+    most_pairs: int = 60
+    most_s: float = 0.7  # until enough is measured or it is refused; more if the calls asked for need it
+    width: float = 0.03  # of the 95 % interval of the ratio, relative, at which it is enough
+    refused_width: float = 0.15  # beyond which a result is refused as noisy
+    memory_bytes: int = 160 * MIB  # inputs and outputs of an interval
+    flush_bytes: int = 8 * MIB  # touched between intervals
+
+
+class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Both sides' times, and the speed-up with its 95 % interval unless refused."""
+
+    timing: KernelTiming
+    reference: KernelTiming
+    speedup: float
+    interval: tuple[float, float]
+    refused: str = ""
+    pairs: int = 0
+    seconds: float = 0.0
+
+
+class _Side:
+    def __init__(self, guest: GuestProcess, module: str) -> None:
+        self.guest = guest
+        self.module = module
+        self.calls = 1
+        self.intervals: list[float] = []  # seconds of a call
+        self.cpu_ns = 0  # at the end of the last interval
+
+    def timing(self) -> KernelTiming:
+        times = np.asarray(self.intervals) * 1e3
+        return KernelTiming(
+            mean=float(times.mean()),
+            std=float(times.std()),
+            min=float(times.min()),
+            max=float(times.max()),
+            calls=self.calls * len(times),
+        )
+
+
+class PairTimer:
+    """Times a candidate against its reference on leased cores. Both have made their models for the trials' sizes."""
+
+    def __init__(
+        self,
+        candidate: GuestProcess,
+        reference: GuestProcess,
+        reference_module: str,
+        task: KernelTask,
+        trials: Sequence[KernelTrial],
+        *,
+        cores: Sequence[int],
+        crossing_s: float,
+        settings: TimingSettings,
+    ) -> None:
+        self._sides = (_Side(candidate, "candidate"), _Side(reference, reference_module))
+        self._task = task
+        self._trials = trials
+        self._cores = cores
+        self._crossing_s = crossing_s
+        self._settings = settings
+        self._random = np.random.default_rng(int.from_bytes(os.urandom(16)))
+        self._fresh = FreshInputs(trials, self._random)
+        self._flush = np.zeros(settings.flush_bytes, np.uint8)
+        one = trials[0]
+        self._slot_bytes = tensor_bytes(one.inputs) + ALIGNMENT
+        self._most_calls = max(1, settings.memory_bytes // (self._slot_bytes + tensor_bytes(one.expected)))
+
+    def measure(self, calls_wanted: int) -> TimingResult:
+        """Raises Deception, GuestError and GuestEnded."""
+        began_s = time.monotonic()
+        sides = self._sides
+        for side in sides:
+            side.guest.pin(self._cores)
+        self._choose_calls()
+        for side in sides:
+            side.intervals.clear()
+        while True:
+            self._pair(len(sides[0].intervals))
+            pairs, took_s = len(sides[0].intervals), time.monotonic() - began_s
+            result = self._result(took_s)
+            if pairs < self._settings.pairs or (pairs * sides[0].calls < calls_wanted and pairs < 4096):
+                continue
+            low, high = result.interval
+            if high / low <= 1 + self._settings.width:
+                return result
+            if took_s > self._settings.most_s or pairs >= self._settings.most_pairs:
+                if high / low > 1 + self._settings.refused_width:
+                    refused = f"noise: the speed-up is between {low:.2f} and {high:.2f} after {pairs} intervals"
+                    return msgspec.structs.replace(result, refused=refused)
+                return result
+
+    def _choose_calls(self) -> None:
+        """Raise both sides' calls until an interval is long enough, or has all the memory it may."""
+        target_s = max(self._settings.interval_s, self._crossing_s / CROSSING_SHARE)
+        for _ in range(6):
+            self._prepare(max(side.calls for side in self._sides))
+            self._pair(0)  # memory for the outputs is had after it
+            wanted = [
+                self._more_calls(side, took_s, target_s)
+                for side, took_s in zip(self._sides, self._pair(0), strict=True)
+            ]
+            if wanted == [side.calls for side in self._sides]:
+                return
+            for side, calls in zip(self._sides, wanted, strict=True):
+                side.calls = calls
+        self._prepare(max(side.calls for side in self._sides))
+
+    def _more_calls(self, side: _Side, call_s: float, target_s: float) -> int:
+        whole_s = call_s * side.calls + self._crossing_s
+        if whole_s >= 0.8 * target_s:
+            return side.calls
+        return min(self._most_calls, MOST_CALLS, math.ceil(side.calls * min(16.0, target_s / whole_s)))
+
+    def _result(self, took_s: float) -> TimingResult:
+        candidate, reference = self._sides
+        ratios = np.sort(np.asarray(reference.intervals) / np.asarray(candidate.intervals))
+        count = len(ratios)
+        rank = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))  # the median's interval by order statistics
+        return TimingResult(
+            timing=candidate.timing(),
+            reference=reference.timing(),
+            speedup=float(np.median(ratios)),
+            interval=(float(ratios[rank]), float(ratios[count - 1 - rank])),
+            pairs=count,
+            seconds=took_s,
+        )
+
+    def _prepare(self, calls: int) -> None:
+        """Have both sides map memory for ``calls`` calls, and be stopped."""
+        shapes = self._trials[0].inputs
+        self._memory = SharedArrays(self._slot_bytes * calls)
+        at, self._told = 0, list[list[Any]]()
+        for _ in range(calls):
+            arguments: list[Any] = []
+            for one in shapes:
+                if isinstance(one, Tensor):
+                    arguments.append({"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": at})
+                    at += -(-one.shape.bytes // ALIGNMENT) * ALIGNMENT
+                else:
+                    arguments.append(one)
+            self._told.append(arguments)
+        for side in self._sides:
+            side.guest.thaw()
+            side.guest.share(self._memory)
+            side.guest.call("prepare", calls=self._told)
+            side.guest.freeze()
+            side.cpu_ns = side.guest.cpu_ns()
+        self._memory.close()  # mapped by now
+
+    def _pair(self, number: int) -> tuple[float, float]:
+        """An interval of each, in turn the one and the other first, on the same fresh inputs; seconds of a call."""
+        calls = max(side.calls for side in self._sides)
+        given = [self._fresh.draw() for _ in range(calls)]
+        for where, (trial, start) in zip(self._told, given, strict=False):
+            self._fresh.write(self._memory, where, trial, start)
+        checked = self._random.choice(least := min(side.calls for side in self._sides), min(CHECKED, least), False)
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        took = [0.0, 0.0]
+        addresses: list[list[int]] = [[], []]
+        for at in order:
+            self._flush += 1
+            took[at], addresses[at] = self._interval(self._sides[at]) if at == 0 else self._reference_interval()
+            self._sides[at].intervals.append(took[at])
+        for call in checked:
+            self._check(int(call), *given[int(call)], addresses)
+        return took[0], took[1]
+
+    def _reference_interval(self) -> tuple[float, list[int]]:
+        try:
+            return self._interval(self._sides[1])
+        except (Deception, GuestError, GuestEnded) as error:
+            raise TaskFault(f"its reference fails when it is timed: {error}") from error
+
+    def _interval(self, side: _Side) -> tuple[float, list[int]]:
+        guest = side.guest
+        delayed_ns = guest.delay_ns() + delay_ns()
+        number = guest.ask("go", module=side.module, calls=side.calls, record=False, brief=True)
+        since_ns = time.perf_counter_ns()
+        guest.thaw()
+        _, data = guest.answer(number)
+        took_ns = time.perf_counter_ns() - since_ns
+        guest.freeze()
+        used_ns = guest.cpu_ns() - side.cpu_ns
+        side.cpu_ns += used_ns
+        outputs = len(self._trials[0].expected) * side.calls
+        if len(data) != 8 * outputs:
+            raise Deception("it forged an answer")
+        if guest.strays(self._cores):
+            raise Deception("it leaves the cores it was given")
+        if used_ns > CPU_SLACK * took_ns * len(self._cores) + CPU_SLACK_NS or guest.others() > 0:
+            raise Deception("it computes on more than the cores it was given")
+        # Without what others' use of the cores has cost; but a source's own threads can wait for each other as well.
+        delayed_ns = guest.delay_ns() + delay_ns() - delayed_ns
+        took_ns = max(took_ns - delayed_ns, used_ns // len(self._cores))
+        seconds = max(took_ns * 1e-9 - self._crossing_s, 1e-9) / side.calls
+        return seconds, np.frombuffer(data, "<u8").tolist()
+
+    def _check(self, call: int, trial: KernelTrial, start: int, addresses: list[list[int]]) -> None:
+        """Compare both sides' outputs of a call, and look whether its inputs are as they were."""
+        if not untouched(self._memory, self._told[call], self._fresh.inputs(trial, start)):
+            raise Deception("it changes its inputs in timed calls")
+        width = len(trial.expected)
+        for at, wanted in enumerate(trial.expected):
+            place = call * width + at
+            found, expected = (
+                Tensor(wanted.shape, side.guest.read(given[place], wanted.shape.bytes))
+                for side, given in zip(self._sides, addresses, strict=True)
+            )
+            tolerance = self._task.tolerances.get(wanted.shape.dtype, (0.0, 0.0))
+            compared = compare(expected, found, tolerance, scaled=True)
+            if compared.text:
+                raise Deception(f"its outputs are wrong in timed calls: {compared.text}")
+
+
+class FreshInputs:
+    """Inputs that nobody has seen: a trial's, each value times a factor between 0.5 and 1.5. Zeros stay zeros and
+    symmetric matrices symmetric; whole numbers are those of one of the trials."""
+
+    SPARE = 1 << 14  # places at which the factors may start
+
+    def __init__(self, trials: Sequence[KernelTrial], random: np.random.Generator) -> None:
+        self._trials = trials
+        self._random = random
+        most = max((one.raw.size for trial in trials for one in trial.inputs if isinstance(one, Tensor)), default=0)
+        self._factors = (random.random(most + self.SPARE, np.float32) + np.float32(0.5)).astype(np.float32)
+        self._by_type: dict[str, Array] = {"float32": self._factors, "bfloat16": self._factors}
+        self._symmetric: dict[int, bool] = {}
+
+    def draw(self) -> tuple[KernelTrial, int]:
+        return self._trials[int(self._random.integers(len(self._trials)))], int(self._random.integers(self.SPARE))
+
+    def write(self, memory: SharedArrays, told: Sequence[Any], trial: KernelTrial, start: int) -> None:
+        """Write a call's tensors to their places in the shared memory."""
+        for where, one in zip(told, trial.inputs, strict=True):
+            if isinstance(one, Tensor):
+                target = slot(memory, where["offset"], one.shape)
+                if one.is_float and one.shape.dtype != "bfloat16" and not self._is_symmetric(one):
+                    np.multiply(one.raw, self._of(one, start), out=target)
+                else:
+                    target[...] = self._one(one, start).raw
+
+    def inputs(self, trial: KernelTrial, start: int) -> list[Any]:
+        return [self._one(one, start) if isinstance(one, Tensor) else one for one in trial.inputs]
+
+    def _one(self, one: Tensor, start: int) -> Tensor:
+        if not one.is_float:
+            return one
+        if self._is_symmetric(one):
+            side = self._factors[start : start + one.shape.shape[0]]
+            return one.scaled(side[:, None] * side[None, :])
+        return one.scaled(self._of(one, start))
+
+    def _of(self, one: Tensor, start: int) -> Array:
+        dtype = one.shape.dtype
+        if dtype not in self._by_type:
+            self._by_type[dtype] = self._factors.astype(one.raw.dtype)
+        return self._by_type[dtype][start : start + one.raw.size].reshape(one.shape.shape)
+
+    def _is_symmetric(self, one: Tensor) -> bool:
+        shape = one.shape.shape
+        if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
+            return False
+        if id(one) not in self._symmetric:
+            self._symmetric[id(one)] = np.array_equal(one.raw, one.raw.T)
+        return self._symmetric[id(one)]
+
+
+def measure_crossing(guest: GuestProcess, cores: Sequence[int], intervals: int = 60) -> float:
+    """Seconds that an interval of one empty call takes: what is there beside the calls. ``guest``: with EMPTY loaded as
+    its candidate."""
+    guest.pin(cores)
+    memory = SharedArrays(64)
+    guest.share(memory)
+    guest.call("prepare", calls=[[{"dtype": "float32", "shape": [1], "offset": 0}]])
+    memory.close()
+    took: list[float] = []
+    guest.freeze()
+    for _ in range(intervals):
+        number = guest.ask("go", module="candidate", calls=1, record=False, brief=True)
+        since_ns = time.perf_counter_ns()
+        guest.thaw()
+        guest.answer(number)
+        took.append((time.perf_counter_ns() - since_ns) * 1e-9)
+        guest.freeze()
+    guest.thaw()
+    return float(np.median(took[intervals // 4 :]))

@@ -1,0 +1,316 @@
+"""Trials of a candidate: inputs and expected outputs, which a task's reference makes and this process keeps; and what a
+candidate's outputs for them come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headway.kernels.comparison import FLOATS, LEAST_ERROR, Array, Tensor, TensorShape, compare
+from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays
+from headway.records.kernels import KernelTask
+from headway.records.sandbox import MIB
+
+CHUNK_BYTES = 192 * MIB  # inputs and outputs of the calls of one request
+MOST_BYTES = 512 * MIB  # outputs of one call
+ALIGNMENT = 64
+LATE_S = 0.05  # how long a wrong output is watched
+IDLE_S, IDLE_SHARE = 0.03, 0.1  # of CPU time, while nothing is asked for
+# Structure stays what the task's own inputs have: zeros, order, symmetry. A factor, or None for ones.
+VARIANTS: dict[str, float | None] = {"zeros": 0.0, "ones": None, "large": 16.0, "tiny": 2.0**-10, "negated": -1.0}
+
+
+class TaskFault(Exception):
+    """The reference itself fails: a fault of the task, whatever the candidate does."""
+
+
+class KernelTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs of a call, tensors and plain values, and the outputs expected."""
+
+    name: str
+    inputs: list[Any]
+    expected: list[Tensor]
+
+
+class TrialGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Trials of one setting of the task's sizes."""
+
+    module: str  # the reference's, in its guest
+    arguments: list[Any]  # of the class
+    trials: list[KernelTrial]
+
+
+class TrialResult(msgspec.Struct, kw_only=True):
+    """Passed trials of a candidate so far, and the first thing amiss."""
+
+    passed: int = 0
+    trials: int = 0
+    text: str = ""  # the first difference
+    cheat: str = ""
+    operators: list[str] = []
+    error: float = 0.0  # the largest, relative
+    precision: str = ""
+
+
+def tensor_bytes(values: Sequence[Any]) -> int:
+    return sum(one.shape.bytes + ALIGNMENT for one in values if isinstance(one, Tensor))
+
+
+def place(memory: SharedArrays, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Write the calls' tensors to the shared memory; what a guest is told about them."""
+    at, told = 0, list[list[Any]]()
+    for call in calls:
+        arguments: list[Any] = []
+        for one in call:
+            if not isinstance(one, Tensor):
+                arguments.append(one)
+                continue
+            slot(memory, at, one.shape)[...] = one.raw
+            arguments.append({"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": at})
+            at += -(-one.shape.bytes // ALIGNMENT) * ALIGNMENT
+        told.append(arguments)
+    return told
+
+
+def slot(memory: SharedArrays, at: int, shape: TensorShape) -> Array:
+    return Tensor(shape, memory.array[at : at + shape.bytes]).raw
+
+
+def untouched(memory: SharedArrays, told: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether a call's inputs still are what they were."""
+    tensors = [(where, one) for where, one in zip(told, inputs, strict=True) if isinstance(one, Tensor)]
+    return all(
+        np.array_equal(_bits(slot(memory, where["offset"], one.shape)), _bits(one.raw)) for where, one in tensors
+    )
+
+
+def _bits(values: Array) -> Array:
+    return values.reshape(-1).view(np.uint8)  # a NaN equals itself
+
+
+def outputs_of(head: dict[str, Any], calls: int) -> list[list[tuple[TensorShape, int]]]:
+    """Types, shapes and addresses of the outputs that a guest tells."""
+    try:
+        told = [
+            [(TensorShape(one["dtype"], tuple(map(int, one["shape"]))), int(one["address"])) for one in parts]
+            for parts in head["outputs"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GuestError(f"outputs can't be compared: {error}", "raised", "") from None
+    if len(told) != calls:
+        raise Deception("it forged an answer")
+    return told
+
+
+def chunks(trials: Sequence[KernelTrial]) -> Iterator[list[KernelTrial]]:
+    """Trials whose tensors fit into one request together."""
+    chunk, size = list[KernelTrial](), 0
+    for trial in trials:
+        needed = tensor_bytes(trial.inputs) + tensor_bytes(trial.expected)
+        if chunk and size + needed > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(trial)
+        size += needed
+    yield chunk
+
+
+class ReferenceMaker:
+    """Has a reference make the trials of its task, in a guest of its own."""
+
+    def __init__(self, guest: GuestProcess, seed: int) -> None:
+        self._guest = guest
+        self._seed = seed
+
+    def group(self, module: str, source: str, seeds: int, variants: bool) -> TrialGroup:
+        """Raises TaskFault."""
+        guest = self._guest
+        try:
+            guest.call("load", source.encode(), module=module, confined=False)
+            head, _ = guest.call("init_inputs", module=module, seed=self._seed)
+            arguments = head["arguments"]
+            guest.make(module, "Model", arguments, self._seed)
+            trials = [
+                self._run(module, f"seed {n}", self._inputs(module, n)) for n in range(self._seed, self._seed + seeds)
+            ]
+            finite = all(np.isfinite(one.values()).all() for one in trials[0].expected if one.is_float)
+            if variants and finite and any(isinstance(one, Tensor) and one.is_float for one in trials[0].inputs):
+                made = [self._run(module, name, varied(trials[0].inputs, factor)) for name, factor in VARIANTS.items()]
+                # Outside of its domain there is nothing to compare.
+                trials += [
+                    trial for trial in made if all(np.isfinite(o.values()).all() for o in trial.expected if o.is_float)
+                ]
+            return TrialGroup(module=module, arguments=arguments, trials=trials)
+        except GuestError as error:
+            raise TaskFault(f"its reference fails: {error}") from error
+        except Deception as error:
+            raise TaskFault(f"its reference is odd: {error}") from error
+        except GuestEnded as error:
+            what = "isn't done in time" if error.late else f"ends its process: {error}"
+            raise TaskFault(f"its reference {what}") from error
+        except (KeyError, TypeError) as error:
+            raise TaskFault(f"its reference answers oddly: {error}") from error
+
+    def _inputs(self, module: str, seed: int) -> list[Any]:
+        head, _ = self._guest.call("inputs", module=module, seed=seed)
+        inputs: list[Any] = []
+        for one in head["inputs"]:
+            if isinstance(one, dict) and "dtype" in one:
+                try:
+                    shape = TensorShape(one["dtype"], tuple(one["shape"]))
+                except ValueError as error:
+                    raise TaskFault(f"its inputs: {error}") from None
+                inputs.append(self._read(shape, int(one["address"])))
+            else:
+                inputs.append(one)
+        return inputs
+
+    def _run(self, module: str, name: str, inputs: list[Any]) -> KernelTrial:
+        guest, memory = self._guest, SharedArrays(tensor_bytes(inputs))
+        told = place(memory, [inputs])
+        guest.share(memory)
+        memory.close()
+        guest.call("prepare", calls=told)
+        head, _ = guest.call("go", module=module, calls=1, record=False, brief=False)
+        if not untouched(memory, told[0], inputs):
+            raise TaskFault("its reference changes its inputs")
+        (outputs,) = outputs_of(head, 1)
+        return KernelTrial(
+            name=name, inputs=inputs, expected=[self._read(shape, address) for shape, address in outputs]
+        )
+
+    def _read(self, shape: TensorShape, address: int) -> Tensor:
+        if shape.bytes > MOST_BYTES:
+            raise TaskFault(f"a tensor of {shape}: at most {MOST_BYTES >> 20} MiB")
+        return Tensor(shape, self._guest.read(address, shape.bytes))
+
+
+def varied(inputs: Sequence[Any], factor: float | None) -> list[Any]:
+    """Inputs whose floating-point tensors have other values, zeros where they were."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_float:
+            return value
+        if factor is not None:
+            return value.scaled(factor)
+        ones = (value.values() != 0).astype(np.float32)
+        return (
+            Tensor(value.shape, np.ones_like(value.raw)).scaled(ones)
+            if value.shape.dtype != "bfloat16"
+            else Tensor(value.shape, np.ascontiguousarray((ones.view(np.uint32) >> 16).astype(np.uint16)))
+        )
+
+    return [one(value) for value in inputs]
+
+
+class CandidateTrials:
+    """Runs a candidate on trials. Raises GuestError, GuestEnded and Deception, as calls of its guest do."""
+
+    def __init__(self, guest: GuestProcess, task: KernelTask, seed: int) -> None:
+        self._guest = guest
+        self._task = task
+        self._seed = seed
+        self.result = TrialResult()
+
+    def run(self, group: TrialGroup, *, record: bool) -> None:
+        """Run a group's trials. ``record``: the operators of torch that are called."""
+        for chunk in chunks(group.trials):
+            self._run_chunk(chunk, record)
+            record = False
+
+    def make(self, arguments: list[Any]) -> None:
+        """Make the model for a group's sizes."""
+        self.note_patched(self._guest.make("candidate", "ModelNew", arguments, self._seed))
+
+    def note_patched(self, head: dict[str, Any]) -> None:
+        """Take what the guest says about replaced functions."""
+        if (patched := head.get("patched")) and not self.result.cheat:
+            self.result.cheat = f"it replaced {', '.join(str(name)[:80] for name in list(patched)[:5])}"
+
+    def _run_chunk(self, chunk: list[KernelTrial], record: bool) -> None:
+        guest, result = self._guest, self.result
+        memory = SharedArrays(sum(tensor_bytes(trial.inputs) for trial in chunk))
+        told = place(memory, [trial.inputs for trial in chunk])
+        guest.share(memory)
+        memory.close()
+        guest.call("prepare", calls=told)
+        head, _ = guest.call("go", module="candidate", calls=len(chunk), record=record, brief=False)
+        guest.freeze()
+        try:
+            self.note_patched(head)
+            if record:
+                result.operators = [str(name)[:100] for name in list(head.get("operators", ()))[:500]]
+            for trial, where, outputs in zip(chunk, told, outputs_of(head, len(chunk)), strict=True):
+                result.trials += 1
+                if not untouched(memory, where, trial.inputs):
+                    result.cheat = result.cheat or "it changes its inputs"
+                if self._compare(trial, outputs, chunk):
+                    result.passed += 1
+        finally:
+            guest.thaw()
+
+    def _compare(self, trial: KernelTrial, outputs: list[tuple[TensorShape, int]], chunk: list[KernelTrial]) -> bool:
+        result = self.result
+        if len(outputs) != len(trial.expected):
+            result.text = result.text or f"{len(outputs)} outputs, not {len(trial.expected)}"
+            return False
+        for wanted, (shape, address) in zip(trial.expected, outputs, strict=True):
+            if shape != wanted.shape:
+                result.text = result.text or f"{trial.name}: output of {shape}, not {wanted.shape}"
+                return False
+            raw = self._guest.read(address, shape.bytes)
+            found = Tensor(shape, raw)
+            tolerance = self._task.tolerances.get(shape.dtype, (0.0, 0.0))
+            compared = compare(wanted, found, tolerance, scaled=trial.name in VARIANTS)
+            if compared.text:
+                result.text = result.text or f"{trial.name}: {compared.text}"
+                result.cheat = result.cheat or self._explain(trial, found, address, chunk)
+                return False
+            if trial.name not in VARIANTS:
+                self._note_error(shape.dtype, compared.error)
+        return True
+
+    def _note_error(self, dtype: str, error: float) -> None:
+        if dtype in FLOATS and error > max(self.result.error, LEAST_ERROR[dtype]):
+            self.result.precision = f"relative error {error:.1e}: less precise than {dtype}"
+        self.result.error = max(self.result.error, error)
+
+    def _explain(self, trial: KernelTrial, found: Tensor, address: int, chunk: list[KernelTrial]) -> str:
+        """Which deception a wrong output shows, "" if it is just wrong."""
+        for value in trial.inputs:
+            if isinstance(value, Tensor) and value.shape == found.shape and np.array_equal(value.raw, found.raw):
+                return "it returns an input"
+        others = (one for other in chunk if other is not trial for one in other.expected)
+        for one in others:
+            if (
+                one.shape == found.shape
+                and one.raw.size > 1
+                and np.ptp(one.values())
+                and np.array_equal(one.raw, found.raw)
+            ):
+                return "it returns the output of another call"
+            if one.shape == found.shape and one.raw.size > 1 and one.is_float and float(np.ptp(one.values())):
+                tolerance = self._task.tolerances.get(one.shape.dtype, (0.0, 0.0))
+                if not compare(one, found, tolerance).text:
+                    return "it returns the output of another call"
+        self._guest.thaw()
+        time.sleep(LATE_S)
+        self._guest.freeze()
+        later = self._guest.read(address, found.shape.bytes)
+        if not np.array_equal(later, _bits(found.raw)):
+            return "its outputs change after it has answered"
+        return ""
+
+    def watch_idle(self) -> None:
+        """Raise Deception if it computes while nothing is asked for, or has left a process."""
+        if self._guest.others() > 0:
+            raise Deception("it leaves processes running")
+        time.sleep(0.005)
+        before = self._guest.cpu_ns()
+        time.sleep(IDLE_S)
+        if self._guest.cpu_ns() - before > IDLE_SHARE * IDLE_S * 1e9:
+            raise Deception("it computes while nothing is asked for")

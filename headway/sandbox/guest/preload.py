@@ -1,0 +1,71 @@
+"""Modules that a zygote imports before it makes any sandbox, whose first processes then have them. Standard library
+alone but for these.
+
+Modules import others late: the folders they come from are bound into each sandbox, read-only, at their own places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import stat
+import sys
+import traceback
+from collections.abc import Sequence
+
+from headway.sandbox.guest import isolation
+from headway.sandbox.linux import kernel
+
+
+def load(modules: Sequence[str], folders: Sequence[str]) -> None:
+    """Import ``modules``; ``folders`` are searched for them. Raises RuntimeError if that has started a thread: of those
+    a fork takes over the locks and not the threads."""
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    for module in modules:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"importing {', '.join(modules)} starts {threads - 1} threads: it can't be preloaded")
+
+
+def uncover(folders: Sequence[str]) -> None:
+    """Make ``folders`` reachable for any user in a mount namespace of this process's own, by a memory file system over
+    the first folder on the way that others may not search. Needs to be root."""
+    covers: dict[str, list[str]] = {}
+    for folder in folders:
+        if cover := _first_private(folder):
+            covers.setdefault(cover, []).append(folder)
+    if not covers:
+        return
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    for cover, below in covers.items():
+        handles = [os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for folder in below]
+        kernel.mount("tmpfs", cover, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
+        for folder, handle in zip(below, handles, strict=True):
+            os.makedirs(folder, exist_ok=True)
+            kernel.mount(f"/proc/self/fd/{handle}", folder, "", kernel.MS_BIND | kernel.MS_REC)
+            kernel.restrict_mount(folder, isolation.READ_ONLY)
+            os.close(handle)
+
+
+def _first_private(folder: str) -> str | None:
+    parts = folder.strip("/").split("/")
+    above = ("/" + "/".join(parts[:count]) for count in range(1, len(parts)))
+    return next((path for path in above if not os.stat(path).st_mode & stat.S_IXOTH), None)
+
+
+def call(name: str) -> int:
+    """Run ``module:function`` of a preloaded module, in a process of its own; its exit code."""
+    module, _, function = name.partition(":")
+    try:
+        getattr(sys.modules[module], function)()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    return 0
