@@ -8,7 +8,7 @@ from importlib.metadata import version as distribution_version
 
 import typer
 
-from headway.cli import cost, models, nodes, planning, reading, sandboxes, serving, training
+from headway.cli import cost, kernels, models, nodes, planning, reading, sandboxes, serving, training
 from headway.records.errors import HeadwayError, Interrupted
 
 EXIT_INTERRUPTED = 130
@@ -31,6 +31,7 @@ reading.add_commands(app)
 planning.add_commands(app)
 cost.add_commands(app)
 serving.add_commands(app)
+kernels.add_commands(app)
 sandboxes.add_commands(app)
 nodes.add_commands(app)
 

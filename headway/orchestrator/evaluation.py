@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from headway.control.estimates import clustered_standard_error, pass_at
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
-from headway.orchestrator.source_scores import clustered_standard_error, pass_at, source_scores
+from headway.orchestrator.source_scores import source_scores
 from headway.records.clients import PromptCodec, RolloutMaker, Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord

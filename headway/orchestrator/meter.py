@@ -14,12 +14,13 @@ import numpy as np
 
 from headway.algorithms.groups.outcome import is_zero_variance
 from headway.config.schema import Experiment
+from headway.control.estimates import pass_at
 from headway.control.length_bias import LengthBias, LengthBiasStatistics
 from headway.control.pruning.rules import pruner_figures
 from headway.control.summaries import length_histogram, quantile, solve_rate_histogram
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.flow import flow_of
-from headway.orchestrator.source_scores import kernel_scores, pass_at, source_scores
+from headway.orchestrator.source_scores import kernel_scores, source_scores
 from headway.orchestrator.state import RunState
 from headway.orchestrator.trained_staleness import staleness_fields
 from headway.records.curriculum import CurriculumStep

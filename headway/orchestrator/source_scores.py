@@ -1,17 +1,17 @@
-"""How well each task source is solved, with the standard error that attempts at one task being alike calls for, and
-pass@k; the scores of kernels."""
+"""How well each task source is solved, with the standard error that attempts at one task being alike calls for;
+the scores of kernels."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from headway.control.estimates import clustered_standard_error, pass_at
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
-from headway.records.ledger import KernelScores, PassAt, SourceScore
+from headway.records.ledger import KernelScores, SourceScore
 from headway.records.rollout import FinishedGroup, Rollout
 
 
@@ -34,23 +34,6 @@ def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceSc
         )
         for label, found in observed.items()
     }
-
-
-def pass_at(groups: Iterable[tuple[int, int]], ks: Sequence[int] = ()) -> dict[str, PassAt]:
-    """pass@k by k, from (solved, valid) attempts of each group: the mean over groups of ``1 - C(n - c, k) / C(n, k)``,
-    the share of a group's subsets of k that hold a solved one (Chen et al., 2021, arXiv:2107.03374, Eq. 1).
-    Unbiased for each group of k attempts or more; smaller ones are left out, and a k without any group.
-
-    ``ks``: default 1, 2, 4, ... up to the largest group. Example: of (1, 4), pass@2 is 1 - 3 / 6 = 0.5."""
-    counts = list(groups)
-    largest = max((valid for _, valid in counts), default=0)
-    found: dict[str, PassAt] = {}
-    for k in ks or [1 << power for power in range(largest.bit_length())]:
-        shares = [1.0 - math.comb(n - c, k) / math.comb(n, k) for c, n in counts if n >= k]
-        if shares:
-            error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
-            found[str(k)] = PassAt(groups=len(shares), value=statistics.fmean(shares), standard_error=error)
-    return found
 
 
 def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> KernelScores | None:
@@ -88,18 +71,3 @@ def _counted(values: Iterable[float]) -> dict[str, int]:
     """Counts by value, rounded down to tenths."""
     counts = Counter(math.floor(10 * value + 1e-9) for value in values)
     return {f"{tenths / 10:.1f}": count for tenths, count in sorted(counts.items())}
-
-
-def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:
-    """Standard error of the mean of (task, value) pairs: attempts at one task are alike, so tasks count, not attempts
-    (the cluster-robust estimate, Liang & Zeger, 1986). 0 for fewer than two tasks."""
-    if not observations:
-        return 0.0
-    mean = sum(value for _, value in observations) / len(observations)
-    sums: dict[int, float] = {}
-    for task, value in observations:
-        sums[task] = sums.get(task, 0.0) + value - mean
-    tasks = len(sums)
-    if tasks < 2:
-        return 0.0
-    return math.sqrt(tasks / (tasks - 1) * sum(deviation**2 for deviation in sums.values())) / len(observations)

@@ -80,7 +80,7 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
         listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
         devices = DeviceTable(core_devices(tuple(settings.core_sets())), query_gpus, on_event)
         await devices.refresh()
-        evaluator = _make_evaluator(settings, limits)
+        evaluator = make_evaluator(settings, limits)
         await evaluator.start()
         stack.push_async_callback(evaluator.close)
         dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event)
@@ -94,7 +94,8 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
             await stopped.wait()
 
 
-def _make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
+def make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
+    """This machine's evaluator, not started yet."""
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
     from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator

@@ -12,9 +12,9 @@ import pytest
 
 from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
+from headway.control.estimates import pass_at
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, evaluation_record
-from headway.orchestrator.source_scores import pass_at
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import PassAt
 from headway.records.task import Task

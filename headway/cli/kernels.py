@@ -1,0 +1,324 @@
+"""``headway kernels``: task files, scores of a model's answers, conversations for supervised training."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from headway.records.errors import ConfigurationError, HeadwayError
+
+if TYPE_CHECKING:
+    from headway.kernels.jobs.judging import OnJudged, SubmissionJudge
+    from headway.kernels.jobs.sft_data import SftCounts
+    from headway.kernels.scores import JudgedTask
+    from headway.records.kernels import KernelBackend, KernelTask
+
+TASKS = typer.Option(..., "--tasks", metavar="FILE", help="Task file that `kernels tasks` wrote.", show_default=False)
+ADDRESSES = typer.Option(
+    [], "--addresses", metavar="URL", help="A kernel service, http://HOST:PORT; may be repeated.", show_default=False
+)
+LOCAL = typer.Option(False, "--local", help="Evaluate on this machine, without a service.")
+KEY_FILE = typer.Option("", "--key-file", metavar="FILE", help="File with the services' API key.")
+CONCURRENCY = typer.Option(
+    None, "--concurrency", min=1, metavar="N", help="Evaluations at once. Default: 8 a service; with --local, by cores."
+)
+TRIALS = typer.Option(5, "--trials", min=1, metavar="N", help="Trials of a candidate, for each seed.")
+TIMEOUT_S = typer.Option(600.0, "--timeout-s", min=1.0, metavar="S", help="Longest time of an evaluation.")
+
+
+def add_commands(app: typer.Typer) -> None:
+    group = typer.Typer(help="Models that write kernels: tasks, scores, data.", no_args_is_help=True)
+    for function, example in (
+        (tasks, "headway kernels tasks tasks.jsonl --held-out 0.25"),
+        (evaluate, "headway kernels eval --tasks tasks.jsonl --answers answers.jsonl --out report --local"),
+        (sft_data, "headway kernels sft-data --conversations rows.jsonl --tasks tasks.jsonl --out sft.jsonl --local"),
+    ):
+        name = "eval" if function is evaluate else function.__name__.replace("_", "-")
+        group.command(name, epilog=f"Example: {example}")(function)
+    app.add_typer(group, name="kernels", rich_help_panel="Kernels")
+
+
+def tasks(
+    out: Path = typer.Argument(..., metavar="OUT.jsonl", help="File to write; must not exist.", show_default=False),
+    kernelbench: Path | None = typer.Option(
+        None, "--kernelbench", metavar="FOLDER", help="A checkout of KernelBench, scaled to fit a CPU."
+    ),
+    full_size: bool = typer.Option(False, "--full-size", help="Leave KernelBench's sizes as they are."),
+    jsonl: Path | None = typer.Option(
+        None, "--jsonl", metavar="FILE", help="Tasks, one JSON object a line: name, source and more."
+    ),
+    backend: str = typer.Option(
+        "", metavar="NAME", help="torch, cpp, triton or cuda. Default: cpp, or as --jsonl says."
+    ),
+    level: list[int] = typer.Option([], "--level", metavar="N", help="May be repeated. Default: all."),
+    held_out: float = typer.Option(
+        0.0, "--held-out", min=0.0, metavar="SHARE", help="Share of each level that goes to OUT.held-out.jsonl."
+    ),
+    seed: int = typer.Option(0, metavar="N", help="Draws what is held out."),
+) -> None:
+    """Write kernel tasks with their prompts, for tasks.train.path and the like: the built-in ones, or a source's."""
+    from headway.kernels.jobs.task_files import distinct_tasks, require_new, split_tasks, task_row, write_rows
+
+    files = {"": out, "held out": out.with_suffix(f".held-out{out.suffix}")} if held_out else {"": out}
+    for file in files.values():
+        require_new(file, "OUT")
+    if held_out >= 1.0:
+        raise ConfigurationError(f"--held-out {held_out:g}: valid: from 0 to below 1")
+    read = _read_kernel_tasks(kernelbench, jsonl, backend, level, full_size=full_size)
+    kept = distinct_tasks(read)
+    if len(kept) < len(read):
+        typer.echo(f"{len(read) - len(kept)} tasks left out: an earlier one has the same prompt")
+    parts = split_tasks(kept, held_out, seed)
+    if held_out and not all(parts):
+        raise ConfigurationError(f"--held-out {held_out:g} of {len(kept)} tasks leaves a file without any")
+    for part, (name, file) in zip(parts, files.items(), strict=False):
+        write_rows(file, map(task_row, part))
+        levels = ", ".join(f"level {key}: {count}" for key, count in sorted(Counter(t.level for t in part).items()))
+        typer.echo(f"{file}: {len(part)} tasks{' ' + name if name else ''} ({levels})")
+
+
+def _read_kernel_tasks(
+    kernelbench: Path | None, jsonl: Path | None, backend: str, levels: Sequence[int], *, full_size: bool
+) -> list[KernelTask]:
+    """Tasks of the source that is given. Raises ConfigurationError."""
+    import msgspec
+
+    from headway.kernels.backends import BACKENDS
+    from headway.kernels.tasks import LEVELS, builtin_tasks, load_jsonl
+
+    if kernelbench is not None and jsonl is not None:
+        raise ConfigurationError("--kernelbench and --jsonl: valid: one of them, or none for the built-in tasks")
+    if full_size and kernelbench is None:
+        raise ConfigurationError("--full-size: valid: with --kernelbench")
+    known: dict[str, KernelBackend] = {one: one for one in BACKENDS}
+    chosen = known.get(backend or "cpp")
+    if chosen is None:
+        raise ConfigurationError(f"--backend {backend}: valid: {', '.join(BACKENDS)}")
+    if jsonl is not None:
+        found = load_jsonl(jsonl)
+        if backend:
+            found = [msgspec.structs.replace(task, backend=chosen) for task in found]
+        _require_levels(levels, sorted({task.level for task in found}))
+        return [task for task in found if not levels or task.level in levels]
+    _require_levels(levels, LEVELS)
+    wanted = sorted(set(levels)) or LEVELS
+    if kernelbench is None:
+        return builtin_tasks(chosen, wanted)
+    return _read_kernelbench(kernelbench, wanted, chosen, full_size=full_size)
+
+
+def _require_levels(levels: Sequence[int], valid: Sequence[int]) -> None:
+    for level in levels:
+        if level not in valid:
+            raise ConfigurationError(f"--level {level}: valid: {', '.join(map(str, valid))}")
+
+
+def _read_kernelbench(
+    folder: Path, levels: Sequence[int], backend: KernelBackend, *, full_size: bool
+) -> list[KernelTask]:
+    from headway.kernels.tasks import ScaleLimits, load_kernelbench
+
+    limits = None if full_size else ScaleLimits()
+    found, unscaled = load_kernelbench(folder, levels=levels, limits=limits, backend=backend)
+    for name, notes in unscaled.items():
+        typer.echo(f"{name} doesn't fit: {'; '.join(notes)}", err=True)
+    if unscaled:
+        typer.echo(f"{len(unscaled)} of {len(found)} tasks don't fit the limits of a CPU whole; they are kept")
+    return found
+
+
+def evaluate(
+    tasks: Path = TASKS,
+    answers: Path = typer.Option(
+        ...,
+        "--answers",
+        metavar="FILE",
+        help="JSONL: a task's name or task_id (or its prompt) with a source, or an answer's text or response.",
+        show_default=False,
+    ),
+    out: Path = typer.Option(..., "--out", metavar="NAME", help="Writes NAME.json and NAME.md.", show_default=False),
+    model: str = typer.Option("model", "--model", metavar="NAME", help="Name in the report."),
+    n: int | None = typer.Option(
+        None, "-n", min=1, metavar="N", help="Answers of a task, the first ones. Default: all."
+    ),
+    k: list[int] = typer.Option([1], "-k", min=1, metavar="K", help="k of pass@k; may be repeated."),
+    addresses: list[str] = ADDRESSES,
+    local: bool = LOCAL,
+    key_file: str = KEY_FILE,
+    concurrency: int | None = CONCURRENCY,
+    trials: int = TRIALS,
+    untimed: bool = typer.Option(False, "--untimed", help="Correctness alone: no fast_p."),
+    timed_trials: int = typer.Option(100, "--timed-trials", min=1, metavar="N", help="Timed calls, at least."),
+    seed: int = typer.Option(42, metavar="N", help="Of the trials."),
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Score answers to kernel tasks: pass@k of compiling and of being correct, fast_p, by level, with intervals.
+
+    The answers come from a file, which a run's samples.jsonl may be (single turns); nothing is sampled here.
+    """
+    import msgspec
+
+    from headway.kernels.jobs.evaluate import JudgeSettings, evaluate_answers, kernel_report, read_answers
+    from headway.kernels.jobs.markdown import caveats, leaderboard, markdown_report
+    from headway.kernels.jobs.task_files import KernelTaskFile, require_new
+    from headway.runtime.run_directory import write_whole
+
+    files = [Path(f"{out}{ending}") for ending in (".json", ".md")]
+    for file in files:
+        require_new(file, "--out")
+    book = KernelTaskFile(tasks)
+    sources, surplus = read_answers(answers, book, n)
+    most = max(map(len, sources.values()))
+    for one in k:
+        if one > most:
+            raise ConfigurationError(f"-k {one}: no task has more than {most} answers; valid: 1 to {most}")
+    settings = JudgeSettings(
+        trials=trials, timed=not untimed, timed_trials=timed_trials, seed=seed, timeout_s=timeout_s
+    )
+
+    async def judge() -> list[JudgedTask]:
+        async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
+            return await evaluate_answers(opened, book, sources, settings, concurrent=concurrent, on_judged=_progress())
+
+    report = kernel_report(
+        asyncio.run(judge()),
+        sorted(set(k)),
+        settings,
+        model=model,
+        tasks_file=str(tasks),
+        answers_file=str(answers),
+        surplus=surplus,
+    )
+    write_whole(files[0], msgspec.json.format(msgspec.json.encode(report.as_json), indent=2) + b"\n")
+    write_whole(files[1], markdown_report(report).encode())
+    for line in [*leaderboard(report), *caveats(report.scores), f"{files[0]}, {files[1]}"]:
+        typer.echo(line)
+
+
+def sft_data(
+    conversations: Path = typer.Option(
+        ...,
+        "--conversations",
+        metavar="FILE",
+        help='JSONL: a task with a source or text; or "messages" of several turns.',
+        show_default=False,
+    ),
+    tasks: Path = TASKS,
+    out: Path = typer.Option(..., "--out", metavar="FILE", help="File for sft.data to write.", show_default=False),
+    need: str = typer.Option(
+        "correct", metavar="WHAT", help="What the last answer must be: compiled, correct, faster."
+    ),
+    least_speedup: float = typer.Option(1.0, min=0.0, metavar="X", help="With --need faster: above it."),
+    turns: int = typer.Option(3, min=1, max=3, metavar="N", help="Answers of a conversation, at most."),
+    seeds: int = typer.Option(3, min=1, metavar="N", help="Seeds of the unit check, each with --trials."),
+    trials: int = TRIALS,
+    shortest: int = typer.Option(100, min=0, metavar="N", help="Tokens of a conversation, at least."),
+    longest: int = typer.Option(8192, min=1, metavar="N", help="Tokens of a conversation, at most."),
+    model: str = typer.Option("", "--model", metavar="FOLDER", help="Its tokenizer counts. Default: characters / 4."),
+    addresses: list[str] = ADDRESSES,
+    local: bool = LOCAL,
+    key_file: str = KEY_FILE,
+    concurrency: int | None = CONCURRENCY,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Write conversations for `headway sft` from candidates that compile, are correct, or are faster.
+
+    Wrong answers before a right one for the same task become turns, with the evaluator's feedback between them. The
+    counts by reason go to OUT.counts.json as well.
+    """
+    import msgspec
+
+    from headway.kernels.jobs.sft_data import NEEDS, SftData, SftSettings
+    from headway.kernels.jobs.task_files import KernelTaskFile, require_new, write_rows
+    from headway.runtime.run_directory import write_whole
+    from headway.tokens.tokenizer import Tokenizer
+
+    if need not in NEEDS:
+        raise ConfigurationError(f"--need {need}: valid: {', '.join(NEEDS)}")
+    if shortest > longest:
+        raise ConfigurationError(f"--shortest {shortest}: valid: at most --longest, {longest}")
+    counts_file = out.with_suffix(".counts.json")
+    for file in (out, counts_file):
+        require_new(file, "--out")
+    settings = SftSettings(
+        need=need,
+        least_speedup=least_speedup,
+        seeds=seeds,
+        trials=trials,
+        shortest_tokens=shortest,
+        longest_tokens=longest,
+        turns=turns,
+        counted_by=model or "characters / 4",
+        timeout_s=timeout_s,
+    )
+    encode = Tokenizer.load(model).encode if model else None
+    data = SftData(
+        KernelTaskFile(tasks), settings, lambda text: len(encode(text)) if encode else math.ceil(len(text) / 4)
+    )
+
+    async def make() -> tuple[list[dict[str, Any]], SftCounts]:
+        async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
+            return await data.make(conversations, opened, concurrent=concurrent, on_judged=_progress())
+
+    rows, counts = asyncio.run(make())
+    write_whole(counts_file, msgspec.json.format(msgspec.json.encode(counts), indent=2) + b"\n")
+    by_turns = ", ".join(f"{count} of {turns} turn{'s' * (turns != '1')}" for turns, count in counts.turns.items())
+    typer.echo(f"{counts.written} of {counts.rows} rows written{': ' * bool(by_turns)}{by_turns}")
+    for reason, count in counts.left_out.items():
+        typer.echo(f"{count} left out: {reason}")
+    for task, why in data.missing:
+        typer.echo(f"{task} not evaluated: {why}", err=True)
+    if not rows:
+        raise HeadwayError(f"no conversation passed, so {out} isn't written; counts: {counts_file}")
+    write_rows(out, rows)
+    typer.echo(f"{out}, {counts_file}; tokens: {settings.counted_by}")
+
+
+@asynccontextmanager
+async def _opened_judge(
+    addresses: Sequence[str], key_file: str, concurrency: int | None, *, local: bool
+) -> AsyncIterator[tuple[SubmissionJudge, int]]:
+    """The services' client or this machine's evaluator, and how many evaluations run at once."""
+    if local == bool(addresses):
+        raise ConfigurationError("valid: either --addresses http://HOST:PORT, once or more, or --local")
+    if local:
+        from headway.services.serve_kernels import kernel_serving, make_evaluator
+
+        serving = kernel_serving("127.0.0.1", 0, "", "", concurrency, "", 1 << 20)
+        evaluator = make_evaluator(serving)
+        try:
+            await evaluator.start()
+            yield evaluator, serving.limits.concurrency
+        finally:
+            await evaluator.close()
+        return
+    from headway.config.router import RouterConfig
+    from headway.control.routing.breaker import Breaker
+    from headway.generator.endpoint.api_keys import read_keys
+    from headway.kernels.client import KernelClient
+    from headway.runtime.clock import RealClock
+
+    key = next(iter(read_keys(key_file, "--key-file")), "")
+    async with KernelClient(addresses, lambda: Breaker(RouterConfig()), RealClock(), key=key) as client:
+        yield client, concurrency or 8 * len(addresses)
+
+
+def _progress() -> OnJudged:
+    """Prints a line every two seconds, and at the end."""
+    printed_s = -math.inf
+
+    def show(done: int, total: int) -> None:
+        nonlocal printed_s
+        if done == total or time.monotonic() - printed_s >= 2.0:
+            printed_s = time.monotonic()
+            typer.echo(f"{done} of {total} evaluated", err=True)
+
+    return show

@@ -1,0 +1,171 @@
+"""`headway kernels eval`: answers read from a file, judged, scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.kernels.jobs.judging import OnJudged, SubmissionJudge, judge_all, require_some
+from headway.kernels.jobs.task_files import KernelTaskFile
+from headway.kernels.prompts import source_in
+from headway.kernels.scores import CandidateScores, JudgedTask, compiles, score_tasks, scores_by_level
+from headway.records.errors import ConfigurationError
+from headway.records.kernels import KernelEvaluation, KernelSubmission
+from headway.tasks.rows import read_objects, short
+
+_TEXTS = ("text", "response")  # of a model's answer; the second is that of a run's samples.jsonl
+
+
+class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of each evaluation."""
+
+    trials: int = 5
+    timed: bool = True
+    timed_trials: int = 100
+    seed: int = 42
+    timeout_s: float = 600.0
+
+
+class EvaluatedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task's line in the report."""
+
+    name: str
+    level: int
+    candidates: int  # evaluated
+    compiled: int
+    correct: int
+    best_speedup: float | None = None  # of the correct ones
+
+
+class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores of a model's answers; `row` is its line beside other models."""
+
+    model: str
+    tasks_file: str
+    answers_file: str
+    judge: JudgeSettings
+    scores: CandidateScores
+    levels: dict[str, CandidateScores]
+    tasks: list[EvaluatedTask]
+    missing: list[tuple[str, str]]  # task, why a candidate of it wasn't evaluated
+    surplus: int = 0  # answers beyond the number a task may have, left out
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The model's row of a leaderboard: each share as [value, low, high]."""
+        scores = self.scores
+        shares = {f"compiled_pass@{k}": share for k, share in scores.compiled.items()}
+        shares |= {f"correct_pass@{k}": share for k, share in scores.correct.items()}
+        shares |= {f"fast_{p}": share for p, share in scores.fast.items()}
+        counts = {"model": self.model, "tasks": scores.tasks, "candidates": scores.candidates}
+        whole = {"missing": scores.missing, "unanswered": scores.unanswered, "untimed": scores.untimed}
+        return counts | whole | {name: [share.value, *share.interval] for name, share in shares.items()}
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"row": self.row, **msgspec.to_builtins(self)}
+
+
+def read_answers(path: Path, book: KernelTaskFile, most: int | None) -> tuple[dict[str, list[str]], int]:
+    """Candidates' sources by the name of their task, at most ``most`` of each, and how many are left out for that. An
+    answer that holds no source is "". Raises ConfigurationError: a row of no task of the file, or without an answer."""
+    found: dict[str, list[str]] = {name: [] for name in book.tasks}
+    surplus = 0
+    for where, row in read_objects(path):
+        name = book.name_of(row, where)
+        if not name:
+            raise ConfigurationError(f"{where}: {_named(row)} is no task of {book.path}")
+        if most is not None and len(found[name]) == most:
+            surplus += 1
+        else:
+            found[name].append(answer_source(row, where))
+    if not any(found.values()):
+        raise ConfigurationError(f"{path}: no answers; valid: one JSON object a line")
+    return found, surplus
+
+
+def answer_source(row: Mapping[str, Any], where: str) -> str:
+    """The source that a row gives, or that its answer's text holds; "": there is none. Raises ConfigurationError."""
+    if isinstance(source := row.get("source"), str):
+        return source
+    if any(isinstance(row.get(key), str) for key in _TEXTS):
+        return source_in(answer_text(row))
+    raise ConfigurationError(f'{where}: it has {", ".join(sorted(row))}; needed: "source", or an answer\'s "text"')
+
+
+def answer_text(row: Mapping[str, Any]) -> str:
+    """The text of the answer in a row; "": it has none."""
+    return next((text for key in _TEXTS if isinstance(text := row.get(key), str)), "")
+
+
+async def evaluate_answers(
+    judge: SubmissionJudge,
+    book: KernelTaskFile,
+    answers: Mapping[str, Sequence[str]],
+    settings: JudgeSettings,
+    *,
+    concurrent: int,
+    on_judged: OnJudged = lambda done, total: None,
+) -> list[JudgedTask]:
+    """The tasks of the file with their answers' evaluations. Raises HeadwayError as `judge_all` does, and
+    where nothing could be evaluated."""
+    named = [(name, source) for name, sources in answers.items() for source in sources if source]
+    submissions = [submission_of(book, name, source, settings) for name, source in named]
+    results = await judge_all(judge, submissions, concurrent=concurrent, on_judged=on_judged)
+    require_some(results)
+    found: dict[str, list[KernelEvaluation]] = {
+        name: [KernelEvaluation(text="the answer holds no source")] * sources.count("")
+        for name, sources in answers.items()
+    }
+    for (name, _), evaluation in zip(named, results, strict=True):
+        found[name].append(evaluation)
+    return [
+        JudgedTask(name=name, level=task.kernel.level, evaluations=tuple(found[name]))
+        for name, task in book.tasks.items()
+    ]
+
+
+def submission_of(book: KernelTaskFile, name: str, source: str, settings: JudgeSettings) -> KernelSubmission:
+    """The submission of a candidate."""
+    return KernelSubmission(
+        task=book.tasks[name].kernel,
+        source=source,
+        correct_trials=settings.trials,
+        timed=settings.timed,
+        timed_trials=settings.timed_trials,
+        seed=settings.seed,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def kernel_report(
+    judged: Sequence[JudgedTask], ks: Sequence[int], settings: JudgeSettings, **named: Any
+) -> KernelReport:
+    """The report on judged tasks; ``named``: its names and files."""
+    return KernelReport(
+        judge=settings,
+        scores=score_tasks(judged, ks, timed=settings.timed),
+        levels=scores_by_level(judged, ks, timed=settings.timed),
+        tasks=[_line(task) for task in judged],
+        missing=[(task.name, one.infrastructure) for task in judged for one in task.evaluations if one.infrastructure],
+        **named,
+    )
+
+
+def _line(task: JudgedTask) -> EvaluatedTask:
+    valid = task.valid
+    return EvaluatedTask(
+        name=task.name,
+        level=task.level,
+        candidates=len(valid),
+        compiled=sum(map(compiles, valid)),
+        correct=sum(one.correct for one in valid),
+        best_speedup=max((one.speedup for one in valid if one.correct and one.speedup), default=None),
+    )
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return next((f"{key} = {short(row[key])}" for key in ("task", "task_id") if key in row), "its prompt's task")

@@ -1,0 +1,108 @@
+"""A report on kernels as Markdown: the leaderboard's row, levels, outcomes, speed-ups, what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from headway.kernels.jobs.evaluate import KernelReport
+from headway.kernels.scores import CandidateScores, Share
+
+_NAMED_MISSING = 10
+
+
+def markdown_report(report: KernelReport) -> str:
+    """The report's text."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def leaderboard(report: KernelReport) -> list[str]:
+    """Head and row of a leaderboard."""
+    return _table(["model"], [([report.model], report.scores)])
+
+
+def caveats(scores: CandidateScores) -> list[str]:
+    """Sentences on what the figures don't cover; []: they cover all."""
+    found = []
+    if scores.missing:
+        found.append(
+            f"{scores.missing} of {scores.missing + scores.candidates} candidates were not evaluated, by failures of "
+            "the infrastructure: no figure includes them."
+        )
+    if scores.unanswered:
+        found.append(f"{scores.unanswered} of {scores.tasks} tasks have no answer: no figure includes them.")
+    if scores.untimed and scores.fast:
+        found.append(
+            f"{scores.untimed} correct candidates have no speed-up, since timing was refused: fast_p counts them as no "
+            "faster."
+        )
+    for name, shares in (("compiles", scores.compiled), ("correct", scores.correct)):
+        for k, share in shares.items():
+            if share.tasks < scores.tasks:
+                found.append(f"pass@{k} ({name}) is over {share.tasks} of {scores.tasks} tasks: the others have fewer.")
+    return found
+
+
+def _lines(report: KernelReport) -> Iterator[str]:
+    scores, judge = report.scores, report.judge
+    yield f"# Kernels of {report.model}"
+    yield ""
+    yield f"{scores.candidates} candidates for {scores.tasks} tasks of {report.tasks_file}, from {report.answers_file}."
+    yield from caveats(scores)
+    if report.surplus:
+        yield f"{report.surplus} answers beyond -n are left out."
+    yield ""
+    yield from leaderboard(report)
+    yield ""
+    yield from _table(["level"], [([level], one) for level, one in report.levels.items()])
+    yield ""
+    yield (
+        "pass@k: unbiased, the mean over tasks. fast_p: the mean over tasks of the share of candidates that are "
+        "correct and more than p times as fast as the reference; with one candidate a task, KernelBench's. In "
+        f"brackets: 95 % intervals over tasks. {judge.trials} trials from seed {judge.seed}, "
+        + (f"{judge.timed_trials} timed calls at least." if judge.timed else "nothing timed.")
+    )
+    yield from ["", "| outcome | candidates | share |", "| --- | --- | --- |"]
+    for name, count in scores.outcomes.items():
+        yield f"| {name.replace('_', ' ')} | {count} | {count / scores.candidates:.3f} |"
+    if scores.speedups is not None:
+        found = scores.speedups
+        shown = ", ".join(f"{float(q):.0%}: {math.exp(value):.3g}" for q, value in found.quantiles.items())
+        mean = math.exp(found.mean)
+        yield ""
+        yield f"Speed-up of {found.count} correct candidates: geometric mean {mean:.3g}, quantiles {shown}."
+    if report.missing:
+        yield from ["", "Not evaluated:", ""]
+        yield from (f"- {name}: {why}" for name, why in report.missing[:_NAMED_MISSING])
+        if len(report.missing) > _NAMED_MISSING:
+            yield f"- and {len(report.missing) - _NAMED_MISSING} more, in the JSON report"
+
+
+def _table(first: Sequence[str], rows: Sequence[tuple[list[str], CandidateScores]]) -> list[str]:
+    every = rows[0][1]
+    heads = [*first, "tasks", "candidates"]
+    heads += [f"compiles, pass@{k}" for k in every.compiled] + [f"correct, pass@{k}" for k in every.correct]
+    heads += [f"fast_{p}" for p in every.fast]
+    lines = [_joined(heads), _joined(["---"] * len(heads))]
+    for names, scores in rows:
+        shares = [scores.compiled.get(k) for k in every.compiled] + [scores.correct.get(k) for k in every.correct]
+        shares += [scores.fast.get(p) for p in every.fast]
+        answered = scores.tasks - scores.unanswered
+        tasks = f"{answered} of {scores.tasks}" if scores.unanswered else str(answered)
+        lines.append(_joined([*names, tasks, _counted(scores), *map(_shown, shares)]))
+    return lines
+
+
+def _counted(scores: CandidateScores) -> str:
+    return f"{scores.candidates} ({scores.missing} missing)" if scores.missing else str(scores.candidates)
+
+
+def _shown(share: Share | None) -> str:
+    if share is None:
+        return "–"
+    low, high = share.interval
+    return f"{share.value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _joined(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,112 @@
+"""Kernel tasks as rows of Headway's task files: written with their prompts, split, read again and found by answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headway.config.sources import TaskSource
+from headway.kernels.prompts import kernel_prompt
+from headway.records.errors import ConfigurationError
+from headway.records.kernels import KernelTask
+from headway.runtime.run_directory import write_whole
+from headway.tasks.sources import read_tasks
+
+KERNEL = "kernel"  # key of a task's metadata
+
+
+def require_new(path: Path, option: str) -> None:
+    """Raise ConfigurationError unless a file can be written to ``path`` and none is there."""
+    if path.exists():
+        raise ConfigurationError(f"{option} = {path} exists; valid: a file that doesn't")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"{option} = {path}: there is no folder {path.parent}")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON objects, one a line, as a whole. Raises HeadwayError."""
+    write_whole(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def task_row(task: KernelTask) -> dict[str, Any]:
+    """A kernel task as a row of a task file."""
+    return {"prompt": kernel_prompt(task), "metadata": {KERNEL: msgspec.to_builtins(task)}}
+
+
+def distinct_tasks(tasks: Sequence[KernelTask]) -> list[KernelTask]:
+    """The tasks without those whose prompt an earlier one has."""
+    unique: dict[str, KernelTask] = {}
+    for task in tasks:
+        unique.setdefault(kernel_prompt(task), task)
+    return list(unique.values())
+
+
+def split_tasks(tasks: Sequence[KernelTask], share: float, seed: int) -> tuple[list[KernelTask], list[KernelTask]]:
+    """Split into (kept, held out): of each level the share, rounded, that a hash of seed and name draws. The order is
+    kept, and what is drawn doesn't depend on it."""
+    drawn: set[str] = set()
+    for level in {task.level for task in tasks}:
+        names = sorted((task.name for task in tasks if task.level == level), key=lambda name: _hash(seed, name))
+        drawn.update(names[: round(share * len(names))])
+    return [task for task in tasks if task.name not in drawn], [task for task in tasks if task.name in drawn]
+
+
+def _hash(seed: int, name: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:{name}".encode()).digest()
+
+
+class PromptedTask(NamedTuple):
+    """A kernel task, and the prompt that its file has for it."""
+
+    kernel: KernelTask
+    prompt: str
+
+
+class KernelTaskFile:
+    """The kernel tasks of a task file, found by name, task id or prompt.
+
+    Raises ConfigurationError: an unreadable file, a row that is no kernel task, two tasks of one name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tasks: dict[str, PromptedTask] = {}
+        self._names: dict[str, str] = {}  # by task id
+        for task in read_tasks(TaskSource(path=str(path))).tasks:
+            try:
+                kernel = msgspec.convert(task.metadata[KERNEL], KernelTask)
+            except KeyError:
+                raise ConfigurationError(
+                    f'{path}: a row without metadata.{KERNEL}: "{task.prompt[:40]}"; valid: a file that '
+                    "`headway kernels tasks` writes"
+                ) from None
+            except msgspec.ValidationError as error:
+                raise ConfigurationError(f"{path}: metadata.{KERNEL} is no kernel task: {error}") from None
+            if kernel.name in self.tasks:
+                raise ConfigurationError(f"{path}: two tasks are named {kernel.name!r}; valid: names that differ")
+            self.tasks[kernel.name] = PromptedTask(kernel, task.prompt)
+            self._names[task.task_id] = kernel.name
+
+    def name_of(self, row: Mapping[str, Any], where: str) -> str:
+        """Name of the task that a row belongs to, by its ``task`` (a name), ``task_id``, or the prompt in its
+        ``prompt`` or first user message, which a chat template may surround; "": a task that the file lacks. Raises
+        ConfigurationError for a row that says nothing of its task."""
+        if isinstance(name := row.get("task"), str):
+            return name if name in self.tasks else ""
+        if isinstance(task_id := row.get("task_id"), str):
+            return self._names.get(task_id, "")
+        asked = row.get("prompt")
+        if isinstance(messages := row.get("messages"), list):
+            said = (one for one in messages if isinstance(one, dict) and one.get("role") == "user")
+            asked = next(said, {}).get("content")
+        if not isinstance(asked, str):
+            raise ConfigurationError(
+                f'{where}: no task: it has {", ".join(sorted(row)) or "nothing"}; valid: "task" (its name), "task_id", '
+                'or the prompt in "prompt" or "messages"'
+            )
+        found = (name for name, task in self.tasks.items() if task.prompt in asked)
+        return next(found, "")

@@ -1,0 +1,162 @@
+"""Scores of a set of answers to kernel tasks: pass@k, fast_p, outcomes, speed-ups, each with its interval."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.control.estimates import pass_share
+from headway.control.summaries import quantile
+from headway.records.kernels import KernelEvaluation
+
+FASTER_THAN = (0.8, 1.0, 1.5, 2.0)  # p of fast_p
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_RESAMPLES, _SEED = 5_000, 0
+_Z = 1.959964  # 97.5 % quantile of the normal distribution
+
+
+class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task and the evaluations of its candidates, failures of the infrastructure included."""
+
+    name: str
+    level: int
+    evaluations: tuple[KernelEvaluation, ...] = ()
+
+    @property
+    def valid(self) -> list[KernelEvaluation]:
+        return [one for one in self.evaluations if not one.infrastructure]
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over tasks, with the 95 % interval over tasks."""
+
+    value: float
+    interval: tuple[float, float]
+    tasks: int  # that it is the mean over: those with enough evaluations
+
+
+class SpeedupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Natural logarithms of the speed-ups of correct candidates."""
+
+    count: int
+    mean: float  # exp of it: the geometric mean
+    quantiles: dict[str, float]  # QUANTILES
+    histogram: dict[str, int]  # value rounded down to tenths -> count
+
+
+class CandidateScores(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores of a set of tasks' candidates. Only evaluated ones count; ``missing`` and ``unanswered`` say what doesn't.
+
+    ``fast``: the mean over tasks of the share of a task's candidates that are correct and have a speed-up above p; with
+    one candidate a task it is KernelBench's fast_p. A correct one without a speed-up (``untimed``) counts as no faster.
+    """
+
+    tasks: int
+    candidates: int  # evaluated
+    missing: int  # not evaluated, by a failure of the infrastructure
+    unanswered: int  # tasks without any candidate
+    untimed: int  # correct, without a speed-up
+    compiled: dict[str, Share]  # by k: pass@k
+    correct: dict[str, Share]
+    fast: dict[str, Share]  # by p; {}: nothing was to be timed
+    outcomes: dict[str, int]  # correct, wrong, cheat, "not compiled" or the class of the fault -> candidates
+    speedups: SpeedupSummary | None  # None: none was measured
+
+
+def score_tasks(judged: Sequence[JudgedTask], ks: Sequence[int], *, timed: bool = True) -> CandidateScores:
+    """Score a set of tasks. A task with fewer than k evaluated candidates is left out of pass@k, and a k that none
+    reaches too: see `Share.tasks`. ``timed``: candidates were to be timed."""
+    valid = [task.valid for task in judged]
+    every = [one for ones in valid for one in ones]
+    logs = [math.log(one.speedup) for one in every if one.correct and one.speedup]
+    return CandidateScores(
+        tasks=len(judged),
+        candidates=len(every),
+        missing=sum(len(task.evaluations) for task in judged) - len(every),
+        unanswered=sum(not task.evaluations for task in judged),
+        untimed=sum(one.correct and one.speedup is None for one in every),
+        compiled=_pass_at(valid, ks, compiles),
+        correct=_pass_at(valid, ks, lambda one: one.correct),
+        fast={f"{p:g}": share for p in FASTER_THAN if (share := _fast(valid, p))} if timed else {},
+        outcomes=dict(Counter(map(outcome_of, every)).most_common()),
+        speedups=_summary(logs) if logs else None,
+    )
+
+
+def scores_by_level(
+    judged: Sequence[JudgedTask], ks: Sequence[int], *, timed: bool = True
+) -> dict[str, CandidateScores]:
+    """Scores of each level's tasks, the lowest level first."""
+    return {
+        str(level): score_tasks([task for task in judged if task.level == level], ks, timed=timed)
+        for level in sorted({task.level for task in judged})
+    }
+
+
+def compiles(evaluation: KernelEvaluation) -> bool:
+    """Whether a candidate compiles, and is no cheat."""
+    return evaluation.compiled and not evaluation.cheat
+
+
+def outcome_of(evaluation: KernelEvaluation) -> str:
+    """What became of an evaluated candidate, in a word: one of the keys of `CandidateScores.outcomes`."""
+    if evaluation.cheat:
+        return "cheat"
+    if evaluation.fault is not None:
+        return evaluation.fault
+    if not evaluation.compiled:
+        return "not compiled"
+    return "correct" if evaluation.correct else "wrong"
+
+
+def mean_over_tasks(values: Sequence[float]) -> Share | None:
+    """Mean of a value in 0..1 of each task; None: no task. The interval is the bootstrap's over tasks, with a fixed
+    seed. Where all values are 0, or all 1, which resampling can't vary, it is Wilson's."""
+    if not values:
+        return None
+    count, mean = len(values), math.fsum(values) / len(values)
+    if mean in (0.0, 1.0):
+        margin = _Z**2 / (count + _Z**2)
+        interval = (0.0, margin) if mean == 0.0 else (1.0 - margin, 1.0)
+    else:
+        means = _weights(count) @ np.asarray(values, dtype=np.float64)
+        low, high = np.quantile(means, (0.025, 0.975))
+        interval = (float(low), float(high))
+    return Share(value=mean, interval=interval, tasks=count)
+
+
+@cache
+def _weights(count: int) -> NDArray[np.float64]:
+    """Weight of each of ``count`` tasks in each resample: (resamples, count)."""
+    random = np.random.default_rng([_SEED, count])
+    return random.multinomial(count, np.full(count, 1.0 / count), size=_RESAMPLES) / count
+
+
+def _pass_at(
+    valid: Sequence[Sequence[KernelEvaluation]], ks: Sequence[int], passes: Callable[[KernelEvaluation], bool]
+) -> dict[str, Share]:
+    counts = [(sum(map(passes, ones)), len(ones)) for ones in valid]
+    shares = {str(k): mean_over_tasks([pass_share(c, n, k) for c, n in counts if n >= k]) for k in ks}
+    return {k: share for k, share in shares.items() if share is not None}
+
+
+def _fast(valid: Sequence[Sequence[KernelEvaluation]], p: float) -> Share | None:
+    return mean_over_tasks(
+        [sum(one.correct and (one.speedup or 0.0) > p for one in ones) / len(ones) for ones in valid if ones]
+    )
+
+
+def _summary(logs: Sequence[float]) -> SpeedupSummary:
+    tenths = Counter(math.floor(10 * value + 1e-9) for value in logs)
+    return SpeedupSummary(
+        count=len(logs),
+        mean=math.fsum(logs) / len(logs),
+        quantiles={f"{q:g}": quantile(logs, q) for q in QUANTILES},
+        histogram={f"{at / 10:.1f}": count for at, count in sorted(tenths.items())},
+    )
