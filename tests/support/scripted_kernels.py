@@ -11,7 +11,6 @@ from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask, KernelTiming
 
 
-
 def kernel_task(name: str, level: int = 1) -> KernelTask:
     body = f"SIZE = {sum(name.encode())}\nclass Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n"
     return KernelTask(name=name, source=f"# {name}\n{body}", level=level)

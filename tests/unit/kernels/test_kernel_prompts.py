@@ -36,7 +36,9 @@ def test_example_in_the_prompt_for_cpp_is_a_candidate_that_the_check_of_operator
 
 
 def test_prompt_gives_tolerances_by_dtype():
-    task = KernelTask(name="t", source="class Model: ...", tolerances={"float32": (1e-4, 1e-3), "float64": (1e-6, 1e-6)})
+    task = KernelTask(
+        name="t", source="class Model: ...", tolerances={"float32": (1e-4, 1e-3), "float64": (1e-6, 1e-6)}
+    )
     assert "Tolerances, absolute and relative: float32 0.0001 and 0.001, float64 1e-06." in kernel_prompt(task)
 
 
