@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headway.kernels.scores import JudgedTask
     from headway.records.kernels import KernelBackend, KernelTask
 
-TASKS = typer.Option(..., "--tasks", metavar="FILE", help="Task file that `kernels tasks` wrote.", show_default=False)
+TASKS = typer.Option(..., "--tasks", metavar="FILE", help="Task file that `kernels tasks` wrote.")
 ADDRESSES = typer.Option(
     [], "--addresses", metavar="URL", help="A kernel service, http://HOST:PORT; may be repeated.", show_default=False
 )
@@ -47,7 +47,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def tasks(
-    out: Path = typer.Argument(..., metavar="OUT.jsonl", help="File to write; must not exist.", show_default=False),
+    out: Path = typer.Argument(..., metavar="OUT.jsonl", help="File to write; must not exist."),
     kernelbench: Path | None = typer.Option(
         None, "--kernelbench", metavar="FOLDER", help="A checkout of KernelBench, scaled to fit a CPU."
     ),
@@ -92,47 +92,30 @@ def _read_kernel_tasks(
     import msgspec
 
     from headway.kernels.backends import BACKENDS
-    from headway.kernels.tasks import LEVELS, builtin_tasks, load_jsonl
+    from headway.kernels.tasks import LEVELS, ScaleLimits, builtin_tasks, load_jsonl, load_kernelbench
 
     if kernelbench is not None and jsonl is not None:
         raise ConfigurationError("--kernelbench and --jsonl: valid: one of them, or none for the built-in tasks")
     if full_size and kernelbench is None:
         raise ConfigurationError("--full-size: valid: with --kernelbench")
     known: dict[str, KernelBackend] = {one: one for one in BACKENDS}
-    chosen = known.get(backend or "cpp")
-    if chosen is None:
+    if (backend or "cpp") not in known:
         raise ConfigurationError(f"--backend {backend}: valid: {', '.join(BACKENDS)}")
-    if jsonl is not None:
-        found = load_jsonl(jsonl)
-        if backend:
-            found = [msgspec.structs.replace(task, backend=chosen) for task in found]
-        _require_levels(levels, sorted({task.level for task in found}))
-        return [task for task in found if not levels or task.level in levels]
-    _require_levels(levels, LEVELS)
-    wanted = sorted(set(levels)) or LEVELS
-    if kernelbench is None:
-        return builtin_tasks(chosen, wanted)
-    return _read_kernelbench(kernelbench, wanted, chosen, full_size=full_size)
-
-
-def _require_levels(levels: Sequence[int], valid: Sequence[int]) -> None:
+    chosen = known[backend or "cpp"]
+    if kernelbench is not None:
+        limits, wanted = None if full_size else ScaleLimits(), sorted(set(levels)) or LEVELS
+        found, unscaled = load_kernelbench(kernelbench, levels=wanted, limits=limits, backend=chosen)
+        for name, notes in unscaled.items():
+            typer.echo(f"{name} is kept, but doesn't fit a CPU: {'; '.join(notes)}", err=True)
+        return found
+    found = builtin_tasks(chosen) if jsonl is None else load_jsonl(jsonl)
+    if backend:
+        found = [msgspec.structs.replace(task, backend=chosen) for task in found]
+    there = sorted({task.level for task in found})
     for level in levels:
-        if level not in valid:
-            raise ConfigurationError(f"--level {level}: valid: {', '.join(map(str, valid))}")
-
-
-def _read_kernelbench(
-    folder: Path, levels: Sequence[int], backend: KernelBackend, *, full_size: bool
-) -> list[KernelTask]:
-    from headway.kernels.tasks import ScaleLimits, load_kernelbench
-
-    limits = None if full_size else ScaleLimits()
-    found, unscaled = load_kernelbench(folder, levels=levels, limits=limits, backend=backend)
-    for name, notes in unscaled.items():
-        typer.echo(f"{name} doesn't fit: {'; '.join(notes)}", err=True)
-    if unscaled:
-        typer.echo(f"{len(unscaled)} of {len(found)} tasks don't fit the limits of a CPU whole; they are kept")
-    return found
+        if level not in there:
+            raise ConfigurationError(f"--level {level}: valid: {', '.join(map(str, there))}")
+    return [task for task in found if not levels or task.level in levels]
 
 
 def evaluate(
@@ -142,9 +125,8 @@ def evaluate(
         "--answers",
         metavar="FILE",
         help="JSONL: a task's name or task_id (or its prompt) with a source, or an answer's text or response.",
-        show_default=False,
     ),
-    out: Path = typer.Option(..., "--out", metavar="NAME", help="Writes NAME.json and NAME.md.", show_default=False),
+    out: Path = typer.Option(..., "--out", metavar="NAME", help="Writes NAME.json and NAME.md."),
     model: str = typer.Option("model", "--model", metavar="NAME", help="Name in the report."),
     n: int | None = typer.Option(
         None, "-n", min=1, metavar="N", help="Answers of a task, the first ones. Default: all."
@@ -156,8 +138,6 @@ def evaluate(
     concurrency: int | None = CONCURRENCY,
     trials: int = TRIALS,
     untimed: bool = typer.Option(False, "--untimed", help="Correctness alone: no fast_p."),
-    timed_trials: int = typer.Option(100, "--timed-trials", min=1, metavar="N", help="Timed calls, at least."),
-    seed: int = typer.Option(42, metavar="N", help="Of the trials."),
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Score answers to kernel tasks: pass@k of compiling and of being correct, fast_p, by level, with intervals.
@@ -180,24 +160,16 @@ def evaluate(
     for one in k:
         if one > most:
             raise ConfigurationError(f"-k {one}: no task has more than {most} answers; valid: 1 to {most}")
-    settings = JudgeSettings(
-        trials=trials, timed=not untimed, timed_trials=timed_trials, seed=seed, timeout_s=timeout_s
-    )
+    settings = JudgeSettings(correct_trials=trials, timed=not untimed, timeout_s=timeout_s)
 
     async def judge() -> list[JudgedTask]:
         async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
-            return await evaluate_answers(opened, book, sources, settings, concurrent=concurrent, on_judged=_progress())
+            how = {"concurrent": concurrent, "on_judged": _progress()}
+            return await evaluate_answers(opened, book, sources, settings, **how)
 
-    report = kernel_report(
-        asyncio.run(judge()),
-        sorted(set(k)),
-        settings,
-        model=model,
-        tasks_file=str(tasks),
-        answers_file=str(answers),
-        surplus=surplus,
-    )
-    write_whole(files[0], msgspec.json.format(msgspec.json.encode(report.as_json), indent=2) + b"\n")
+    report = kernel_report(asyncio.run(judge()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
+    whole = msgspec.json.encode({"row": report.row, **msgspec.to_builtins(report)})
+    write_whole(files[0], msgspec.json.format(whole, indent=2) + b"\n")
     write_whole(files[1], markdown_report(report).encode())
     for line in [*leaderboard(report), *caveats(report.scores), f"{files[0]}, {files[1]}"]:
         typer.echo(line)
@@ -209,10 +181,9 @@ def sft_data(
         "--conversations",
         metavar="FILE",
         help='JSONL: a task with a source or text; or "messages" of several turns.',
-        show_default=False,
     ),
     tasks: Path = TASKS,
-    out: Path = typer.Option(..., "--out", metavar="FILE", help="File for sft.data to write.", show_default=False),
+    out: Path = typer.Option(..., "--out", metavar="FILE", help="File for sft.data to write."),
     need: str = typer.Option(
         "correct", metavar="WHAT", help="What the last answer must be: compiled, correct, faster."
     ),
@@ -290,13 +261,14 @@ async def _opened_judge(
     if local == bool(addresses):
         raise ConfigurationError("valid: either --addresses http://HOST:PORT, once or more, or --local")
     if local:
-        from headway.services.serve_kernels import kernel_serving, make_evaluator
+        from headway.services.serve_kernels import KernelServing, make_evaluator
 
-        serving = kernel_serving("127.0.0.1", 0, "", "", concurrency, "", 1 << 20)
-        evaluator = make_evaluator(serving)
+        serving = KernelServing(concurrency=concurrency)
+        limits = serving.limits()
+        evaluator = make_evaluator(serving, limits)
         try:
             await evaluator.start()
-            yield evaluator, serving.limits.concurrency
+            yield evaluator, limits.concurrency
         finally:
             await evaluator.close()
         return

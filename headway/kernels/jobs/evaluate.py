@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from headway.kernels.jobs.judging import OnJudged, SubmissionJudge, judge_all, require_some
+from headway.kernels.jobs.judging import SubmissionJudge, judge_all, require_some
 from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import source_in
-from headway.kernels.scores import CandidateScores, JudgedTask, compiles, score_tasks, scores_by_level
+from headway.kernels.scores import CandidateScores, JudgedTask, outcome_of, score_tasks, scores_by_level
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
 from headway.tasks.rows import read_objects, short
@@ -20,24 +20,12 @@ _TEXTS = ("text", "response")  # of a model's answer; the second is that of a ru
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of each evaluation."""
+    """Settings of each evaluation: fields of KernelSubmission."""
 
-    trials: int = 5
+    correct_trials: int = 5
     timed: bool = True
-    timed_trials: int = 100
     seed: int = 42
     timeout_s: float = 600.0
-
-
-class EvaluatedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task's line in the report."""
-
-    name: str
-    level: int
-    candidates: int  # evaluated
-    compiled: int
-    correct: int
-    best_speedup: float | None = None  # of the correct ones
 
 
 class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +37,9 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
     judge: JudgeSettings
     scores: CandidateScores
     levels: dict[str, CandidateScores]
-    tasks: list[EvaluatedTask]
+    tasks: dict[str, list[str]]  # the outcome of each candidate; "": not evaluated
     missing: list[tuple[str, str]]  # task, why a candidate of it wasn't evaluated
-    surplus: int = 0  # answers beyond the number a task may have, left out
+    surplus: int  # answers beyond the number a task may have, left out
 
     @property
     def row(self) -> dict[str, Any]:
@@ -63,10 +51,6 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
         counts = {"model": self.model, "tasks": scores.tasks, "candidates": scores.candidates}
         whole = {"missing": scores.missing, "unanswered": scores.unanswered, "untimed": scores.untimed}
         return counts | whole | {name: [share.value, *share.interval] for name, share in shares.items()}
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return {"row": self.row, **msgspec.to_builtins(self)}
 
 
 def read_answers(path: Path, book: KernelTaskFile, most: int | None) -> tuple[dict[str, list[str]], int]:
@@ -106,15 +90,13 @@ async def evaluate_answers(
     book: KernelTaskFile,
     answers: Mapping[str, Sequence[str]],
     settings: JudgeSettings,
-    *,
-    concurrent: int,
-    on_judged: OnJudged = lambda done, total: None,
+    **how: Any,
 ) -> list[JudgedTask]:
-    """The tasks of the file with their answers' evaluations. Raises HeadwayError as `judge_all` does, and
-    where nothing could be evaluated."""
+    """The tasks of the file with their answers' evaluations. ``how``: `judge_all`'s options. Raises HeadwayError as it
+    does, and where nothing could be evaluated."""
     named = [(name, source) for name, sources in answers.items() for source in sources if source]
     submissions = [submission_of(book, name, source, settings) for name, source in named]
-    results = await judge_all(judge, submissions, concurrent=concurrent, on_judged=on_judged)
+    results = await judge_all(judge, submissions, **how)
     require_some(results)
     found: dict[str, list[KernelEvaluation]] = {
         name: [KernelEvaluation(text="the answer holds no source")] * sources.count("")
@@ -130,40 +112,30 @@ async def evaluate_answers(
 
 def submission_of(book: KernelTaskFile, name: str, source: str, settings: JudgeSettings) -> KernelSubmission:
     """The submission of a candidate."""
-    return KernelSubmission(
-        task=book.tasks[name].kernel,
-        source=source,
-        correct_trials=settings.trials,
-        timed=settings.timed,
-        timed_trials=settings.timed_trials,
-        seed=settings.seed,
-        timeout_s=settings.timeout_s,
-    )
+    return KernelSubmission(task=book.tasks[name].kernel, source=source, **msgspec.structs.asdict(settings))
 
 
 def kernel_report(
-    judged: Sequence[JudgedTask], ks: Sequence[int], settings: JudgeSettings, **named: Any
+    judged: Sequence[JudgedTask],
+    ks: Sequence[int],
+    settings: JudgeSettings,
+    model: str,
+    files: tuple[str, str],
+    surplus: int,
 ) -> KernelReport:
-    """The report on judged tasks; ``named``: its names and files."""
+    """The report on judged tasks of a file, and answers of another."""
     return KernelReport(
         judge=settings,
         scores=score_tasks(judged, ks, timed=settings.timed),
         levels=scores_by_level(judged, ks, timed=settings.timed),
-        tasks=[_line(task) for task in judged],
+        tasks={
+            task.name: ["" if one.infrastructure else outcome_of(one) for one in task.evaluations] for task in judged
+        },
         missing=[(task.name, one.infrastructure) for task in judged for one in task.evaluations if one.infrastructure],
-        **named,
-    )
-
-
-def _line(task: JudgedTask) -> EvaluatedTask:
-    valid = task.valid
-    return EvaluatedTask(
-        name=task.name,
-        level=task.level,
-        candidates=len(valid),
-        compiled=sum(map(compiles, valid)),
-        correct=sum(one.correct for one in valid),
-        best_speedup=max((one.speedup for one in valid if one.correct and one.speedup), default=None),
+        model=model,
+        tasks_file=files[0],
+        answers_file=files[1],
+        surplus=surplus,
     )
 
 

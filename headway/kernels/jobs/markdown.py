@@ -36,10 +36,9 @@ def caveats(scores: CandidateScores) -> list[str]:
             f"{scores.untimed} correct candidates have no speed-up, since timing was refused: fast_p counts them as no "
             "faster."
         )
-    for name, shares in (("compiles", scores.compiled), ("correct", scores.correct)):
-        for k, share in shares.items():
-            if share.tasks < scores.tasks:
-                found.append(f"pass@{k} ({name}) is over {share.tasks} of {scores.tasks} tasks: the others have fewer.")
+    for k, share in scores.correct.items():
+        if share.tasks < scores.tasks:
+            found.append(f"pass@{k} is over {share.tasks} of {scores.tasks} tasks: the others have fewer evaluations.")
     return found
 
 
@@ -59,8 +58,8 @@ def _lines(report: KernelReport) -> Iterator[str]:
     yield (
         "pass@k: unbiased, the mean over tasks. fast_p: the mean over tasks of the share of candidates that are "
         "correct and more than p times as fast as the reference; with one candidate a task, KernelBench's. In "
-        f"brackets: 95 % intervals over tasks. {judge.trials} trials from seed {judge.seed}, "
-        + (f"{judge.timed_trials} timed calls at least." if judge.timed else "nothing timed.")
+        f"brackets: 95 % intervals over tasks. {judge.correct_trials} trials"
+        f" from seed {judge.seed}{'' if judge.timed else ', nothing timed'}."
     )
     yield from ["", "| outcome | candidates | share |", "| --- | --- | --- |"]
     for name, count in scores.outcomes.items():
@@ -87,14 +86,10 @@ def _table(first: Sequence[str], rows: Sequence[tuple[list[str], CandidateScores
     for names, scores in rows:
         shares = [scores.compiled.get(k) for k in every.compiled] + [scores.correct.get(k) for k in every.correct]
         shares += [scores.fast.get(p) for p in every.fast]
-        answered = scores.tasks - scores.unanswered
-        tasks = f"{answered} of {scores.tasks}" if scores.unanswered else str(answered)
-        lines.append(_joined([*names, tasks, _counted(scores), *map(_shown, shares)]))
+        tasks = f"{scores.tasks - scores.unanswered} of " * bool(scores.unanswered) + str(scores.tasks)
+        candidates = f"{scores.candidates}" + f" ({scores.missing} missing)" * bool(scores.missing)
+        lines.append(_joined([*names, tasks, candidates, *map(_shown, shares)]))
     return lines
-
-
-def _counted(scores: CandidateScores) -> str:
-    return f"{scores.candidates} ({scores.missing} missing)" if scores.missing else str(scores.candidates)
 
 
 def _shown(share: Share | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.kernels.jobs.evaluate import JudgeSettings, answer_source, answer_text, submission_of
-from headway.kernels.jobs.judging import OnJudged, SubmissionJudge, judge_all, require_some
+from headway.kernels.jobs.judging import SubmissionJudge, judge_all, require_some
 from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import feedback, source_in
 from headway.records.errors import ConfigurationError
@@ -96,16 +96,9 @@ class SftData:
         self._written: set[tuple[str, str]] = set()
         self._used: set[tuple[str, str]] = set()  # as wrong answers
 
-    async def make(
-        self,
-        path: Path,
-        judge: SubmissionJudge,
-        *,
-        concurrent: int,
-        on_judged: OnJudged = lambda done, total: None,
-    ) -> tuple[list[dict[str, Any]], SftCounts]:
-        """Conversations as rows of `headway sft`, in the file's order, and the counts. Raises ConfigurationError for a
-        malformed file, HeadwayError where nothing can be evaluated."""
+    async def make(self, path: Path, judge: SubmissionJudge, **how: Any) -> tuple[list[dict[str, Any]], SftCounts]:
+        """Conversations as rows of `headway sft`, in the file's order, and the counts; ``how``: `judge_all`'s options.
+        Raises ConfigurationError for a malformed file, HeadwayError where nothing can be evaluated."""
         rows = [self._read(row, where) for where, row in read_objects(path)]
         if not rows:
             raise ConfigurationError(f"{path}: no rows; valid: one JSON object a line")
@@ -114,7 +107,7 @@ class SftData:
         for number in range(self._settings.seeds):
             settings = self._judge_settings(number)
             submissions = [submission_of(self._book, one[0], sources[one], settings) for one in left]
-            results = await judge_all(judge, submissions, concurrent=concurrent, on_judged=on_judged)
+            results = await judge_all(judge, submissions, **how)
             if number == 0:
                 require_some(results)
             reasons = [self._reason(one, timed=settings.timed) for one in results]
@@ -135,7 +128,7 @@ class SftData:
     def _judge_settings(self, number: int) -> JudgeSettings:
         timed = self._settings.need == "faster" and number == 0
         trials, timeout_s = self._settings.trials, self._settings.timeout_s
-        return JudgeSettings(trials=trials, timed=timed, seed=42 + number, timeout_s=timeout_s)
+        return JudgeSettings(correct_trials=trials, timed=timed, seed=42 + number, timeout_s=timeout_s)
 
     def _reason(self, found: KernelEvaluation, *, timed: bool) -> str | None:
         if found.infrastructure:
