@@ -58,7 +58,7 @@ _QUOTED_CHARACTERS = 1500
 
 
 def kernel_prompt(task: KernelTask) -> str:
-    """What a model is asked: the reference, the class to write, the back end's rules with an example."""
+    """The prompt of a task: the reference, the class to write, the back end's rules with an example."""
     tolerances = ", ".join(
         f"{dtype} {absolute:g}" + ("" if absolute == relative else f" and {relative:g}")
         for dtype, (absolute, relative) in task.tolerances.items()
@@ -85,7 +85,7 @@ def source_in(text: str) -> str:
 
 
 def feedback(evaluation: KernelEvaluation) -> str:
-    """What a model is told of its answer's evaluation before its next turn. Raises ValueError for a failure of the
+    """The reply to a model's answer, by its evaluation, before its next turn. Raises ValueError for a failure of the
     evaluator's own."""
     if evaluation.infrastructure:
         raise ValueError(f"the evaluation failed, so it says nothing: {evaluation.infrastructure}")

@@ -105,7 +105,7 @@ def compiles(evaluation: KernelEvaluation) -> bool:
 
 
 def outcome_of(evaluation: KernelEvaluation) -> str:
-    """What became of an evaluated candidate, in a word: one of the keys of `CandidateScores.outcomes`."""
+    """The outcome of an evaluated candidate: one of the keys of `CandidateScores.outcomes`."""
     if evaluation.cheat:
         return "cheat"
     if evaluation.fault is not None:
