@@ -41,7 +41,7 @@ class PassAt(msgspec.Struct, frozen=True, kw_only=True):
 class KernelScores(msgspec.Struct, frozen=True, kw_only=True):
     """Scores of the kernels that a step's groups have written: of each answer that was judged."""
 
-    evaluations: int
+    evaluations: int = 0
     repeated: int = 0  # answered from an equal source's evaluation
     rewards: dict[str, int] = {}  # raw, rounded down to tenths -> count
     faults: dict[str, int] = {}  # class, "wrong" (outputs), "cheat" -> count
@@ -224,7 +224,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     router: RouterStatistics = RouterStatistics()  # its counters: since the step before
     nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
     sandboxes: SandboxStatistics = SandboxStatistics()  # counters and histograms: since the step before
-    kernels: KernelScores | None = None  # over the groups that finished since the last step; None: no kernels
+    kernels: KernelScores = KernelScores()  # over the groups that finished since the last step
     flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 

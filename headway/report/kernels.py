@@ -20,7 +20,7 @@ BOUND = 0.5  # share of the evaluators' time that answers wait for a device: mor
 
 def kernel_sentences(steps: Sequence[StepRecord]) -> list[str]:
     """Summarise the kernels of all steps in sentences; [] where no step has any."""
-    found = [step.kernels for step in steps if step.kernels is not None]
+    found = [step.kernels for step in steps if step.kernels.evaluations]
     if not found:
         return []
     count, repeated = sum(one.evaluations for one in found), sum(one.repeated for one in found)
@@ -40,7 +40,7 @@ def kernel_sentences(steps: Sequence[StepRecord]) -> list[str]:
 
 
 def _scored(of: Callable[[KernelScores], float]) -> Column:
-    return lambda step: math.nan if step.kernels is None else of(step.kernels)
+    return lambda step: of(step.kernels) if step.kernels.evaluations else math.nan
 
 
 def _best(shares: Mapping[str, PassAt]) -> float:
@@ -56,12 +56,11 @@ def _spread(pick: Callable[[KernelScores], Mapping[str, int]]) -> Callable[[Axes
     """Draw a histogram at each version: darker cells have more of its answers."""
 
     def draw(axes: Axes, evidence: PlotData) -> bool:
-        steps = [step for step in evidence.series.steps if step.kernels is not None and pick(step.kernels)]
+        steps = [step for step in evidence.series.steps if pick(step.kernels)]
         if not steps:
             return False
         points = Counter[tuple[int, float]]()
         for step in steps:
-            assert step.kernels is not None
             counts = pick(step.kernels)
             for value, count in counts.items():
                 points[step.version, float(value)] += count / sum(counts.values())

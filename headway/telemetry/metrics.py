@@ -173,7 +173,7 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield from _of_curriculum(line.curriculum)
         if line.pruning:
             yield from _pruning(line)
-        if line.kernels is not None:
+        if line.kernels.evaluations:
             yield from _of_kernels(line.kernels)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value

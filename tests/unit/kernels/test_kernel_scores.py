@@ -11,7 +11,7 @@ import pytest
 
 from headway.orchestrator.source_scores import kernel_scores
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
-from headway.records.ledger import StepRecord
+from headway.records.ledger import KernelScores, StepRecord
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.report.kernels import KERNEL_PLOTS, kernel_sentences
@@ -50,7 +50,6 @@ GROUPS = [group([FAULTY, WRONG], [WRONG, FASTER], [RIGHT]), group([FAULTY], [FAU
 
 def test_counts_are_those_of_the_answers():
     scores = kernel_scores(GROUPS)
-    assert scores is not None
     assert (scores.evaluations, scores.repeated) == (10, 1)
     assert scores.faults == {"syntax_error": 5, "wrong": 3}
     assert scores.rewards == {"0.0": 5, "0.1": 3, "0.3": 1, "0.8": 1}
@@ -60,7 +59,6 @@ def test_counts_are_those_of_the_answers():
 
 def test_pass_at_is_the_share_of_subsets_with_one():
     scores = kernel_scores(GROUPS, ks=(1, 2, 3))
-    assert scores is not None
     for found, groups in ((scores.compiled_at, [[1, 1, 1], [0, 1, 0]]), (scores.correct_at, [[0, 1, 1], [0, 0, 0]])):
         for k in (1, 2, 3):
             subsets = [[any(chosen) for chosen in itertools.combinations(members, k)] for members in groups]
@@ -72,7 +70,7 @@ def test_other_verdicts_are_no_kernels():
     task = Task(task_id="t", prompt="p")
     one = Group(index=0, task=task, prompt_ids=(1,), size=2, admitted_version=0, admitted_s=0.0)
     for verdict in ({}, {KERNEL_ANSWERS: "four"}, {KERNEL_ANSWERS: [{"reward": "much"}]}):
-        assert kernel_scores([FinishedGroup(group=one, rollouts=(verified(verdict), verified(verdict, 1)))]) is None
+        assert kernel_scores([FinishedGroup(group=one, rollouts=(verified(verdict), verified(verdict, 1)))]) == KernelScores()
 
 
 def test_metrics_and_report_show_them():
