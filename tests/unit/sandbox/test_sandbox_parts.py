@@ -146,7 +146,7 @@ print(*sorted(name for name in sys.modules if name.split(".")[0] not in sys.stdl
 """
     root = str(Path(__file__).parents[3])
     said = subprocess.run([sys.executable, "-I", "-S", "-c", script, root], capture_output=True, text=True, check=True)
-    guest = {f"guest.{n}" for n in ("commands", "files", "init", "isolation", "snapshots", "wire", "zygote")}
+    guest = {f"guest.{n}" for n in ("commands", "files", "init", "isolation", "preload", "snapshots", "wire", "zygote")}
     linux = {f"linux.{n}" for n in ("cgroups", "kernel", "seccomp", "system_calls")}
     inside = {f"headway.sandbox.{name}" for name in guest | linux | {"guest", "linux"}}
     expected = {"headway", "headway.sandbox", *inside}
