@@ -259,7 +259,8 @@ async def wire(
         samples.append(json.dumps(line, ensure_ascii=False).encode())
         observers.sample(line)
 
-    host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, worker_event, directory))
+    opened = open_multi_turn_host(experiment, launcher, clock, worker_event, directory, waits)
+    host = await stack.enter_async_context(opened)
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs, bring_to=machines.bring_to

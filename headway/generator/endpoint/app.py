@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 
@@ -78,10 +78,12 @@ class App:
         adapters: Collection[str] = (),
         now_s: Callable[[], float] = time.time,
         metrics: Callable[[Counted], bytes] | None = None,
+        further: Mapping[str, Callable[[HttpExchange], Awaitable[None]]] = {},
     ) -> None:
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
-        ``metrics``: renders `/metrics`; None: no such route."""
+        ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
+        each checks its own keys."""
         self._access = access
         self._chat = chat
         self._settings = settings
@@ -91,6 +93,7 @@ class App:
         self._texts = TokenTexts(chat.tokenizer)
         self._now_s = now_s
         self._metrics = metrics
+        self._further = further
         self._responses: Counted = Counter()
         self._numbers = itertools.count(1)
         self._decoder = msgspec.json.Decoder()
@@ -139,6 +142,8 @@ class App:
         elif path.startswith(_ROLLOUTS) and path.endswith(_REWARD):
             _require(exchange, "POST")
             await self._reward(exchange, path[len(_ROLLOUTS) : -len(_REWARD)])
+        elif path in self._further:
+            await self._further[path](exchange)
         else:
             raise HttpError(404, f"unknown request URL: {method} {path}", code="unknown_url")
 
