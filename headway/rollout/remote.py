@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -228,10 +228,10 @@ class RemoteAttempt(ConversationAttempt):
 
     def open(self) -> None:
         """Open the conversation: a worker has leased the attempt."""
+        self._leased.set()  # first: from here on the lease expires, even if it can't be committed
         if self._rollouts.keep is not None:
             self._rollouts.keep(self._partial())
         self._opened.append(self._rollouts.host.conversations.open(self.name, self.sampled))
-        self._leased.set()
 
     def close(self) -> None:
         """Seal the conversation of an attempt that was stopped before it ran."""
@@ -313,8 +313,3 @@ def parse_uid(uid: str) -> tuple[LeaseKey, int]:
 def uid_of(key: LeaseKey, attempt: int) -> str:
     """One name of an attempt: GROUP-MEMBER.ATTEMPT."""
     return f"{key[0]}-{key[1]}.{attempt}"
-
-
-def named(raw: Mapping[str, Any]) -> tuple[LeaseKey, int]:
-    """(key, attempt) of a call's fields."""
-    return (str(raw["group"]), raw["member"]), raw["attempt"]
