@@ -401,7 +401,7 @@ RESUMABLE_KEYS = {
     "kv_capacity_tokens queue_ahead_groups update_mode",
     "router": "*",
     "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
-    "buffer": "service.*",
+    "buffer": "*.*",
     "hooks": "group_meta logging",
     "weights": "steps_per_publish",
     "pruning": "* *.* *.parameters.*",

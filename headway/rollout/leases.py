@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 LeaseState = Literal["offered", "leased", "finished", "over"]
 LeaseCode = Literal["lease_unknown", "lease_ended", "finished_otherwise", "session_not_recorded", "attempt_failed"]
@@ -36,7 +36,7 @@ class _Entry:
     order: tuple[int, int]
     until_s: float = 0.0  # leased, without an open model call: it expires then
     calls: int = 0  # model calls that are open: a sign of life for as long
-    said: Any = None  # what finished it
+    said: str = ""  # what finished it
     endings: dict[int, str] = field(default_factory=dict[int, str])  # attempt -> what happened to it
 
 
@@ -54,7 +54,7 @@ class LeaseBook:
 
         book.offer(("3", 0), order=(3, 0))   # attempt 1
         lease = book.lease(now_s=10.0)       # until 70.0 with lease_s=60
-        book.finish(lease.key, 1, {"reward": 1.0})
+        book.finish(lease.key, 1, "reward = 1.0")
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -84,7 +84,7 @@ class LeaseBook:
         elif entry.state in ("offered", "leased"):
             raise ValueError(f"{key} is {entry.state}")
         entry.attempt = max(entry.attempt, after) + 1
-        entry.state, entry.order, entry.said = "offered", order, None
+        entry.state, entry.order, entry.said = "offered", order, ""
         self._ended.pop(key, None)
         self._offers[key] = order
         return entry.attempt
@@ -119,7 +119,7 @@ class LeaseBook:
         entry = self._entries[key]
         return None if entry.calls else max(0.0, entry.until_s - now_s)
 
-    def require(self, key: LeaseKey, attempt: int, said: Any) -> bool:
+    def require(self, key: LeaseKey, attempt: int, said: str) -> bool:
         """Return whether ``said`` may finish the attempt: False where just that has finished it before. Raises
         LeaseRefused."""
         entry = self._entries.get(key)
@@ -131,13 +131,13 @@ class LeaseBook:
         self._held(key, attempt)
         return True
 
-    def finish(self, key: LeaseKey, attempt: int, said: Any) -> None:
+    def finish(self, key: LeaseKey, attempt: int, said: str) -> None:
         """Finish a leased attempt. Raises LeaseRefused."""
         entry = self._held(key, attempt)
         self._end(key, entry, "finished", "finished", "finished")
         entry.said = said
 
-    def restore(self, key: LeaseKey, attempt: int, said: Any) -> None:
+    def restore(self, key: LeaseKey, attempt: int, said: str) -> None:
         """Note an attempt that was finished in a former process."""
         entry = _Entry(state="finished", attempt=attempt, order=(0, 0), said=said)
         self._entries[key] = entry

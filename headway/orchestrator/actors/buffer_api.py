@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import groupby
@@ -10,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
-from headway.buffer.view import read_buffer_counts, read_group_state, read_waiting
+from headway.buffer.view import read_group_state, read_rollout_counts, read_waiting
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.exchange import HttpExchange
@@ -25,12 +23,13 @@ from headway.records.errors import ConfigurationError
 from headway.records.rollout import FinishedGroup, Rollout
 from headway.rollout.leases import LeaseBook, LeaseKey, LeaseRefused
 from headway.rollout.makers.agent import shown_task
-from headway.rollout.remote import Finish, RemoteHost, parse_uid, uid_of
+from headway.rollout.makers.remote import Finish, RemoteHost
 from headway.runtime.line_file import LineFile
 from headway.tasks.rows import require_messages
 
 Route = Callable[[HttpExchange], Awaitable[None]]
 _BODY_BYTES = 4 << 20  # of a request
+_FINISH_BYTES = 1 << 18  # of what a worker says of a member: it is kept until the trainer has the group
 _MOST_GROUPS = 64  # shown at once
 _LONGEST_WAIT_S = 60.0  # for a member to lease
 _STATUSES = {"lease_unknown": 404, "session_not_recorded": 400}  # others: 409
@@ -105,7 +104,7 @@ class BufferApi:
         address = exchange.header("host")  # by which this worker has reached the run
         base = f"http://{address}" if address else self._host.conversations.address
         return {
-            "uid": uid_of(attempt.key, number),
+            "uid": _uid(attempt.key, number),
             "instance_id": group,
             "group": group,
             "member": member,
@@ -126,14 +125,14 @@ class BufferApi:
         key, number = _named(values)
         said = _finish(values["reward"], values["solved"], values["metadata"], values["extra"])
         first = await self._about(key, lambda: self._desk.finish(key, number, said))
-        return {"uid": uid_of(key, number), "finished": True, "repeated": not first}
+        return {"uid": _uid(key, number), "finished": True, "repeated": not first}
 
     async def _fail(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
         values = fields.read(body, _FAIL)
         key, number = _named(values)
-        cause, infrastructure = str(values["cause"] or "no cause given"), values["infrastructure"]
+        cause, infrastructure = str(values["cause"] or "no cause given")[:300], values["infrastructure"]
         await self._about(key, lambda: self._desk.fail(key, number, cause, infrastructure=infrastructure))
-        return {"uid": uid_of(key, number), "failed": True}
+        return {"uid": _uid(key, number), "failed": True}
 
     async def _about(self, key: LeaseKey, call: Callable[[], Any]) -> Any:
         """Return what a call about a lease returns. A lease that is unknown here may be a former process's: the books
@@ -142,9 +141,9 @@ class BufferApi:
             return call()
         except LeaseRefused as refused:
             state = ""
-            if refused.code == "lease_unknown" and self._books is not None and key[0].isdecimal():
+            if refused.code == "lease_unknown" and self._books is not None and re.fullmatch("[0-9]{1,18}", key[0]):
                 state = await asyncio.to_thread(read_group_state, self._books, int(key[0]))
-            if state and state != "open":
+            if state not in ("", "open"):
                 raise HttpError(409, f"group {key[0]} is over: {state}", code="lease_ended") from None
             raise HttpError(_STATUSES.get(refused.code, 409), str(refused), code=refused.code) from None
 
@@ -153,10 +152,10 @@ class BufferApi:
     async def _write(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
         values = fields.read(body, _WRITE)
         if values["uid"]:
-            try:
-                key, number = parse_uid(str(values["uid"]))
-            except ValueError:
-                raise RequestRefused("uid: valid is the uid of a lease", param="uid") from None
+            uid = re.fullmatch(r"(.{1,256})-(\d{1,9})\.(\d{1,9})", str(values["uid"]))
+            if uid is None:
+                raise RequestRefused("uid: valid is the uid of a lease", param="uid")
+            key, number = (uid[1], int(uid[2])), int(uid[3])
             said = _finish(values["reward"], None, {}, values["extra_info"])
             await self._about(key, lambda: self._desk.finish(key, number, said))
             message = "the member is finished; its tokens are those recorded"
@@ -202,16 +201,10 @@ class BufferApi:
         return {"success": bool(items), "message": message, "data": {"data": items, "meta_info": meta}}
 
     async def _stats(self) -> Any:
-        counts = None if self._books is None else await asyncio.to_thread(read_buffer_counts, self._books)
+        counts = (0, 0, 0) if self._books is None else await asyncio.to_thread(read_rollout_counts, self._books)
+        shown: dict[str, Any] = dict(zip(("current_size", "total_written", "total_read"), counts, strict=True))
         book = self._desk.book
-        shown = {
-            "current_size": counts.waiting if counts else 0,
-            "total_written": counts.finished if counts else 0,
-            "total_read": counts.trained if counts else 0,
-            "offered": book.offered,
-            "leased": book.leased,
-            "leases": dict(book.counts),
-        }
+        shown |= {"offered": book.offered, "leased": book.leased, "leases": dict(book.counts)}
         return {"success": True, "message": "", "data": shown}
 
     async def _start(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
@@ -253,9 +246,14 @@ class BufferApi:
             raise HttpError(405, what, code="method_not_allowed", headers=headers)
 
 
+def _uid(key: LeaseKey, attempt: int) -> str:
+    """One name of an attempt."""
+    return f"{key[0]}-{key[1]}.{attempt}"
+
+
 def _named(values: Mapping[str, Any]) -> tuple[LeaseKey, int]:
     group = values["group"]
-    if isinstance(group, bool) or not isinstance(group, str | int):
+    if isinstance(group, bool) or not isinstance(group, str | int) or len(str(group)) > 256:
         raise RequestRefused(f"group = {fields.shown(group)}: valid is the group of a lease", param="group")
     return (str(group), values["member"]), values["attempt"]
 
@@ -264,9 +262,11 @@ def _finish(reward: float | None, solved: bool | None, metadata: dict[str, Any],
     """What finishes a member. Raises RequestRefused for what the buffer can't store."""
     said = Finish(reward=reward, solved=solved, metadata=metadata, extra=extra)
     try:
-        msgspec.msgpack.encode(said)
+        size = len(msgspec.msgpack.encode(said))
     except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits
         raise RequestRefused(f"metadata or extra can't be stored: {error}") from None
+    if size > _FINISH_BYTES:
+        raise RequestRefused(f"metadata and extra are {size} bytes, at most {_FINISH_BYTES} are valid")
     return said
 
 
@@ -307,19 +307,6 @@ def _said(rollout: Rollout, codec: TextCodec) -> Iterator[dict[str, Any]]:
 
 def metrics_text(book: LeaseBook) -> bytes:
     """The service's metrics in Prometheus' text format."""
-
-    class Leases(Collector):
-        def describe(self) -> list[GaugeMetricFamily]:
-            return []
-
-        def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-            yield GaugeMetricFamily("headway_buffer_offered", "members that wait for a worker", book.offered)
-            yield GaugeMetricFamily("headway_buffer_leased", "members that workers have", book.leased)
-            ends = CounterMetricFamily("headway_buffer_leases", "leases, and what became of them", labels=["what"])
-            for what, count in sorted(book.counts.items()):
-                ends.add_metric([what], count)
-            yield ends
-
-    registry = CollectorRegistry()
-    registry.register(Leases())
-    return generate_latest(registry)
+    counts = [f'headway_buffer_leases_total{{what="{what}"}} {count}' for what, count in sorted(book.counts.items())]
+    gauges = [f"headway_buffer_offered {book.offered}", f"headway_buffer_leased {book.leased}"]
+    return "\n".join([*gauges, "# TYPE headway_buffer_leases_total counter", *counts, ""]).encode()

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
-from headway.rollout.remote import LeaseDesk, RemoteHost
+from headway.rollout.makers.remote import LeaseDesk, RemoteHost
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headway.config.schema import Experiment
-from headway.generator.endpoint.api_keys import read_keys, require_keys
 from headway.orchestrator.preflight.findings import Findings
 from headway.runtime.addresses import is_loopback, listening
 
@@ -18,13 +17,6 @@ def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Fi
         address = experiment.endpoint.address
         with findings.refused("endpoint.address"):
             listening(address).close()
-        if experiment.environment.name == "remote":
-            keys = experiment.buffer.service.keys
-            with findings.refused("buffer.service.keys"):
-                require_keys(
-                    read_keys(keys, "buffer.service.keys"), address, f"endpoint.address = {address!r}",
-                    "buffer.service.keys =",
-                )  # fmt: skip
         if not is_loopback(address):
             message = f"{address}: other machines reach it; each rollout's key opens that rollout alone"
             findings.info("endpoint.address", message)

@@ -23,8 +23,8 @@ from headway.orchestrator.actors.buffer_api import BufferApi
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
+from headway.rollout.makers.remote import LeaseDesk, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
-from headway.rollout.remote import LeaseDesk, RemoteHost, RemoteRollouts
 from headway.runtime.clock import RealClock
 
 KEY = "a-key-of-the-service"
@@ -124,7 +124,7 @@ def test_lease_renew_finish(tmp_path: Path) -> None:
         assert await served.post("/buffer/finish", body) == (200, {**finished, "repeated": True})
         status, text = await served.post("/buffer/metrics", None, method="GET")
         assert status == 200
-        assert 'headway_buffer_leases_total{what="finished"} 1.0' in text
+        assert 'headway_buffer_leases_total{what="finished"} 1' in text
 
     play(test, tmp_path)
 
@@ -189,6 +189,28 @@ BAD_CALLS = {
         {},
         400,
         None,
+    ),
+    "half a surrogate pair": (
+        "/buffer/fail",
+        b'{"group": "0", "member": 0, "attempt": 1, "cause": "\\ud800"}',
+        {},
+        400,
+        None,
+    ),
+    "300 kB of extra": (
+        "/buffer/finish",
+        {"group": "0", "member": 0, "attempt": 1, "extra": {"log": "x" * 300_000}},
+        {},
+        400,
+        None,
+    ),
+    "long group": ("/buffer/renew", {"group": "9" * 5000, "member": 0, "attempt": 1}, {}, 400, None),
+    "group that no number holds": (
+        "/buffer/renew",
+        {"group": "9" * 200, "member": 0, "attempt": 1},
+        {},
+        404,
+        "lease_unknown",
     ),
     "10 MB": ("/buffer/finish", b" " * 10_000_000, {}, 413, "request_too_large"),
     "no session": (

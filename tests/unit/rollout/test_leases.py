@@ -75,16 +75,16 @@ class LeasesAgainstModel(RuleBasedStateMachine):
     def finish(self, key: tuple[str, int], attempt: int, said: int) -> None:
         if (key, attempt) in self.said and len(self.attempts[key]) == attempt:
             if self.said[key, attempt] == said:
-                assert not self.book.require(key, attempt, said)
+                assert not self.book.require(key, attempt, str(said))
                 return
         elif not self.refused(key, attempt):
-            assert self.book.require(key, attempt, said)
-            self.book.finish(key, attempt, said)
+            assert self.book.require(key, attempt, str(said))
+            self.book.finish(key, attempt, str(said))
             self.attempts[key][-1], self.said[key, attempt] = "finished", said
             self.accepted.append((key, attempt))
             return
         with pytest.raises(LeaseRefused) as refusal:
-            self.book.require(key, attempt, said)
+            self.book.require(key, attempt, str(said))
         known = 1 <= attempt <= len(self.attempts[key]) and self.attempts[key][attempt - 1] != "offered"
         assert (refusal.value.code == "lease_unknown") is not known
 

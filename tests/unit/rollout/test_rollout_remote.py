@@ -21,8 +21,8 @@ from headway.records.rollout import Failure, Group, Rollout
 from headway.records.task import Task
 from headway.records.tokens import decoder, encoder
 from headway.rollout.leases import LeaseRefused
+from headway.rollout.makers.remote import Finish, LeaseDesk, RemoteAttempt, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
-from headway.rollout.remote import Finish, LeaseDesk, RemoteAttempt, RemoteHost, RemoteRollouts, parse_uid, uid_of
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.stalls.waits import Waits
 from headway.tokens.messages import normal_messages
@@ -346,11 +346,3 @@ def test_evaluations_are_leased_under_names_of_their_own_and_not_kept() -> None:
     rollout, service = play(worker)
     assert rollout.reward == 0.0
     assert {(partial.group, partial.member) for partial in service.kept} == {(7, 1)}
-
-
-def test_uid_names_group_member_and_attempt() -> None:
-    for key in (("7", 1), ("evaluation-test--3", 12)):
-        assert parse_uid(uid_of(key, 4)) == (key, 4)
-    for wrong in ("", "7", "7-1", "7-x.1", "7-1.x"):
-        with pytest.raises(ValueError, match="invalid literal"):
-            parse_uid(wrong)

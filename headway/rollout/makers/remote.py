@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}  # of the worker's own, JSON types
     extra: dict[str, Any] = {}  # likewise
 
-    @classmethod
-    def of(cls, rollout: Rollout) -> Finish:
-        """What finished a rollout that was kept."""
-        return msgspec.convert(rollout.verdict.get("finish", {}), cls)
+    @property
+    def fingerprint(self) -> str:
+        """A short text that is equal for equal ones."""
+        digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
+        return f"reward = {self.reward} ({digest})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +117,10 @@ class LeaseDesk:
     def finish(self, key: LeaseKey, number: int, said: Finish) -> bool:
         """Finish a member with its recorded conversation: it is committed when this returns. Returns False where it was
         finished so before. Raises LeaseRefused."""
-        if not self.book.require(key, number, said):
+        if not self.book.require(key, number, said.fingerprint):
             return False
         self._attempts[key].finish(said)
-        self.book.finish(key, number, said)
+        self.book.finish(key, number, said.fingerprint)
         self._attend()
         return True
 
@@ -173,7 +175,8 @@ class RemoteRollouts(RetryingRollouts):
         before = 0 if parked is None else parked.attempts
         if parked is not None and parked.finished is not None:
             key = self.group_name(group), member
-            self.host.desk.book.restore(key, before, Finish.of(parked.finished))
+            said = msgspec.convert(parked.finished.verdict["finish"], Finish)
+            self.host.desk.book.restore(key, before, said.fingerprint)
             return parked.finished
         self._before[group.index, member] = before
         try:
@@ -301,15 +304,3 @@ class RemoteAttempt(ConversationAttempt):
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """A finished member is what was committed, whatever has happened since."""
         return self._kept if self._kept is not None else super().rollout(now, failure)
-
-
-def parse_uid(uid: str) -> tuple[LeaseKey, int]:
-    """(key, attempt) of a uid, GROUP-MEMBER.ATTEMPT. Raises ValueError."""
-    name, _, attempt = uid.rpartition(".")
-    group, _, member = name.rpartition("-")
-    return (group, int(member)), int(attempt)
-
-
-def uid_of(key: LeaseKey, attempt: int) -> str:
-    """One name of an attempt: GROUP-MEMBER.ATTEMPT."""
-    return f"{key[0]}-{key[1]}.{attempt}"
