@@ -101,8 +101,9 @@ class BufferApi:
         if attempt is None:
             return None
         (group, member), number = attempt.key, attempt.number
-        address = exchange.header("host")  # by which this worker has reached the run
-        base = f"http://{address}" if address else self._host.conversations.address
+        address = exchange.header("host")  # by which this worker has reached the run, maybe through a proxy
+        scheme = "https" if exchange.header("x-forwarded-proto") == "https" else "http"
+        base = f"{scheme}://{address}" if address else self._host.conversations.address
         return {
             "uid": _uid(attempt.key, number),
             "instance_id": group,
