@@ -5,6 +5,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 
 BUFFER, KEY = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "none")
 OUTAGE_S = 30  # a run that doesn't answer for so long is over
@@ -35,5 +36,5 @@ while time.monotonic() - answered_s < OUTAGE_S:
             post(BUFFER + "/buffer/finish", {**named, "reward": solve(lease)})
     except urllib.error.HTTPError as refused:  # the attempt is over: another one is offered
         print(refused.code, refused.read().decode(), file=sys.stderr)
-    except OSError:  # the run is away: it may be resumed
+    except (OSError, HTTPException):  # the run is away: it may be resumed
         time.sleep(0.5)

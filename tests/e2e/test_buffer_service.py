@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, inputs: Path, **sections: Any) -> tuple[Path, str]:
     """(the experiment, the service's address)."""
-    found = remote_sections(inputs) | tiny_run.inputs_in(inputs) | sections
+    ledger = {"ledger": {"trackers": [], "trace": False}}  # fakes have no spans
+    found = remote_sections(inputs) | ledger | tiny_run.inputs_in(inputs) | sections
     config = tiny_run.write_experiment(folder, **{"run": {"steps": STEPS}, **found})
     return config, f"http://{found['endpoint']['address']}"
 
@@ -61,11 +62,14 @@ def stored(run: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
-@pytest.mark.parametrize("command", [PYTHON, NODE], ids=["python", "node"])
-def test_clients_of_the_examples_feed_a_run_to_its_end(command: Sequence[str], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "fault"), [(PYTHON, "thin-none"), (NODE, "none")], ids=["python", "node"])
+def test_clients_of_the_examples_feed_a_run_to_its_end(
+    command: Sequence[str], fault: str, folder: Path, tmp_path: Path
+) -> None:
+    """One of them a run of real workers, the other of fakes, which start at once."""
     config, url = written(tmp_path, folder)
     with workers(command, url):
-        ended = tiny_run.train(config)
+        ended = tiny_run.train(config, fault=fault)
     assert ended.process.returncode == 0, ended.output
     tiny_run.require_whole(ended.run, STEPS)
     tiny_run.require_nothing_left(ended)
@@ -88,7 +92,7 @@ def test_run_killed_behind_a_finish_keeps_it_and_offers_the_rest_again(folder: P
     """The orchestrator dies once a finish is committed and before it is answered; the worker asks again."""
     config, url = written(tmp_path, folder)
     run = tmp_path / "run"
-    with tiny_run.headway("train", config, "--quiet", run=run, fault="parked:3") as command:
+    with tiny_run.headway("train", config, "--quiet", run=run, fault="thin-parked:3") as command:
         command.until(lambda: reachable(url), "the service")
         first, second = (call(f"{url}/buffer/lease", {"wait_s": 30}) for _ in range(2))
         named = {name: first[name] for name in ("group", "member", "attempt")}
@@ -100,7 +104,7 @@ def test_run_killed_behind_a_finish_keeps_it_and_offers_the_rest_again(folder: P
         command.wait()
         assert command.process.returncode == -signal.SIGKILL
         tiny_run.wait_for_exits(command)
-    with tiny_run.headway("train", config, "--quiet", "--resume", run=run) as command:
+    with tiny_run.headway("train", config, "--quiet", "--resume", run=run, fault="thin-none") as command:
         command.until(lambda: reachable(url), "the service")
         command.until(lambda: call(f"{url}/buffer/stats", None)["data"]["offered"], "offers")
         again = call(f"{url}/buffer/finish", {**named, "reward": 0.625, "extra": {"note": "kept"}})
@@ -138,7 +142,7 @@ def refusal(url: str, body: Any) -> tuple[int, str]:
 
 def test_worker_that_dies_loses_its_lease_and_the_run_ends_without_it(folder: Path, tmp_path: Path) -> None:
     config, url = written(tmp_path, folder, **{"buffer.service": {"lease_s": 1.0}})
-    with tiny_run.headway("train", config, "--quiet", run=tmp_path / "run") as command:
+    with tiny_run.headway("train", config, "--quiet", run=tmp_path / "run", fault="thin-none") as command:
         command.until(lambda: reachable(url), "the service")
         lost = [call(f"{url}/buffer/lease", {"wait_s": 30}) for _ in range(3)]  # by a worker that is never heard again
         with workers(PYTHON, url):
@@ -153,7 +157,7 @@ def test_worker_that_dies_loses_its_lease_and_the_run_ends_without_it(folder: Pa
 
 def test_finished_groups_are_shown_and_text_is_kept_for_sft(folder: Path, tmp_path: Path) -> None:
     config, url = written(tmp_path, folder, run={"steps": 1})
-    with tiny_run.headway("serve-buffer", config, run=tmp_path / "run") as command:
+    with tiny_run.headway("serve-buffer", config, run=tmp_path / "run", fault="thin-none") as command:
         command.until(lambda: reachable(url), "the service")
         assert call(f"{url}/start_rollout", {})["data"] == {"status": "running"}
         assert call(f"{url}/buffer/peek", None)["success"] is False
@@ -192,7 +196,7 @@ def test_run_that_no_worker_feeds_is_named_as_stalled(
         return [event for event in tiny_run.events_of(tmp_path / "run", "stalled") if event.worker == "outside workers"]
 
     monkeypatch.setattr(tiny_run, "FAULTY", tiny_run.HERE / "stalled_headway.py")
-    config, _ = written(tmp_path, folder, ledger={"trackers": [], "trace": False})
+    config, _ = written(tmp_path, folder)
     with tiny_run.headway("train", config, "--quiet", run=tmp_path / "run", fault="fakes") as command:
         command.until(named, "a stall's name")
     (stall,) = named()

@@ -26,7 +26,7 @@ def lines(journal: Path, word: str) -> list[list[str]]:
 
 def test_what_was_acknowledged_is_trained_on_once_over_twenty_kills(tmp_path: Path) -> None:
     tiny_run.write_inputs(tmp_path)
-    sections = remote_sections(tmp_path, lease_s=1.0)
+    sections = remote_sections(tmp_path, lease_s=0.25)
     config = tiny_run.write_experiment(
         tmp_path, run={"steps": STEPS}, rollout={"retries": 50}, ledger={"trackers": [], "trace": False}, **sections
     )
@@ -45,8 +45,8 @@ def test_what_was_acknowledged_is_trained_on_once_over_twenty_kills(tmp_path: Pa
                 resume = ["--resume"]
                 for victim in chance.choices(("worker", "orchestrator"), k=3):
                     begun = len(lines(journal, "lease"))
-                    command.until(lambda before=begun: len(lines(journal, "lease")) > before + 5, "leases")
-                    time.sleep(chance.random() * 0.05)
+                    command.until(lambda before=begun: len(lines(journal, "lease")) > before + 20, "leases")
+                    time.sleep(chance.random() * 0.1)
                     killed[victim] += 1
                     if victim == "orchestrator":
                         break

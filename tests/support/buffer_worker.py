@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def until_answered(url: str, body: Any) -> Any:
         except urllib.error.HTTPError as error:
             if error.code != 503:  # the run is stopping
                 raise
-        except OSError:
+        except (OSError, HTTPException):
             pass
         if time.monotonic() > deadline:
             sys.exit(0)
@@ -88,7 +89,7 @@ def work(url: str, file: Path) -> None:
             note("finished", lease["uid"], repr(reward))
         except urllib.error.HTTPError as error:
             note("refused", error.code)
-        except OSError:
+        except (OSError, HTTPException):
             time.sleep(0.05)
 
 

@@ -51,7 +51,8 @@ class Served:
         self, path: str, body: Any, *, key: str = KEY, method: str = "POST", headers: Mapping[str, str] = {}
     ) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        given = {"authorization": f"Bearer {key}", **headers} if key else dict(headers)
+        host = {"host": self.address.removeprefix("http://")}
+        given = {"authorization": f"Bearer {key}", **host, **headers} if key else {**host, **headers}
         status, found, raw = await request(self.address, method, path, data, given)
         return status, json.loads(raw) if found["content-type"] == "application/json" else raw.decode()
 
