@@ -31,7 +31,7 @@ def read_rollout_counts(path: Path) -> tuple[int, int, int]:
 
 
 def read_group_state(path: Path, index: int) -> str:
-    """What became of a group: "open", "buffered", "batched", or how it ended; "" for one that was never admitted."""
+    """The state of a group ("open", "buffered", "batched") or its ending; "" for one that was never admitted."""
     with _opened(path) as connection:
         row = connection.execute("SELECT coalesce(ending, state) FROM groups WHERE idx = ?", (index,)).fetchone()
         return row[0] if row else ""

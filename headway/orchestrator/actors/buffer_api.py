@@ -248,7 +248,7 @@ class BufferApi:
 
 
 def _uid(key: LeaseKey, attempt: int) -> str:
-    """One name of an attempt."""
+    """The uid of an attempt: GROUP-MEMBER.ATTEMPT."""
     return f"{key[0]}-{key[1]}.{attempt}"
 
 
@@ -260,7 +260,7 @@ def _named(values: Mapping[str, Any]) -> tuple[LeaseKey, int]:
 
 
 def _finish(reward: float | None, solved: bool | None, metadata: dict[str, Any], extra: dict[str, Any]) -> Finish:
-    """What finishes a member. Raises RequestRefused for what the buffer can't store."""
+    """Make the record that finishes a member. Raises RequestRefused for what the buffer can't store."""
     said = Finish(reward=reward, solved=solved, metadata=metadata, extra=extra)
     try:
         size = len(msgspec.msgpack.encode(said))

@@ -32,7 +32,7 @@ _NO_SESSION = (
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of a member that it has finished."""
+    """A worker's report of a member that it has finished."""
 
     reward: float | None = None  # finite; None: the run's verifier scores the last answer
     solved: bool | None = None  # None: reward >= 1
