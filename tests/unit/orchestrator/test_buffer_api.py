@@ -15,11 +15,14 @@ from endpoint_server import chat, request
 from headway.buffer.store import GroupBuffer
 from headway.config import schema
 from headway.config.endpoint import EndpointConfig, EnvironmentConfig
+from headway.config.load import validate_experiment
 from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import serving
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.buffer_api import BufferApi
+from headway.orchestrator.actors.remote import open_remote
+from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
@@ -322,3 +325,31 @@ def test_worker_that_leaves_while_it_waits_takes_no_lease(tmp_path: Path) -> Non
         assert (await member).attempts == 1
 
     play(test, tmp_path)
+
+
+def remote_experiment(folder: Path, **sections: Any) -> schema.Experiment:
+    raw: dict[str, Any] = {
+        "run": {"directory": str(folder / "run")},
+        "model": {"path": str(folder / "model")},
+        "tasks": {"train": {"path": "tasks.jsonl"}},
+        "environment": {"name": "remote"},
+    }
+    return validate_experiment(raw | sections, "a test")
+
+
+def test_address_that_other_machines_reach_needs_keys(tmp_path: Path) -> None:
+    experiment = remote_experiment(tmp_path, endpoint={"address": "0.0.0.0:0"})
+
+    async def main() -> None:
+        async with open_remote(experiment, RealClock(), lambda name, detail, /, **data: None):
+            raise AssertionError("it was opened")
+
+    with pytest.raises(
+        ConfigurationError, match=r"other machines reach it, so keys are required: buffer\.service\.keys"
+    ):
+        asyncio.run(main())
+
+
+def test_service_of_other_environments_has_no_effect_and_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"\[buffer\.service\] has no effect with environment\.name = 'single"):
+        remote_experiment(tmp_path, environment={}, buffer={"service": {"lease_s": 5.0}})
