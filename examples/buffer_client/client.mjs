@@ -14,7 +14,7 @@ async function post(url, body, bearer = key) {
 async function solve({ task, model, base_url, api_key }) {
   const messages = task.messages.length ? task.messages : [{ role: "user", content: task.prompt }];
   const answer = await post(`${base_url}/chat/completions`, { model, messages }, api_key);
-  return Number(answer.choices[0].message.content.trim() === task.answer); // your reward
+  return Number(answer.choices[0].message.content.split("=").pop().trim() === task.answer); // your reward
 }
 
 let answeredMs = Date.now();

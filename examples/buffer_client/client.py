@@ -23,7 +23,7 @@ def solve(lease):
     messages = task["messages"] or [{"role": "user", "content": task["prompt"]}]
     body = {"model": lease["model"], "messages": messages}
     text = post(lease["base_url"] + "/chat/completions", body, lease["api_key"])["choices"][0]["message"]["content"]
-    return float(text.strip() == task.get("answer"))  # your reward
+    return float(text.split("=")[-1].strip() == task.get("answer"))  # your reward
 
 
 answered_s = time.monotonic()
