@@ -30,10 +30,11 @@ def read_rollout_counts(path: Path) -> tuple[int, int, int]:
         return waiting or 0, finished or 0, trained or 0
 
 
-def read_group_state(path: Path, index: int) -> str:
-    """The state of a group ("open", "buffered", "batched") or its ending; "" for one that was never admitted."""
+def read_member_state(path: Path, group: int, member: int) -> str:
+    """The state of a member's group ("open", "buffered", "batched") or its ending; "" where there is no such member."""
     with _opened(path) as connection:
-        row = connection.execute("SELECT coalesce(ending, state) FROM groups WHERE idx = ?", (index,)).fetchone()
+        query = "SELECT coalesce(ending, state) FROM groups WHERE idx = ? AND size > ?"
+        row = connection.execute(query, (group, member)).fetchone()
         return row[0] if row else ""
 
 

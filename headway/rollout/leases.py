@@ -75,6 +75,10 @@ class LeaseBook:
         """Members that workers have."""
         return len(self._leased)
 
+    def __contains__(self, key: LeaseKey) -> bool:
+        """Whether the member was ever offered here."""
+        return key in self._entries
+
     def offer(self, key: LeaseKey, order: tuple[int, int], after: int = 0) -> int:
         """Offer a member's next attempt; returns its number. ``order``: the least is leased first. ``after``: the
         attempts that former processes have given. Raises ValueError for a member that is offered or leased."""

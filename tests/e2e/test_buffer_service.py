@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-from buffer_worker import call, remote_sections
+from buffer_worker import call, remote_sections, until_answered
 
 from headway.config.sources import SftSource
 from headway.tasks.demonstrations import Conversation, read_demonstrations
@@ -105,13 +105,12 @@ def test_run_killed_behind_a_finish_keeps_it_and_offers_the_rest_again(folder: P
         assert command.process.returncode == -signal.SIGKILL
         tiny_run.wait_for_exits(command)
     with tiny_run.headway("train", config, "--quiet", "--resume", run=run, fault="thin-none") as command:
-        command.until(lambda: reachable(url), "the service")
-        command.until(lambda: call(f"{url}/buffer/stats", None)["data"]["offered"], "offers")
-        again = call(f"{url}/buffer/finish", {**named, "reward": 0.625, "extra": {"note": "kept"}})
+        again = until_answered(f"{url}/buffer/finish", {**named, "reward": 0.625, "extra": {"note": "kept"}})
         assert again == {"uid": first["uid"], "finished": True, "repeated": True}
         for wrong in ({"reward": 0.5}, {"reward": 0.625}):
             assert refusal(f"{url}/buffer/finish", {**named, **wrong}) == (409, "finished_otherwise")
         late = {name: second[name] for name in named} | {"reward": 1.0}
+        command.until(lambda: refusal(f"{url}/buffer/finish", late)[0] != 503, "the other member's offer")
         assert refusal(f"{url}/buffer/finish", late) == (409, "lease_ended")
         with workers(PYTHON, url):
             command.wait()

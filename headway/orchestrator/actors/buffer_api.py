@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headway.buffer.view import read_group_state, read_rollout_counts, read_waiting
+from headway.buffer.view import read_member_state, read_rollout_counts, read_waiting
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.exchange import HttpExchange
@@ -136,16 +136,20 @@ class BufferApi:
         return {"uid": _uid(key, number), "failed": True}
 
     async def _about(self, key: LeaseKey, call: Callable[[], Any]) -> Any:
-        """Return what a call about a lease returns. A lease that is unknown here may be a former process's: the books
-        tell what became of its group."""
+        """Return what a call about a lease returns. Where the member was not offered here, the lease may be a former
+        process's, and the books tell what became of its group; if it is open, the run is about to offer it again."""
         try:
             return call()
         except LeaseRefused as refused:
-            state = ""
-            if refused.code == "lease_unknown" and self._books is not None and re.fullmatch("[0-9]{1,18}", key[0]):
-                state = await asyncio.to_thread(read_group_state, self._books, int(key[0]))
-            if state not in ("", "open"):
-                raise HttpError(409, f"group {key[0]} is over: {state}", code="lease_ended") from None
+            (group, member), state = key, ""
+            if key not in self._desk.book and self._books is not None and re.fullmatch("[0-9]{1,18}", group):
+                state = await asyncio.to_thread(read_member_state, self._books, int(group), member)
+            if state == "open":
+                again = ((b"retry-after", b"1"),)
+                message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; ask again"
+                raise HttpError(503, message, code="not_offered_yet", headers=again) from None
+            if state:
+                raise HttpError(409, f"group {group} is over: {state}", code="lease_ended") from None
             raise HttpError(_STATUSES.get(refused.code, 409), str(refused), code=refused.code) from None
 
     # --- TritonForge's names --------------------------------------------------------------------------------------

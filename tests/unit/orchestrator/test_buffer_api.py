@@ -250,13 +250,18 @@ def test_bad_calls_are_refused_and_the_lease_goes_on(tmp_path: Path) -> None:
     play(test, tmp_path)
 
 
-def test_finish_of_a_group_that_ended_in_a_former_process_says_so(tmp_path: Path) -> None:
+def test_finish_of_a_former_process_is_answered_by_the_books(tmp_path: Path) -> None:
     async def test(served: Served) -> None:
         served.buffer.end_group(1, "overdue", "too old")
         body = {"group": "1", "member": 0, "attempt": 1, "reward": 1.0}
         status, refused = await served.post("/buffer/finish", body)
         assert (status, refused["error"]["code"]) == (409, "lease_ended")
         assert "group 1 is over: overdue" in refused["error"]["message"]
+        # A worker that repeats its call before the resumed run has offered the member again has to repeat it.
+        status, refused = await served.post("/buffer/finish", {**body, "group": "2"})
+        assert (status, refused["error"]["code"]) == (503, "not_offered_yet")
+        status, refused = await served.post("/buffer/finish", {**body, "group": "2", "member": 2})  # there is none
+        assert (status, refused["error"]["code"]) == (404, "lease_unknown")
 
     play(test, tmp_path)
 
