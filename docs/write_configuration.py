@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headway.config import (
+    buffer,
     cluster,
     control,
     curriculum,
@@ -53,6 +54,7 @@ def reference() -> str:
     """The whole page in Markdown. Pure: reads the schema and its source and nothing else."""
     modules = (
         schema,
+        buffer,
         curriculum,
         endpoint,
         sources,

@@ -22,6 +22,7 @@ AUTO = "auto"  # for --plan
 def add_commands(app: typer.Typer) -> None:
     file = "examples/arithmetic/experiment.toml"
     experiments.add_command(app, train, f"headway train {file} --queue.budget=8 --run.seed=3")
+    experiments.add_command(app, serve_buffer, f"headway serve-buffer {file} --endpoint.address=127.0.0.1:8000")
     experiments.add_command(app, check, f"headway check {file} --no-calibrate")
     experiments.add_command(app, evaluate, f"headway eval {file} --model runs/arithmetic/rl/best", name="eval")
 
@@ -72,6 +73,33 @@ def train(
         print_json(summary)
     else:
         print_summary(summary, experiment.run.directory)
+
+
+def serve_buffer(
+    context: typer.Context,
+    config: str = experiments.CONFIG,
+    resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
+) -> None:
+    """Train on the rollouts of outside workers alone: headway train with environment.name = "remote", quiet.
+
+    Prints where workers lease members (docs/buffer-service.md). Ctrl-C once drains and checkpoints.
+
+    Any key of the experiment file can be given as --section.key=value.
+    """
+    from headway.config.load import load_experiment
+    from headway.records.ledger import EventRecord, LedgerLine
+    from headway.telemetry.ledger import EVENT_SERVICE
+
+    def say(line: LedgerLine) -> None:
+        if isinstance(line, EventRecord) and line.event == EVENT_SERVICE:
+            typer.echo(line.detail)
+
+    experiment = load_experiment(config, ['environment.name="remote"', *experiments.given_overrides(context)])
+    _check(experiment, resume=resume, complete=False, quiet=False)
+    from headway.orchestrator.train import train as run
+    from headway.report.tables import print_summary
+
+    print_summary(run(experiment, resume=resume, on_line=say), experiment.run.directory)
 
 
 def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.config.buffer import BufferConfig
 from headway.config.engines import require_engine
 from headway.config.schema import Experiment
 
@@ -209,6 +210,10 @@ def _require_pruning(experiment: Experiment) -> None:
 def _require_environment(experiment: Experiment) -> None:
     """Check for keys that don't work with rollouts of several turns."""
     name, hook = experiment.environment.name, experiment.hooks.rollout
+    if name != "remote" and experiment.buffer != BufferConfig():
+        raise ValueError(
+            f"[buffer.service] has no effect with environment.name = {name!r}: valid: environment.name = 'remote'"
+        )
     if name == "single_turn":
         return
     if hook != "single_turn":

@@ -14,7 +14,7 @@ from headway.records.conversations import HistoryReasoning, ToolFormat
 
 Address = Annotated[str, host_port("127.0.0.1:8000")]
 
-BUILT_IN = ("single_turn", "agent", "verifiers")  # names that aren't classes
+BUILT_IN = ("single_turn", "agent", "verifiers", "remote")  # names that aren't classes
 ENVIRONMENTS = {  # name of a built-in environment -> module:Class
     "code": "headway.rollout.environments.code:Code",
     "dialogue": "headway.rollout.environments.dialogue:Dialogue",
@@ -30,8 +30,9 @@ ENVIRONMENTS = {  # name of a built-in environment -> module:Class
 class EnvironmentConfig(Section):
     """How an attempt at a task is made. "single_turn": one response to the prompt. "agent": a program of yours calls
     the model through an OpenAI-compatible endpoint, and the recorded answers are the rollout: docs/agents.md.
-    "verifiers": an environment of the package verifiers calls it likewise, and gives the reward. Any other name is an
-    environment that replies to the policy turn by turn: docs/environments.md."""
+    "verifiers": an environment of the package verifiers calls it likewise, and gives the reward. "remote": workers of
+    yours, anywhere, lease the attempts over HTTP: docs/buffer-service.md. Any other name is an environment that
+    replies to the policy turn by turn: docs/environments.md."""
 
     name: str = "single_turn"  # one of the above, one of docs/environments.md, or your own module:Class
     parameters: dict[str, Any] = {}  # keyword arguments of an environment that is a class
@@ -51,7 +52,7 @@ class EnvironmentConfig(Section):
     ] = ()  # agent: or a program and its arguments; {prompt}, {task_file}, {scratch} and {rollout} are filled
     verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
     variables: dict[str, str] = {}  # agent: further environment variables of its process
-    shows: tuple[str, ...] = ()  # agent: fields of the task it gets beside the prompt: "answer", names of others
+    shows: tuple[str, ...] = ()  # agent, remote: fields of the task beside the prompt: "answer", names of others
     posts_reward: bool = False  # agent: it posts its own reward; the key is in its environment, for its children too
     failed_exit: Literal["fail", "verify"] = "fail"  # agent: rollouts whose process ends with an error fail, or count
     log_bytes: Positive = 1_000_000  # agent: first bytes of its output that are kept; the last 65,536 always are
@@ -105,7 +106,7 @@ class EnvironmentConfig(Section):
     @property
     def calls(self) -> bool:
         """Whether a program of the environment calls the model, over HTTP."""
-        return self.name in ("agent", "verifiers")
+        return self.name in ("agent", "verifiers", "remote")
 
 
 def _taskset(verifiers: dict[str, Any]) -> Any:

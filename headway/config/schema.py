@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headway.config.adapter import AdapterConfig, Quantization
+from headway.config.buffer import BufferConfig
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
 from headway.config.curriculum import CurriculumConfig
@@ -316,6 +317,7 @@ class Experiment(Section):
     generator: GeneratorConfig = GeneratorConfig()
     router: RouterConfig = RouterConfig()
     queue: QueueConfig = QueueConfig()
+    buffer: BufferConfig = BufferConfig()
     hooks: HooksConfig = HooksConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     pruning: PruningConfig = PruningConfig()
@@ -399,6 +401,7 @@ RESUMABLE_KEYS = {
     "kv_capacity_tokens queue_ahead_groups update_mode",
     "router": "*",
     "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
+    "buffer": "*.*",
     "hooks": "group_meta logging",
     "weights": "steps_per_publish",
     "pruning": "* *.* *.parameters.*",

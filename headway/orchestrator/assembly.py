@@ -55,7 +55,7 @@ class Actors:
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
     rollouts: Callable[[TurnSampler], RolloutMaker] | None = None  # None: as the experiment says
-    host: MultiTurnHost | None = None  # of agents or environments, where environment.name asks for them
+    host: MultiTurnHost | None = None  # of agents, environments or outside workers, as environment.name says
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # see RunContext
@@ -122,7 +122,9 @@ def assemble(
         buffer=buffer,
         drawing=drawing,
         tokenizer=actors.tokenizer,
-        rollouts=actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host),
+        rollouts=actors.rollouts(sampler)
+        if actors.rollouts
+        else make_rollouts(experiment, sampler, actors.host, buffer.park),
         parking=parking,
         waits=waits,
         locks=open_locks(experiment, actors.generator, clock, waits, actors.shared, memory),

@@ -244,11 +244,11 @@ async def wire(
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
     await stack.enter_async_context(short_collections(clock))  # rollouts come and go: little of what is old dies
-    worker_event = _WorkerEvents()
+    events = _WorkerEvents()
     identity, waits = run_identity(directory.path), Waits(clock.now)
     number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
-        open_machines(experiment, clock, worker_event, epoch=number, run_id=identity, key_folder=folder, waits=waits)
+        open_machines(experiment, clock, events, epoch=number, run_id=identity, key_folder=folder, waits=waits)
     )
     launcher, configured = machines.launcher, machines.experiment
     require_movable(configured)
@@ -259,10 +259,10 @@ async def wire(
         samples.append(json.dumps(line, ensure_ascii=False).encode())
         observers.sample(line)
 
-    host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, worker_event, directory))
+    host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
     generator = GeneratorPool(
-        launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs, bring_to=machines.bring_to
+        launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )
     observe = observers.observe
     verifier = VerifierPool(
@@ -273,7 +273,7 @@ async def wire(
         log_folder=directory.logs,
         retries=experiment.rollout.retries,
         observe=observe,
-        on_event=worker_event,
+        on_event=events,
     )
     looking = ControllerProcess(launcher, clock, directory.logs)
     actors = Actors(
@@ -295,9 +295,9 @@ async def wire(
     )
     fence = (lambda: None) if epoch is None else epoch.require
     places, books = [experiment.cluster.replicate_to], directory.buffer
-    copies = [BooksCopy(launcher, clock, place, books, worker_event) for place in places if place]
+    copies = [BooksCopy(launcher, clock, place, books, events) for place in places if place]
     run = assemble(experiment, actors, clock, books, stack, fence, *copies)
-    worker_event.begin(run.context)
+    events.begin(run.context)
     for actor in (trainer, generator, verifier, looking, *copies):
         stack.push_async_callback(actor.stop)
     began_s = clock.now()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headway.records.generation import GenerationResult, PartialResponse
-from headway.records.rollout import Failure, Verdict
+from headway.records.rollout import Failure, Rollout, Verdict
 from headway.records.sandbox import Snapshot
 
 
@@ -79,10 +79,14 @@ class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int  # how often it had been resumed before
     environment_version: int = -1  # of the oldest turn whose effect is in that environment; -1: none
     episode: SavedEpisode | None = None  # where its environment can be kept
+    attempts: int = 0  # that outside workers have leased
+    finished: Rollout | None = None  # by an outside worker: nothing is left to resume, and its group isn't finished
 
     @property
     def first_version(self) -> int:
         """Version of its first sampled token; -1: it has none."""
+        if self.finished is not None:
+            return self.finished.first_version
         responses = [exchange.result.response for exchange in self.episode.exchanges] if self.episode else []
         return next((r.versions[0].version for r in (*responses, self.response) if r.versions), -1)
 

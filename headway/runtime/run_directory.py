@@ -39,6 +39,7 @@ class RunDirectory:
         self.config = self.path / "config.json"
         self.ledger = self.path / "ledger.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.demonstrations = self.path / "demonstrations.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"

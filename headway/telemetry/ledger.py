@@ -30,6 +30,7 @@ EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predict
 EVENT_PLAN_CHANGED = "plan_changed"  # data: before, after, gain and rate (samples/s before), cost_s, as expected too
 EVENT_PLAN_KEPT = "plan_kept"  # a change of plan failed and was taken back; data as above
 EVENT_PLAN_OUTCOME = "plan_outcome"  # some steps after a change; data: rate, expected, measured (samples/s), cost_s
+EVENT_SERVICE = "buffer_service"  # detail: where outside workers lease members
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
 EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last version
 EVENT_END = "end"  # the run ended in order

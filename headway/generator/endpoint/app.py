@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 
@@ -73,10 +73,12 @@ class App(HttpApp):
         adapters: Collection[str] = (),
         now_s: Callable[[], float] = time.time,
         metrics: Callable[[Counted], bytes] | None = None,
+        further: Mapping[str, Callable[[HttpExchange], Awaitable[None]]] = {},
     ) -> None:
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
-        ``metrics``: renders `/metrics`; None: no such route."""
+        ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
+        each checks its own keys."""
         super().__init__(settings)
         self._access = access
         self._chat = chat
@@ -86,6 +88,7 @@ class App(HttpApp):
         self._texts = TokenTexts(chat.tokenizer)
         self._now_s = now_s
         self._metrics = metrics
+        self._further = further
         self._threads = asyncio.Semaphore(_THREADS)
 
     async def answer(self, exchange: HttpExchange) -> None:
@@ -114,6 +117,8 @@ class App(HttpApp):
         elif path.startswith(_ROLLOUTS) and path.endswith(_REWARD):
             require_method(exchange, "POST")
             await self._reward(exchange, path[len(_ROLLOUTS) : -len(_REWARD)])
+        elif path in self._further:
+            await self._further[path](exchange)
         else:
             raise unknown_url(exchange)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -60,9 +61,10 @@ class HttpExchange:
         kind, _, token = self.header("authorization").partition(" ")
         return (token.strip() if kind.lower() == "bearer" else "") or self.header("x-api-key")
 
-    async def body(self) -> bytes:
-        """Read the request's body. Raises HttpError 413 (too large) or 408 (too slow), and ClientGone."""
-        limit = self._settings.max_body_bytes
+    async def body(self, most_bytes: int | None = None) -> bytes:
+        """Read the request's body; ``most_bytes``: a limit below the server's. Raises HttpError 413 (too large) or 408
+        (too slow), and ClientGone."""
+        limit = min(self._settings.max_body_bytes, most_bytes or sys.maxsize)
         pieces: list[bytes] = []
         size, more = 0, True
         try:

@@ -166,7 +166,7 @@ class Session:
         refused."""
         if self._sealed is None:
             for answering in list(self._open.values()):
-                answering.cancel()
+                answering.cancel(RequestRefused("this rollout has ended", code="rollout_closed"))
             recorded = self.recorder.close()
             self._sealed = msgspec.structs.replace(recorded, reward=self.reward, solved=self.solved)
             self._on_seal(self)

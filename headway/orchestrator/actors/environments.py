@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import open_agents
+from headway.orchestrator.actors.remote import open_remote
 from headway.orchestrator.preflight.sandboxes import require_shares
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.makers.select import MultiTurnHost
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -28,10 +30,15 @@ async def open_multi_turn_host(
     clock: Clock,
     on_event: EventCallback,
     directory: RunDirectory | None = None,
+    waits: Waits | None = None,
 ) -> AsyncIterator[MultiTurnHost | None]:
-    """The host of the experiment's agents or environments, running inside the block; None where ``environment.name``
-    asks for single turns. ``directory``: the run's, for what agents print and for sandboxes that are parked. Raises
-    ConfigurationError."""
+    """The host of the experiment's agents, environments or outside workers, running inside the block; None where
+    ``environment.name`` asks for single turns. ``directory``: the run's, for what agents print and for sandboxes that
+    are parked. ``waits``: where outside workers are waited for. Raises ConfigurationError."""
+    if experiment.environment.name == "remote":
+        async with open_remote(experiment, clock, on_event, directory, waits) as remote:
+            yield remote
+        return
     logs = None if directory is None else directory.logs
     if not experiment.environment.replies:
         async with open_agents(experiment, on_event, None if logs is None else logs / "agents") as agents:

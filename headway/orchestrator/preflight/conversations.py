@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headway.config.schema import Experiment
+from headway.generator.endpoint.api_keys import read_keys, require_keys
 from headway.orchestrator.preflight.findings import Findings
 from headway.runtime.addresses import is_loopback, listening
 
@@ -17,7 +18,11 @@ def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Fi
         address = experiment.endpoint.address
         with findings.refused("endpoint.address"):
             listening(address).close()
-        if not is_loopback(address):
+        if experiment.environment.name == "remote":
+            keys, named = experiment.buffer.service.keys, f"endpoint.address = {address!r}"
+            with findings.refused("buffer.service.keys"):
+                require_keys(read_keys(keys, "buffer.service.keys"), address, named, "buffer.service.keys =")
+        elif not is_loopback(address):
             message = f"{address}: other machines reach it; each rollout's key opens that rollout alone"
             findings.info("endpoint.address", message)
         if not has_chat_template:

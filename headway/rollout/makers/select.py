@@ -7,18 +7,24 @@ from headway.records.clients import RolloutMaker
 from headway.rollout.makers.agent import AgentRollouts, Agents
 from headway.rollout.makers.custom import CustomRollouts, load_rollout_function
 from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.remote import KeepRollout, RemoteHost, RemoteRollouts
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
 
-MultiTurnHost = Agents | Environments  # runs the other side of conversations with the policy
+MultiTurnHost = Agents | Environments | RemoteHost  # runs the other side of conversations with the policy
 
 
-def make_rollouts(experiment: Experiment, sampler: TurnSampler, host: MultiTurnHost | None = None) -> RolloutMaker:
+def make_rollouts(
+    experiment: Experiment, sampler: TurnSampler, host: MultiTurnHost | None = None, keep: KeepRollout | None = None
+) -> RolloutMaker:
     """The maker of the rollouts of ``experiment``, whose responses ``sampler`` samples: ``environment.name`` selects
-    it, or the function that ``hooks.rollout`` names. ``host``: of agents or environments, where there are any. Raises
-    ConfigurationError for a function that can't be imported, or isn't async."""
+    it, or the function that ``hooks.rollout`` names. ``host``: of agents, environments or outside workers, where there
+    are any. ``keep``: commits what the last of them finish. Raises ConfigurationError for a function that can't be
+    imported, or isn't async."""
     if isinstance(host, Environments):
         return EnvironmentRollouts(host, sampler)
+    if isinstance(host, RemoteHost):
+        return RemoteRollouts(host, sampler, keep)
     if host is not None:
         return AgentRollouts(host, sampler)
     name = experiment.hooks.rollout

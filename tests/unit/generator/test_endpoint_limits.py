@@ -175,7 +175,7 @@ def test_a_rollout_that_ends_leaves_no_call_open() -> None:
         await until(lambda: len(server.engine.asked) == 2)
         conversation = server.session.seal()
         assert (conversation.abandoned_calls, conversation.turns) == (1, 0)
-        assert (await call)[0] == 500
+        assert (await call)[0] == 409
         assert server.engine.cancelled == 2
 
     play(test)

@@ -246,7 +246,7 @@ def test_every_number_of_a_step_has_a_name() -> None:
     other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness", "token_staleness",
              "environment_staleness", "optimizer_step_staleness", "endings", "ended_tokens", "failures", "filtered",
              "group_meta", "solve_rate_histogram", "pass_at", "length_histogram", "by_source", "curriculum",
-             "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes", "sandboxes"}  # fmt: skip
+             "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes", "sandboxes", "kernels"}  # fmt: skip
     assert named | other == set(step.__struct_fields__), "give a new field of StepRecord a name in STEP_METRICS"
     assert "router/routed" not in values  # a ledger of before there was a router
     routed = scalars(step_record(3, router=RouterStatistics(routed=5, spills=2, used_tokens=70)))

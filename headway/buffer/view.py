@@ -1,0 +1,47 @@
+"""Reading a run's finished groups and their counts from outside, also while the run is in progress."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from headway.buffer.database import reading, require_readable
+from headway.buffer.rows import read_group, read_rollouts
+from headway.records.rollout import FinishedGroup
+
+
+def read_waiting(path: Path, most: int) -> list[FinishedGroup]:
+    """The oldest finished groups of the buffer at ``path`` that no step has completed, at most ``most``. Raises
+    BufferCorrupt, StorageFailed."""
+    with _opened(path) as connection:
+        query = "SELECT idx FROM groups WHERE state IN ('buffered', 'batched') ORDER BY idx LIMIT ?"
+        found = connection.execute(query, (most,)).fetchall()
+        groups = [(read_group(connection, index), read_rollouts(connection, index)) for (index,) in found]
+        return [FinishedGroup(group=group, rollouts=rollouts) for group, rollouts in groups]
+
+
+def read_rollout_counts(path: Path) -> tuple[int, int, int]:
+    """(waiting for the trainer, ever finished, trained): rollouts of the buffer at ``path``. Raises as above."""
+    with _opened(path) as connection:
+        query = "SELECT sum(finished AND ending IS NULL), sum(finished), sum(ending = 'trained') FROM rollouts"
+        waiting, finished, trained = connection.execute(query).fetchone()
+        return waiting or 0, finished or 0, trained or 0
+
+
+def read_member_state(path: Path, group: int, member: int) -> str:
+    """The state of a member's group ("open", "buffered", "batched") or its ending; "" where there is no such member."""
+    with _opened(path) as connection:
+        query = "SELECT coalesce(ending, state) FROM groups WHERE idx = ? AND size > ?"
+        row = connection.execute(query, (group, member)).fetchone()
+        return row[0] if row else ""
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    uri = f"{path.resolve().as_uri()}?mode=ro"
+    with reading(path), closing(sqlite3.connect(uri, uri=True, timeout=10.0)) as connection:
+        require_readable(connection.execute("PRAGMA user_version").fetchone()[0], path)
+        connection.execute("BEGIN")  # all readings are of one state
+        yield connection

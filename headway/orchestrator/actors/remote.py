@@ -1,0 +1,52 @@
+"""The service that a run's outside workers need: leases of members, and the endpoint that records their model calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headway.config.schema import Experiment
+from headway.generator.recording.sessions import Sessions
+from headway.rollout.makers.remote import LeaseDesk, RemoteHost
+from headway.runtime.clock import Clock
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.waits import Waits
+from headway.runtime.workers import EventCallback
+from headway.telemetry.ledger import EVENT_SERVICE
+from headway.tokens.continuing import Chat
+from headway.tokens.tokenizer import Tokenizer
+
+
+@asynccontextmanager
+async def open_remote(
+    experiment: Experiment,
+    clock: Clock,
+    on_event: EventCallback,
+    directory: RunDirectory | None = None,
+    waits: Waits | None = None,
+) -> AsyncIterator[RemoteHost]:
+    """The service, up inside the block at ``endpoint.address``. ``directory``: the run's; ``waits``: where it registers
+    that nobody leases what is offered. Raises ConfigurationError: an address that isn't free, one that other machines
+    reach without keys."""
+    from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
+    from headway.generator.endpoint.app import App  # an HTTP server's modules, for those who need one
+    from headway.generator.endpoint.server import serving
+    from headway.orchestrator.actors.buffer_api import BufferApi
+
+    service = experiment.buffer.service
+    keys = read_keys(service.keys, "buffer.service.keys")
+    at = experiment.endpoint.address
+    require_keys(keys, at, f"endpoint.address = {at!r}", "buffer.service.keys =")
+    endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
+    chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
+    context_tokens = experiment.max_sequence_tokens
+    sessions = Sessions(chat, endpoint, context_tokens, on_event)
+    desk = LeaseDesk(service.lease_s, clock, waits, on_event)
+    host = RemoteHost(environment=experiment.environment, endpoint=endpoint, conversations=sessions, desk=desk)
+    books = (None, None) if directory is None else (directory.buffer, directory.demonstrations)
+    api = BufferApi(host, ApiKeys(keys), chat.tokenizer, *books)
+    app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, further=api.routes)
+    async with serving(app, endpoint) as address:
+        sessions.address = address
+        on_event(EVENT_SERVICE, f"workers lease members at {address}")
+        yield host
