@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +31,7 @@ from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, T
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
 from headway.records.sandbox import MIB, SandboxError
+from headway.runtime.devices import parse_device
 from headway.sandbox.local.backend import LocalBackend
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class KernelEvaluator:
         self._executor = ThreadPoolExecutor(2 * self._settings.concurrent + 2, "kernels")
         self._done: OrderedDict[bytes, KernelEvaluation] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[KernelEvaluation]] = {}
+        self._waiters = Counter[bytes]()  # for those
         self._values: OrderedDict[bytes, list[TrialGroup]] = OrderedDict()
         self._making: dict[bytes, asyncio.Lock] = {}
         self._crossing_s: dict[tuple[int, ...], float] = {}
@@ -120,11 +122,12 @@ class KernelEvaluator:
     # One evaluation for equal submissions.
 
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
-        """Evaluate a submission. Raises ConfigurationError for one that no evaluation can begin with."""
+        """Evaluate a submission. Raises ConfigurationError for one that no evaluation can begin with, and for a task
+        whose reference fails. When all who wait for an evaluation have left, it ends."""
         _require_valid(submission)
         if why := _unreadable(submission.source):
             return KernelEvaluation(fault="syntax_error", text=f"the source {why}")
-        key = hashlib.sha256(msgspec.json.encode(submission)).digest()
+        key = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(submission, device=""))).digest()
         self.counts.evaluations += 1
         if key in self._done:
             self._done.move_to_end(key)
@@ -135,13 +138,23 @@ class KernelEvaluator:
             task = self._running[key] = asyncio.create_task(self._evaluate(submission), name="kernel evaluation")
             task.add_done_callback(lambda done: self._remember(key, done))
         self.counts.repeated += repeated
-        found = await asyncio.shield(self._running[key])
+        running = self._running[key]
+        self._waiters[key] += 1
+        try:
+            found = await asyncio.shield(running)
+        finally:
+            self._waiters[key] -= 1
+            if not self._waiters[key]:
+                del self._waiters[key]
+                running.cancel()  # no-op for one that has ended
         return msgspec.structs.replace(found, repeated=repeated)
 
     def _remember(self, key: bytes, task: asyncio.Task[KernelEvaluation]) -> None:
         self._running.pop(key, None)
         if task.cancelled() or task.exception() is not None or task.result().infrastructure:
             return
+        if task.result().refused.startswith("noise"):
+            return  # another time it may be quieter
         self._done[key] = task.result()
         while len(self._done) > self._settings.remembered:
             self._done.popitem(last=False)
@@ -155,7 +168,7 @@ class KernelEvaluator:
             try:
                 found = await self._judge(submission)
             except TaskFault as error:
-                found = KernelEvaluation(infrastructure=f"task {submission.task.name!r}: {error}")
+                raise ConfigurationError(f"task {submission.task.name!r}: {error}") from error
             except SandboxError as error:
                 found = KernelEvaluation(infrastructure=str(error))
             except OSError as error:
@@ -226,7 +239,8 @@ class KernelEvaluator:
         until_s: float,
     ) -> KernelEvaluation:
         since_s = time.monotonic()
-        cores = await self._devices.get()
+        leased = submission.device.startswith("cpu:")  # by whoever asks, for this evaluation alone
+        cores = parse_device(submission.device).core_ids() if leased else await self._devices.get()
         leased_s = time.monotonic()
         guest.until_s = until_s + leased_s - since_s  # waiting for a device doesn't count
         try:
@@ -244,10 +258,11 @@ class KernelEvaluator:
                 fault, text = fault_of_end(error, guest.result)
             return msgspec.structs.replace(found, fault=fault, text=text)
         finally:
-            self._devices.put_nowait(cores)
+            if not leased:
+                self._devices.put_nowait(cores)
         return msgspec.structs.replace(
             found,
-            device=f"cpu:{','.join(map(str, cores))}",
+            device=submission.device or f"cpu:{','.join(map(str, cores))}",
             timing=result.timing,
             reference=result.reference,
             speedup=None if result.refused else result.speedup,

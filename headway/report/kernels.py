@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -59,7 +59,7 @@ def _spread(pick: Callable[[KernelScores], Mapping[str, int]]) -> Callable[[Axes
         steps = [step for step in evidence.series.steps if pick(step.kernels)]
         if not steps:
             return False
-        points = Counter[tuple[int, float]]()
+        points = defaultdict[tuple[int, float], float](float)
         for step in steps:
             counts = pick(step.kernels)
             for value, count in counts.items():

@@ -99,7 +99,7 @@ def make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
     from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
-    from headway.kernels.operators import check_operators
+    from headway.kernels.operators import called_operator, check_operators
     from headway.kernels.tasks import resized_source
 
     def check(submission: KernelSubmission) -> str:
@@ -108,4 +108,5 @@ def make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
 
     timing = tuple(settings.core_sets().values())
     most = limits.concurrency + len(timing)
-    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing_cores=timing), check=check, resize=resized_source)
+    limits_here = EvaluatorSettings(concurrent=most, timing_cores=timing)
+    return KernelEvaluator(limits_here, check=check, operators=called_operator, resize=resized_source)

@@ -359,7 +359,7 @@ CHEATS = [
             "#pragma omp parallel num_threads(2)\n    { sched_setaffinity(0, sizeof all, &all); }\n#pragma",
         ),
         CPP.replace("    for (long i", "#pragma omp simd\n    for (long i"),
-        "cores it was given",
+        "cores it was given|nothing is asked for",
     ),
 ]
 

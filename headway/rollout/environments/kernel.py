@@ -11,7 +11,6 @@ from typing import Any, get_args
 import msgspec
 
 from headway.config.router import RouterConfig
-from headway.control.routing.breaker import Breaker
 from headway.kernels.client import KernelClient, KernelServiceFailed
 from headway.kernels.reward import kernel_reward
 from headway.records.errors import ConfigurationError
@@ -28,7 +27,9 @@ from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.code import last_program
 from headway.rollout.parameters import require_choice
 from headway.runtime.clock import RealClock
+from headway.runtime.imports import import_function
 
+_BREAKER = "headway.control.routing.breaker:Breaker"  # by name: a rollout imports nothing of `control`
 _KEPT_CHARACTERS = 300
 NO_PROGRAM = "There is no program in this answer. Write the whole module between ```python and ```."
 
@@ -79,7 +80,8 @@ class Kernel(Environment):
         }
         self._source_characters = source_characters
         key = _key(key_file) if key_file else ""
-        self._made = KernelClient(addresses, lambda: Breaker(RouterConfig()), RealClock(), key=key)
+        breaker = import_function(_BREAKER, "the breaker of kernel services", ())
+        self._made = KernelClient(addresses, lambda: breaker(RouterConfig()), RealClock(), key=key)
         self._client: KernelClient | None = None
         self._open = asyncio.Lock()
         self._stack = AsyncExitStack()

@@ -26,7 +26,8 @@ def answered(**what: object) -> str:
 async def rewards(*answers: str, keys: Any = (), **parameters: Any) -> tuple[Player, Any]:
     """The rollout of these answers, and its score."""
     async with served_kernels(keys=keys) as served:
-        environment = service(name="kernel", parameters={"addresses": [served.address], "timeout_s": 30.0, **parameters})
+        told_it = {"addresses": [served.address], "timeout_s": 30.0, **parameters}
+        environment = service(name="kernel", parameters=told_it)
         player = Player(environment, TASK)
         await player.play(answers)
         verdict = (await environment.score(player.name)).verdict

@@ -70,7 +70,8 @@ def test_other_verdicts_are_no_kernels():
     task = Task(task_id="t", prompt="p")
     one = Group(index=0, task=task, prompt_ids=(1,), size=2, admitted_version=0, admitted_s=0.0)
     for verdict in ({}, {KERNEL_ANSWERS: "four"}, {KERNEL_ANSWERS: [{"reward": "much"}]}):
-        assert kernel_scores([FinishedGroup(group=one, rollouts=(verified(verdict), verified(verdict, 1)))]) == KernelScores()
+        rollouts = verified(verdict), verified(verdict, 1)
+        assert kernel_scores([FinishedGroup(group=one, rollouts=rollouts)]) == KernelScores()
 
 
 def test_metrics_and_report_show_them():
