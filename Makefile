@@ -89,10 +89,10 @@ test-main: install
 	$(PYTEST) tests/unit tests/golden tests/e2e $(EXCEPT_ENGINES) -m 'not slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-slow: install
-	$(PYTEST) tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
+	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-long: install
-	$(PYTEST) tests/e2e tests/slow $(EXCEPT_ENGINES) -m long --durations 0
+	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m long --durations 0
 	$(BIN)/python tests/support/mutations.py
 
 test-hostile: install
