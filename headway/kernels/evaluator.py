@@ -426,6 +426,10 @@ def _require_valid(submission: KernelSubmission) -> None:
     backend = submission.task.backend
     if backend not in INSTALLED:
         raise ConfigurationError(MISSING.get(backend, f"back end {backend!r}: valid: {', '.join(INSTALLED)}"))
+    if submission.device and not submission.device.startswith("cpu:"):
+        raise ConfigurationError(
+            f"device = {submission.device!r}: candidates aren't run on GPUs yet; valid: a set of cores, say 'cpu:2-3'"
+        )
     for name in ("correct_trials", "timed_trials"):
         if not 1 <= getattr(submission, name) <= 10_000:
             raise ConfigurationError(f"{name} = {getattr(submission, name)}: valid: 1 to 10000")

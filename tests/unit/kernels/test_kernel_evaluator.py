@@ -122,6 +122,20 @@ def test_a_reference_that_fails_is_the_tasks_fault(shared):
     shared(use)
 
 
+def test_what_no_evaluation_can_begin_with_is_refused(shared):
+    async def use(evaluator: KernelEvaluator) -> None:
+        wanted = submission(HONEST["torch"])
+        for change, why in (
+            ({"device": "cuda:0"}, "device = 'cuda:0': candidates aren't run on GPUs yet"),
+            ({"timed_trials": 0}, "timed_trials = 0: valid: 1 to 10000"),
+            ({"task": msgspec.structs.replace(TASK, backend="cuda")}, "back end 'cuda' needs a GPU and nvcc"),
+        ):
+            with pytest.raises(ConfigurationError, match=why):
+                await evaluator.evaluate(msgspec.structs.replace(wanted, **change))
+
+    shared(use)
+
+
 def test_equal_submissions_are_evaluated_once(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         wanted = submission(HONEST["torch"] + "# asked for several times\n")
