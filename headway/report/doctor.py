@@ -46,6 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     costs: DeviceCosts
     diagnosis: Diagnosis
     recommended: str = ""  # by the run's own controller, the last time; "": nothing
+    kernels: str = ""  # of a run that writes some: what failed, and whether it waits for its evaluators
 
 
 def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Report:
@@ -65,8 +66,18 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
     costs = device_costs(view, experiment, usd_per_device_hour)
+    kernels = ""
+    if any(step.kernels.evaluations for step in view.steps):
+        from headway.report.kernels import kernel_sentences  # draws, too: slow to import
+
+        kernels = " ".join(kernel_sentences(view.steps))
     return Report(
-        run=str(view.path), state=view.state, costs=costs, diagnosis=found, recommended=view.verdict.plan_text
+        run=str(view.path),
+        state=view.state,
+        costs=costs,
+        diagnosis=found,
+        recommended=view.verdict.plan_text,
+        kernels=kernels,
     )
 
 
@@ -165,6 +176,8 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         ),
         "costs": _cost_text(costs, usd_per_device_hour),
     }
+    if report.kernels:
+        rows["kernels"] = report.kernels
     if report.recommended:
         rows["re-planning"] = report.recommended
     print_rows(rows, console=console)

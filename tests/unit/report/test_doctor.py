@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from headway.config.schema import Experiment
 from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candidate, _more_in_environments, diagnose
 from headway.control.tuning.ledger_model import estimate, shape_of
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.records.ledger import EventRecord, KernelScores, LedgerLine, StepRecord
 from headway.report.doctor import costs_of, examine, print_report
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import Ledger
@@ -210,3 +211,18 @@ def test_a_model_beyond_what_any_device_has_shown_is_refused() -> None:
     found = diagnose(steps, outcome.experiment, shape_of(outcome.experiment))
     assert isinstance(found, str)
     assert "and the run's devices have shown 178 at most" in found
+
+
+def test_a_run_that_waits_for_its_evaluators_is_named(tmp_path: Path) -> None:
+    outcome = run(budget=4, sample_s=0.1)
+    scores = KernelScores(evaluations=16, faults={"timeout": 4}, wait_s=30.0, busy_s=10.0)
+    lines = [
+        msgspec.structs.replace(line, kernels=scores) if isinstance(line, StepRecord) else line
+        for line in outcome.lines
+    ]
+    report = examine(recorded(dataclasses.replace(outcome, lines=lines), tmp_path / "run"))
+    assert "timeout 25.0%" in report.kernels
+    assert "The evaluators are what this run waits for" in report.kernels
+    console = Console(record=True, width=200)
+    print_report(report, None, console)
+    assert "evaluators" in console.export_text()
