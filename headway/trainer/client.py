@@ -27,6 +27,7 @@ from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
 T = TypeVar("T")
 
 SERVICE = "headway.trainer.service:TrainerService"
+_DEATH_S = 5.0  # from the others' broken connections until a rank's death is noticed, at most
 
 
 class TrainerClient:
@@ -197,7 +198,17 @@ class TrainerClient:
         return await _unwrapped(self._running()[0].call(method, *arguments))
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return await _unwrapped(call_all(self._running(), method, *arguments))
+        workers = self._running()
+        try:
+            return await _unwrapped(call_all(workers, method, *arguments))
+        except RemoteError:
+            # When a rank dies in the middle of a sum, the others' broken connections may be known before its death is.
+            if len(workers) > 1:
+                deaths: list[Any] = [worker.died for worker in workers]
+                dead, _ = await asyncio.wait(deaths, timeout=_DEATH_S, return_when=asyncio.FIRST_COMPLETED)
+                for death in dead:
+                    raise death.result() from None
+            raise
 
     def _running(self) -> tuple[WorkerHandle, ...]:
         if not self.workers:
