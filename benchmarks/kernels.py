@@ -33,13 +33,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, submission  # noqa: E402
+from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, submission
 
-from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator  # noqa: E402
-from headway.records.kernels import KernelEvaluation, KernelTask  # noqa: E402
+from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
+from headway.records.kernels import KernelEvaluation, KernelTask
 
 FRESH = f"""
 import torch

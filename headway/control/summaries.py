@@ -29,6 +29,12 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def histogram_in_tenths(values: Iterable[float]) -> dict[str, int]:
+    """Counts of values, each rounded down to tenths ("0.3")."""
+    counts = Counter(math.floor(10 * value + 1e-9) for value in values)
+    return {f"{tenths / 10:.1f}": count for tenths, count in sorted(counts.items())}
+
+
 def weighted_mean(
     records: Iterable[Record], value: Callable[[Record], float], weight: Callable[[Record], float]
 ) -> float:

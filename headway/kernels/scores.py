@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.control.estimates import pass_share
-from headway.control.summaries import quantile
+from headway.control.summaries import histogram_in_tenths, quantile
 from headway.records.kernels import KernelEvaluation
 
 FASTER_THAN = (0.8, 1.0, 1.5, 2.0)  # p of fast_p
@@ -84,7 +84,7 @@ def score_tasks(judged: Sequence[JudgedTask], ks: Sequence[int], *, timed: bool 
         compiled=_pass_at(valid, ks, compiles),
         correct=_pass_at(valid, ks, lambda one: one.correct),
         fast={f"{p:g}": share for p in FASTER_THAN if (share := _fast(valid, p))} if timed else {},
-        outcomes=dict(Counter(map(outcome_of, every)).most_common()),
+        outcomes=dict(Counter(one.outcome for one in every).most_common()),
         speedups=_summary(logs) if logs else None,
     )
 
@@ -102,17 +102,6 @@ def scores_by_level(
 def compiles(evaluation: KernelEvaluation) -> bool:
     """Whether a candidate compiles, and is no cheat."""
     return evaluation.compiled and not evaluation.cheat
-
-
-def outcome_of(evaluation: KernelEvaluation) -> str:
-    """The outcome of an evaluated candidate: one of the keys of `CandidateScores.outcomes`."""
-    if evaluation.cheat:
-        return "cheat"
-    if evaluation.fault is not None:
-        return evaluation.fault
-    if not evaluation.compiled:
-        return "not compiled"
-    return "correct" if evaluation.correct else "wrong"
 
 
 def mean_over_tasks(values: Sequence[float]) -> Share | None:
@@ -153,10 +142,9 @@ def _fast(valid: Sequence[Sequence[KernelEvaluation]], p: float) -> Share | None
 
 
 def _summary(logs: Sequence[float]) -> SpeedupSummary:
-    tenths = Counter(math.floor(10 * value + 1e-9) for value in logs)
     return SpeedupSummary(
         count=len(logs),
         mean=math.fsum(logs) / len(logs),
         quantiles={f"{q:g}": quantile(logs, q) for q in QUANTILES},
-        histogram={f"{at / 10:.1f}": count for at, count in sorted(tenths.items())},
+        histogram=histogram_in_tenths(logs),
     )

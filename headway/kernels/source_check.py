@@ -366,8 +366,8 @@ class SourceCheck:
                 self._reference(node.lineno, path)
             return self._result_of(path, kinds)
         match node.func:
-            case ast.Name(id=name):
-                return self._call_name(node, name, given, kinds)
+            case ast.Name() as called:
+                return self._call_name(node, called, given, kinds)
             case ast.Attribute(value=value, attr=name):
                 return self._call_method(node, value, name, given, kinds)
             case ast.Lambda() as function:
@@ -381,7 +381,8 @@ class SourceCheck:
         if "layer" in kinds:
             self._report(node.lineno, f"a layer of torch is called: {ast.unparse(node.func)}")
 
-    def _call_name(self, node: ast.Call, name: str, given: dict[int, Kinds], kinds: Kinds) -> Kinds:
+    def _call_name(self, node: ast.Call, callee: ast.Name, given: dict[int, Kinds], kinds: Kinds) -> Kinds:
+        name = callee.id
         if name in ("getattr", "setattr") and len(node.args) >= 2:
             attribute = folded(node.args[1])
             if attribute is None:
@@ -402,7 +403,7 @@ class SourceCheck:
             called = self._source.functions[name]
             self._pass(called, node, given, bound=False)
             return layer.union(*(self._returns[id(function)] for function in called))
-        base = self._name(node.func, name)  # type: ignore[arg-type]
+        base = self._name(callee, name)
         self._no_layer(node, base)
         return kinds | base | layer
 

@@ -298,7 +298,7 @@ class CandidateTrials:
                 if not compare(one, found, tolerance).text:
                     return "it returns the output of another call"
         self._guest.thaw()
-        time.sleep(LATE_S)
+        time.sleep(LATE_S)  # in which a late write would show; this is a thread of its own
         self._guest.freeze()
         later = self._guest.read(address, found.shape.bytes)
         if not np.array_equal(later, _bits(found.raw)):

@@ -122,13 +122,13 @@ class RateControl:
         if (outcome := self._outcome.due()) is not None:
             run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
             if outcome.worse and run.state.moved is not None:
-                self._move_back(run.state.moved.before, outcome.data)
+                self._revert_move(run.state.moved.before, outcome.data)
         if self._state is None:
             moved_at = run.state.moved.version if run.state.moved else 0
             filled = max(record.step, moved_at) + run.experiment.queue.budget + 1  # before, the queue was filling
-            refuted = run.state.moved is not None and run.state.moved.planned.back  # no other move before a drift
+            reverted = run.state.moved is not None and run.state.moved.planned.reverts  # no other move before a drift
             self._state = ControllerState(
-                knobs=run.state.knobs, regime_step=filled, decided_step=filled, recommended=refuted
+                knobs=run.state.knobs, regime_step=filled, decided_step=filled, recommended=reverted
             )
         limits = self._limits_now()
         decision = self._seen(record.version) or decide(
@@ -152,13 +152,13 @@ class RateControl:
                 run.state.wanted_move = planned_move(action.settings, action.predicted, rate, cost_s)
         await self._set(decision.state.knobs)
 
-    def _move_back(self, before: RunPlacement, found: Mapping[str, float]) -> None:
-        """Return to the placement before a move that ``found`` shows to be worse."""
+    def _revert_move(self, before: RunPlacement, found: Mapping[str, float]) -> None:
+        """Go back to the placement before a move that ``found`` shows to be worse."""
         ratio = found["measured"] / found["rate"]
         reason = f"back to {before}: the rate is {ratio:.2f} of what it was before the move"
         self._say(Action(kind="rollback", reason=reason, measured=ratio, settings=before.settings))
         planned = planned_move(before.settings, 1 / max(ratio, 1e-3), found["measured"], found["cost_s"])
-        self._run.state.wanted_move = msgspec.structs.replace(planned, back=True)
+        self._run.state.wanted_move = msgspec.structs.replace(planned, reverts=True)
 
     def _limits_now(self) -> ControlLimits:
         """The limits with what this machine has room for, and what switches cost, as measured so far: another split

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from headway.control.estimates import clustered_standard_error, pass_at
+from headway.control.summaries import histogram_in_tenths
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
 from headway.records.ledger import KernelScores, SourceScore
 from headway.records.rollout import FinishedGroup, Rollout
@@ -48,11 +49,11 @@ def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> Ke
     return KernelScores(
         evaluations=len(every),
         repeated=sum(answer.repeated for answer in every),
-        rewards=_counted(answer.reward for answer in every),
+        rewards=histogram_in_tenths(answer.reward for answer in every),
         faults=dict(Counter(answer.fault for answer in every if answer.fault)),
         compiled_at=pass_at(compiled, ks),
         correct_at=pass_at(correct, ks),
-        log_speedups=_counted(math.log(one.speedup) for one in every if one.correct and one.speedup),
+        log_speedups=histogram_in_tenths(math.log(one.speedup) for one in every if one.correct and one.speedup),
         wait_s=spent.pop("wait", 0.0),
         busy_s=sum(spent.values()),
     )
@@ -63,9 +64,3 @@ def _answers(rollout: Rollout) -> list[KernelAnswer]:
         return msgspec.convert(rollout.verdict.get(KERNEL_ANSWERS, []), list[KernelAnswer])
     except msgspec.ValidationError:  # a verifier of the user's own says something else under this name
         return []
-
-
-def _counted(values: Iterable[float]) -> dict[str, int]:
-    """Counts by value, rounded down to tenths."""
-    counts = Counter(math.floor(10 * value + 1e-9) for value in values)
-    return {f"{tenths / 10:.1f}": count for tenths, count in sorted(counts.items())}

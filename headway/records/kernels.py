@@ -90,6 +90,17 @@ class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every trial passed, and nothing was amiss."""
         return self.compiled and 0 < self.trials == self.passed and self.fault is None and not self.cheat
 
+    @property
+    def outcome(self) -> str:
+        """The outcome: "correct", "wrong" (outputs), "cheat", "not compiled", or the class of its fault."""
+        if self.cheat:
+            return "cheat"
+        if self.fault is not None:
+            return self.fault
+        if not self.compiled:
+            return "not compiled"
+        return "correct" if self.correct else "wrong"
+
 
 class KernelAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an answer's evaluation that its rollout keeps, in the verdict under ``KERNEL_ANSWERS``."""
@@ -97,7 +108,7 @@ class KernelAnswer(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     compiled: bool
     correct: bool
-    fault: str = ""  # a KernelFault, "wrong" (outputs) or "cheat"; "": none
+    fault: str = ""  # the evaluation's outcome; "": correct
     speedup: float | None = None
     repeated: bool = False
     evaluation_s: dict[str, float] = {}  # wait, compile, check, time

@@ -196,7 +196,7 @@ class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
     gain: float  # expected: rate after / rate before
     rate: float  # before, samples/s
     cost_s: float  # expected: seconds until both sides work as the new placement says
-    back: bool = False  # to where the run was before a move that has made it slower
+    reverts: bool = False  # it undoes a move that has made the run slower
 
 
 class ExecutedMove(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from headway.kernels.devices import DeviceTable
 from headway.services.kernel_dispatch import KernelDispatch
-from headway.services.serve_metrics import response_family
+from headway.services.serve_metrics import ServiceMetrics, response_family
 
 _COUNTED = {
     "evaluations": "evaluations with a result",
@@ -26,21 +24,12 @@ _COUNTED = {
 
 
 @dataclass(frozen=True, eq=False)
-class KernelMetrics(Collector):
+class KernelMetrics(ServiceMetrics):
     """Collects the service's metrics from its state."""
 
     responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
     dispatch: KernelDispatch
     devices: DeviceTable
-
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format: the body of the response."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
-
-    def describe(self) -> list[GaugeMetricFamily]:
-        return []
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         yield response_family("headway_kernels_responses", self.responses)

@@ -14,15 +14,8 @@ from headway.records.trace import WorkerState
 from headway.telemetry.exporters.prometheus import router_families, worker_families
 
 
-@dataclass(frozen=True, eq=False)
-class ServeMetrics(Collector):
-    """Collects the server's metrics from one snapshot of its state."""
-
-    responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
-    router: RouterStatistics
-    workers: Iterable[WorkerState]
-    sessions: int  # open named ones
-    kept_tokens: int  # tokens that these keep
+class ServiceMetrics(Collector):
+    """Base of the metrics of an HTTP service: one text for each request of them."""
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format: the body of the response."""
@@ -32,6 +25,17 @@ class ServeMetrics(Collector):
 
     def describe(self) -> list[GaugeMetricFamily]:
         return []
+
+
+@dataclass(frozen=True, eq=False)
+class ServeMetrics(ServiceMetrics):
+    """Collects the server's metrics from one snapshot of its state."""
+
+    responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
+    router: RouterStatistics
+    workers: Iterable[WorkerState]
+    sessions: int  # open named ones
+    kept_tokens: int  # tokens that these keep
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         yield response_family("headway_serve_responses", self.responses)

@@ -112,7 +112,7 @@ def test_a_move_that_fails_is_taken_back(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "placement.json").exists()
 
 
-def test_a_move_that_makes_the_run_slower_is_taken_back_once(folder: Path, tmp_path: Path) -> None:
+def test_a_move_that_makes_the_run_slower_is_reverted_once(folder: Path, tmp_path: Path) -> None:
     control = {"mode": "act", "devices": "move", "interval_steps": 100_000}  # comes to no decision of its own
     config = tiny_run.write_experiment(tmp_path, run={"steps": 50}, control=control, **tiny_run.inputs_in(folder))
     command = tiny_run.train(config, moves=[(2, ["cpu:1"], ["cpu:0"], 1e6)])  # as if it had been a million samples/s

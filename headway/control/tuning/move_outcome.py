@@ -16,11 +16,11 @@ _SAME_LOAD = 1.1  # times the tokens per trained sample: beyond, the rate falls 
 
 
 class PlanOutcome(NamedTuple):
-    """The outcome of a move: rates beside what was expected, and whether it is to be taken back."""
+    """The outcome of a move: rates beside what was expected, and whether to revert it."""
 
     detail: str  # with ``data``: an event's
     data: dict[str, float]
-    worse: bool  # slower than before the move, beyond what noise explains: to be taken back
+    worse: bool  # slower than before the move, beyond noise: to be reverted
 
 
 class MoveOutcome:
@@ -53,7 +53,7 @@ class MoveOutcome:
         expected, measured = planned.rate * planned.gain, _rate(after)
         noise = math.sqrt(2) * relative_noise(after, measured) if measured else 0.0  # of a quotient of two such rates
         heavier = _load(after) > _SAME_LOAD * self._load
-        worse = measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise)) and not heavier and not planned.back
+        worse = measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise)) and not heavier and not planned.reverts
         detail = (
             f"{moved.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {planned.rate:.3g}; it took "
             f"{moved.cost_s:.1f} s, expected {planned.cost_s:.1f} s"

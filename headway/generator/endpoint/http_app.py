@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ _DECODER = msgspec.json.Decoder()
 Counted = Counter[tuple[str, int]]  # responses by route and status; 0: the client left before one was sent
 
 
-class HttpApp:
+class HttpApp(ABC):
     """Base of the ASGI applications: `answer` responds to an exchange or raises, and every error becomes a response."""
 
     def __init__(self, settings: EndpointConfig) -> None:
@@ -30,13 +31,13 @@ class HttpApp:
         self.responses: Counted = Counter()
         self._numbers = itertools.count(1)
 
+    @abstractmethod
     async def answer(self, exchange: HttpExchange) -> None:
         """Respond to a request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def route(self, path: str) -> str:
         """The label of a path among the counted responses, from a small fixed set."""
-        raise NotImplementedError
 
     def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
         """The body of an error's response."""

@@ -11,7 +11,7 @@ import msgspec
 from headway.kernels.jobs.judging import SubmissionJudge, judge_all, require_some
 from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import source_in
-from headway.kernels.scores import CandidateScores, JudgedTask, outcome_of, score_tasks, scores_by_level
+from headway.kernels.scores import CandidateScores, JudgedTask, score_tasks, scores_by_level
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
 from headway.tasks.rows import read_objects, short
@@ -128,9 +128,7 @@ def kernel_report(
         judge=settings,
         scores=score_tasks(judged, ks, timed=settings.timed),
         levels=scores_by_level(judged, ks, timed=settings.timed),
-        tasks={
-            task.name: ["" if one.infrastructure else outcome_of(one) for one in task.evaluations] for task in judged
-        },
+        tasks={task.name: ["" if one.infrastructure else one.outcome for one in task.evaluations] for task in judged},
         missing=[(task.name, one.infrastructure) for task in judged for one in task.evaluations if one.infrastructure],
         model=model,
         tasks_file=files[0],

@@ -12,6 +12,7 @@ import msgspec
 
 from headway.config.router import RouterConfig
 from headway.kernels.client import KernelClient, KernelServiceFailed
+from headway.kernels.prompts import feedback, source_in
 from headway.kernels.reward import kernel_reward
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import (
@@ -24,19 +25,19 @@ from headway.records.kernels import (
 )
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.environments.code import last_program
 from headway.rollout.parameters import require_choice
 from headway.runtime.clock import RealClock
 from headway.runtime.imports import import_function
 
 _BREAKER = "headway.control.routing.breaker:Breaker"  # by name: a rollout imports nothing of `control`
 _KEPT_CHARACTERS = 300
-NO_PROGRAM = "There is no program in this answer. Write the whole module between ```python and ```."
+_NO_SOURCE = "There is no module with ModelNew in this answer. Write it whole, between ```python and ```."
 
 
 class Kernel(Environment):
-    """The policy answers with a module that defines ``ModelNew`` (the last fenced block of Python), a kernel service
-    judges it, and the policy is told what came of it until it has had its turns or is fast enough.
+    """Environment of several turns in which an answer is a module that defines ``ModelNew`` (its last code block with
+    one). A kernel service evaluates it, and the policy gets the result as feedback, until ``turns`` answers were
+    evaluated or one has a reward of ``stop_at``.
 
     Each turn has its own reward on TritonForge's ladder (`kernels.reward`): 0.1 compiled, 0.3 correct and up to 2 for
     the speed-up. The rollout's is its best turn's; with ``algorithm.turn_discount`` (0.4 there) each turn learns from
@@ -95,15 +96,15 @@ class Kernel(Environment):
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         judged = episode.state.setdefault("judged", [])
-        source = last_program(answer.text)
-        if source is None:
-            evaluation, feedback = KernelEvaluation(fault="syntax_error", text="no program"), NO_PROGRAM
+        source = source_in(answer.text)
+        if not source:
+            evaluation, said = KernelEvaluation(fault="syntax_error", text="no ModelNew"), _NO_SOURCE
         elif len(source) > self._source_characters:
-            feedback = f"This program has {len(source):,} characters; {self._source_characters:,} at most are judged."
             evaluation = KernelEvaluation(fault="syntax_error", text="too long")
+            said = f"This source has {len(source):,} characters; {self._source_characters:,} at most are evaluated."
         else:
             evaluation = await self._evaluation(episode.task, source)
-            feedback = told(evaluation)
+            said = feedback(evaluation)
         kept = outline(evaluation)
         judged.append(msgspec.to_builtins(kept))
         if kept.reward >= self._stop_at:
@@ -111,7 +112,7 @@ class Kernel(Environment):
         elif len(judged) >= self._turns:
             episode.end("turns")
         else:
-            episode.say(self.shortened(feedback))
+            episode.say(self.shortened(said))
 
     async def score(self, episode: Episode) -> dict[str, Any]:
         judged: list[dict[str, Any]] = episode.state.get("judged", [])
@@ -146,33 +147,13 @@ def kernel_task(task: Task, backend: str = "") -> KernelTask:
     return msgspec.structs.replace(found, backend=backend) if backend in get_args(KernelBackend) else found
 
 
-def told(evaluation: KernelEvaluation) -> str:
-    """The feedback on an evaluation, for the policy."""
-    if evaluation.cheat:
-        return f"Not accepted: {evaluation.cheat}. {evaluation.text}"
-    if not evaluation.compiled:
-        return f"It doesn't compile ({evaluation.fault or 'unknown'}): {evaluation.text}\n{evaluation.log}".rstrip()
-    if evaluation.fault is not None:
-        return f"It fails ({evaluation.fault}): {evaluation.text}\n{evaluation.log}".rstrip()
-    if not evaluation.correct:
-        return f"{evaluation.passed} of {evaluation.trials} trials are correct. {evaluation.text}"
-    timing, reference = evaluation.timing, evaluation.reference
-    if evaluation.speedup is None or timing is None or reference is None:
-        return "It is correct. Make it faster."
-    return (
-        f"It is correct, and takes {timing.mean:.3g} ms; the reference takes {reference.mean:.3g} ms: "
-        f"{evaluation.speedup:.2f} times as fast. Make it faster."
-    )
-
-
 def outline(evaluation: KernelEvaluation) -> KernelAnswer:
     """The part of an evaluation that a rollout keeps."""
-    failed = "" if evaluation.correct else "wrong"
     return KernelAnswer(
         reward=kernel_reward(evaluation),
         compiled=evaluation.compiled,
         correct=evaluation.correct,
-        fault="cheat" if evaluation.cheat else evaluation.fault or failed,
+        fault="" if evaluation.correct else evaluation.outcome,
         speedup=evaluation.speedup,
         repeated=evaluation.repeated,
         evaluation_s=evaluation.seconds,

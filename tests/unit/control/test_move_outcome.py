@@ -84,9 +84,9 @@ def test_an_outcome_is_measured_without_the_steps_in_which_the_queue_fills() -> 
     assert "14 samples/s, expected 15, before 10; it took 4.0 s, expected 2.0 s" in text.detail
 
 
-def outcome_of(rates: Sequence[float], *, length: int = 10, back: bool = False) -> PlanOutcome:
+def outcome_of(rates: Sequence[float], *, length: int = 10, reverts: bool = False) -> PlanOutcome:
     outcome, move = MoveOutcome(budget=0), moved(HYBRID)
-    move = msgspec.structs.replace(move, planned=msgspec.structs.replace(move.planned, back=back))
+    move = msgspec.structs.replace(move, planned=msgspec.structs.replace(move.planned, reverts=reverts))
     assert not outcome.changes(record(19, 10.0), None)
     assert outcome.changes(record(20, 1.0, length), move)
     found = None
@@ -98,13 +98,13 @@ def outcome_of(rates: Sequence[float], *, length: int = 10, back: bool = False) 
     return found
 
 
-def test_a_move_that_made_the_run_slower_is_to_be_taken_back() -> None:
+def test_a_move_that_made_the_run_slower_is_to_be_reverted() -> None:
     slower = [8.5, 9.0] * (MEASURED // 2)
     assert outcome_of(slower).worse
     assert not outcome_of([9.9, 10.0] * (MEASURED // 2)).worse  # less than what a change must gain
     assert not outcome_of([2.0, 40.0] * (MEASURED // 2)).worse  # noise
     assert not outcome_of(slower, length=12).worse  # its responses are longer
-    assert not outcome_of(slower, back=True).worse  # else it would go to and fro
+    assert not outcome_of(slower, reverts=True).worse  # else it would go to and fro
 
 
 def test_a_move_that_was_taken_back_changes_nothing() -> None:

@@ -11,9 +11,9 @@ from environment_player import Player, played, service
 from kernel_service import REFERENCE, candidate, served_kernels
 
 from headway.records.errors import ConfigurationError
-from headway.records.kernels import KernelEvaluation, KernelTask, KernelTiming
+from headway.records.kernels import KernelTask
 from headway.records.task import Task
-from headway.rollout.environments.kernel import kernel_task, told
+from headway.rollout.environments.kernel import kernel_task
 
 KERNEL = KernelTask(name="t", source=REFERENCE, backend="torch")
 TASK = Task(task_id="t", prompt="Make it faster.", metadata={"kernel": msgspec.to_builtins(KERNEL)})
@@ -55,17 +55,17 @@ def test_turns_have_the_ladders_rewards(answers: list[str], expected: list[float
     played(main)
 
 
-def test_what_went_wrong_is_told():
+def test_a_failed_answer_gets_feedback():
     async def main() -> None:
         player, _ = await rewards(answered(fault="syntax_error"), "none", answered())
         said = [message["content"] for message in player.messages[""] if message["role"] == "user"]
-        assert "doesn't compile (syntax_error)" in said[1]
-        assert "no program" in said[2]
+        assert "doesn't compile" in said[1]
+        assert "no module with ModelNew" in said[2]
 
     played(main)
 
 
-def test_a_failure_of_the_service_is_no_reward():
+def test_a_service_failure_is_infrastructure():
     async def main() -> None:
         environment = service(name="kernel", parameters={"addresses": ["http://127.0.0.1:9"], "timeout_s": 1.0})
         player = Player(environment, TASK)
@@ -96,7 +96,7 @@ def test_a_key_is_sent(tmp_path: Path):
         ({"addresses": ["http://a:1"], "key_file": "/none"}, "key_file = '/none'"),
     ],
 )
-def test_bad_parameters_are_named(parameters: dict[str, Any], said: str):
+def test_bad_parameters_are_refused_by_name(parameters: dict[str, Any], said: str):
     with pytest.raises(ConfigurationError, match=said):
         service(name="kernel", parameters=parameters)
 
@@ -106,13 +106,3 @@ def test_a_task_without_a_kernel_is_refused():
         kernel_task(Task(task_id="t", prompt="p"))
     assert kernel_task(TASK).backend == "torch"
     assert kernel_task(TASK, "cpp").backend == "cpp"
-
-
-def test_times_are_told():
-    timing = KernelTiming(mean=2.0, std=0.1, min=1.9, max=2.1, calls=100)
-    found = KernelEvaluation(compiled=True, passed=5, trials=5, timing=timing, reference=timing, speedup=1.0)
-    assert told(found) == (
-        "It is correct, and takes 2 ms; the reference takes 2 ms: 1.00 times as fast. Make it faster."
-    )
-    wrong = KernelEvaluation(compiled=True, passed=3, trials=5, text="output 0: 12 of 64 values differ")
-    assert told(wrong) == "3 of 5 trials are correct. output 0: 12 of 64 values differ"
