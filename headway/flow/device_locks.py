@@ -81,9 +81,9 @@ class DeviceLocks:
         return self._lock.parties
 
     @contextlib.asynccontextmanager
-    async def turn(self, name: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+    async def turn(self, name: str, timeout_s: float | None = None, *, load: bool = True) -> AsyncIterator[None]:
         """Hold a party's devices in the block; after it, those who got them compute again. See `acquire`."""
-        await self.acquire(name, timeout_s)
+        await self.acquire(name, timeout_s, load=load)
         try:
             yield
         finally:

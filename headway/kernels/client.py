@@ -195,7 +195,8 @@ class KernelClient:
                 raise _Failed(f"its answer is no evaluation: {error}") from None
         message, param = _error_of(response.content)
         if status == 429 or status >= 500 or status in _TRANSIENT:
-            machine.resumes_s = self._clock.now() + _retry_after_s(response)
+            wait_s = _retry_after_s(response)
+            machine.resumes_s = self._clock.now() + (max(_FIRST_BACKOFF_S, wait_s) if status == 429 else wait_s)
             if status == 429:
                 return None
             raise _Failed(f"HTTP {status}: {message}")

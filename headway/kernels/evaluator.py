@@ -92,6 +92,7 @@ class KernelEvaluator:
         self._done: OrderedDict[bytes, KernelEvaluation] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[KernelEvaluation]] = {}
         self._waiters = Counter[bytes]()  # for those
+        self._ending = set[asyncio.Task[KernelEvaluation]]()  # cancelled: nobody waits for them any longer
         self._values: OrderedDict[bytes, list[TrialGroup]] = OrderedDict()
         self._making: dict[bytes, asyncio.Lock] = {}
         self._crossing_s: dict[tuple[int, ...], float] = {}
@@ -106,9 +107,10 @@ class KernelEvaluator:
 
     async def close(self) -> None:
         """End all evaluations and sandboxes."""
-        for task in list(self._running.values()):
+        under_way = {*self._running.values(), *self._ending}
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
         await self._backend.close()
         await asyncio.to_thread(self._executor.shutdown)
 
@@ -146,11 +148,16 @@ class KernelEvaluator:
             self._waiters[key] -= 1
             if not self._waiters[key]:
                 del self._waiters[key]
-                running.cancel()  # no-op for one that has ended
+                if not running.done():
+                    del self._running[key]  # whoever asks next gets an evaluation of its own
+                    self._ending.add(running)
+                    running.cancel()
         return msgspec.structs.replace(found, repeated=repeated)
 
     def _remember(self, key: bytes, task: asyncio.Task[KernelEvaluation]) -> None:
-        self._running.pop(key, None)
+        self._ending.discard(task)
+        if self._running.get(key) is task:
+            del self._running[key]
         if task.cancelled() or task.exception() is not None or task.result().infrastructure:
             return
         if task.result().refused.startswith("noise"):
@@ -179,8 +186,8 @@ class KernelEvaluator:
     # The steps.
 
     async def _judge(self, submission: KernelSubmission) -> KernelEvaluation:
-        until_s = time.monotonic() + submission.timeout_s
         groups = await self._trials(submission)
+        until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference has had its own
         async with self._guest(until_s) as guest:
             judging = Judging(guest, submission, groups, self._operators)
             await self._in_thread(judging.run)
@@ -328,7 +335,7 @@ class KernelEvaluator:
     def busy(self) -> bool:
         """Whether an evaluation runs or waits, or cores are leased."""
         sets = len(self._settings.timing_cores) or 1
-        return bool(self._running) or self._devices.qsize() < sets
+        return bool(self._running or self._ending) or self._devices.qsize() < sets
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

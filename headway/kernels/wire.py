@@ -50,9 +50,6 @@ def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
             "speedup_interval": evaluation.speedup_interval,
             "candidate": None if timing is None else _statistics(timing),
             "reference": None if evaluation.reference is None else _statistics(evaluation.reference),
-            "reference_compiled": (
-                None if evaluation.reference_compiled is None else _statistics(evaluation.reference_compiled)
-            ),
         },
         "raw_reward": kernel_reward(evaluation),
         "fault_type": evaluation.fault,

@@ -154,7 +154,7 @@ class RateControl:
 
     def _revert_move(self, before: RunPlacement, found: Mapping[str, float]) -> None:
         """Go back to the placement before a move that ``found`` shows to be worse."""
-        ratio = found["measured"] / found["rate"]
+        ratio = found["measured"] / max(found["rate"], 1e-3)  # rounded to so much
         reason = f"back to {before}: the rate is {ratio:.2f} of what it was before the move"
         self._say(Action(kind="rollback", reason=reason, measured=ratio, settings=before.settings))
         planned = planned_move(before.settings, 1 / max(ratio, 1e-3), found["measured"], found["cost_s"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 from headway.algorithms.groups.batches import build_batch
@@ -56,20 +57,21 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
     ``moved``: none has died. Raises WorkerDied when it dies again and again on the way there."""
     died_s = run.clock.now()
     await run.state.finish_update()
+    if run.memory is not None and run.locks.holds(TRAINER):  # it died between two parts of a batch
+        await run.locks.end(TRAINER)
     for left in reversed(range(RESTARTS)):
+        # Offloading, it starts in a turn of its own: else both sides would be in the devices' memory.
+        turn = nullcontext() if run.memory is None else run.locks.turn(TRAINER, load=False)
         try:
-            if run.memory is not None and not run.locks.holds(TRAINER):
-                await run.locks.acquire(TRAINER, load=False)  # else both sides would be in the devices' memory
-            await run.trainer.restart()
-            replayed, samples = await restore_trainer(run, until=version)
-            weights = await run.trainer.publish(version)
+            async with turn:
+                await run.trainer.restart()
+                replayed, samples = await restore_trainer(run, until=version)
+                weights = await run.trainer.publish(version)
         except WorkerDied as death:
             run.died(death)
             if not left:
                 raise
         else:
-            if run.memory is not None:
-                await run.locks.end(TRAINER)
             await run.generator.update_weights(weights)
             run.state.published_version = version
             if not moved:

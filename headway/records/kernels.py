@@ -76,7 +76,6 @@ class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     timing: KernelTiming | None = None
     reference: KernelTiming | None = None  # eager
-    reference_compiled: KernelTiming | None = None
     speedup: float | None = None  # over the eager reference; None: not timed, or refused
     speedup_interval: tuple[float, float] | None = None  # 95 %
     refused: str = ""  # why there is no speed-up, though one was asked for: noise, an interpreter

@@ -53,7 +53,8 @@ class MoveOutcome:
         expected, measured = planned.rate * planned.gain, _rate(after)
         noise = math.sqrt(2) * relative_noise(after, measured) if measured else 0.0  # of a quotient of two such rates
         heavier = _load(after) > _SAME_LOAD * self._load
-        worse = measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise)) and not heavier and not planned.reverts
+        slower = bool(after) and measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise))
+        worse = slower and not heavier and not planned.reverts
         detail = (
             f"{moved.placement}: {measured:.3g} samples/s, expected {expected:.3g}, before {planned.rate:.3g}; it took "
             f"{moved.cost_s:.1f} s, expected {planned.cost_s:.1f} s"

@@ -178,9 +178,13 @@ class BufferApi:
         except ConfigurationError as error:
             raise RequestRefused(str(error), param="messages") from None
         row = {name: values[name] for name in ("instance_id", "reward", "extra_info") if values[name] is not None}
+        try:
+            line = msgspec.json.encode({"messages": messages, **row})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestRefused(f"this row can't be stored: {error}") from None
         if self._file is None:
             self._file = LineFile(self._demonstrations)
-        self._file.append(msgspec.json.encode({"messages": messages, **row}))
+        self._file.append(line)
 
     async def _read(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
         wanted = fields.read(body, _READ)["batch_size"]

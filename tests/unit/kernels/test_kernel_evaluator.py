@@ -13,6 +13,7 @@ from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, Cheat, model, s
 from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
 from headway.kernels.timing import TimingSettings
 from headway.records.errors import ConfigurationError
+from headway.records.kernels import KernelTask
 
 FEW = EvaluatorSettings(concurrent=3, timing=TimingSettings(pairs=5, most_s=0.4, refused_width=100.0))
 FAULTS = {
@@ -118,6 +119,59 @@ def test_a_reference_that_fails_is_the_tasks_fault(shared):
         ):
             with pytest.raises(ConfigurationError, match=f"task 'leaky'.*{why}"):
                 await evaluator.evaluate(submission(HONEST["torch"], task=msgspec.structs.replace(TASK, source=broken)))
+
+    shared(use)
+
+
+SOURCE = """import torch
+class Model(torch.nn.Module):
+    def forward(self, x, y):
+        return {expression}
+def get_inputs():
+    return [torch.{random}, torch.{random}]
+def get_init_inputs():
+    return []
+"""
+
+
+def pair(reference: str, candidate: str, random: str = "randn(64, 33)"):
+    task = KernelTask(name="pair", source=SOURCE.format(expression=reference, random=random), backend="torch")
+    source = (
+        f"import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, x, y):\n        return {candidate}\n"
+    )
+    return submission(source, task=task)
+
+
+@pytest.mark.parametrize(("reference", "candidate"), [("torch.sigmoid(x)", "torch.tanh(x)"), ("x - y", "y - x")])
+def test_an_honest_mistake_is_wrong_and_no_cheat(shared, reference: str, candidate: str):
+    async def use(evaluator: KernelEvaluator) -> None:
+        found = await evaluator.evaluate(pair(reference, candidate))
+        assert (found.outcome, found.cheat) == ("wrong", ""), found
+
+    shared(use)
+
+
+def test_outputs_below_the_absolute_tolerance_need_their_values(shared):
+    async def use(evaluator: KernelEvaluator) -> None:
+        softmax, random = "torch.softmax(x, 1)", "rand(4, 16384, dtype=torch.float16)"
+        zeros = await evaluator.evaluate(pair(softmax, "torch.zeros_like(x)", random))
+        assert not zeros.correct
+        assert "relative error of 1" in zeros.text
+        right = await evaluator.evaluate(pair(softmax, "torch.softmax(x.float(), 1).half()", random))
+        assert right.correct, right
+
+    shared(use)
+
+
+def test_a_submission_that_follows_an_abandoned_one_is_evaluated(shared):
+    async def use(evaluator: KernelEvaluator) -> None:
+        wanted = pair("x + y", "y + x  # abandoned once")
+        first = asyncio.create_task(evaluator.evaluate(wanted))
+        await asyncio.sleep(0.05)  # it has begun
+        first.cancel()
+        await asyncio.sleep(0)
+        assert (await evaluator.evaluate(wanted)).correct
+        assert first.cancelled()
 
     shared(use)
 
