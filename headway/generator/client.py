@@ -41,6 +41,7 @@ from headway.runtime.workers import EventCallback, Launcher, WorkerHandle
 
 _FORGIVEN_AFTER_S = 300.0  # a death no longer counts once its replica has been live this long
 _STOP_GRACE_S = 1.0
+_PATIENCE_S = 60.0  # of a new process, until the weights that it can't read are published again
 _HOPELESS = (WeightsMismatch, ConfigurationError)  # a restarted process would raise these again
 
 
@@ -142,10 +143,8 @@ class GeneratorPool:
         async with self._updating, self._router.drained(settings.slots) if drains else contextlib.nullcontext():
             self._require_running()
             self._newest, self._updates = weights, self._updates + 1
-            live = [replica for replica in self._replicas if replica.live]
-            outcomes = await asyncio.gather(
-                *(self._apply(replica, weights) for replica in live), return_exceptions=True
-            )
+            applying = [self._apply(replica, weights) for replica in self._replicas if replica.live]
+            outcomes = await asyncio.gather(*applying, return_exceptions=True)
         self._health.note_versions()
         for outcome in outcomes:
             if isinstance(outcome, _HOPELESS):
@@ -157,9 +156,7 @@ class GeneratorPool:
         """Return the lowest version applied by a live replica; while none is live, the next one's."""
         self._require_running()
         versions = [replica.version for replica in self._replicas if replica.live]
-        if versions:
-            return min(versions)
-        return self._newest.version if self._newest is not None else 0
+        return min(versions, default=self._newest.version if self._newest is not None else 0)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
@@ -400,20 +397,24 @@ class GeneratorPool:
         restarted = replica.slot.has_died
         if restarted:
             await self._refresh(replica)  # the probe that closes its breaker
-        await self._catch_up(replica)
+        await self._catch_up(replica, _PATIENCE_S)
         if restarted:
             self._router.renewed(replica)
             replica.live = True
 
-    async def _catch_up(self, replica: Replica) -> None:
-        """Apply the newest published weights; repeats until no newer update has been announced."""
+    async def _catch_up(self, replica: Replica, patience_s: float = 0.0) -> None:
+        """Apply the newest published weights; repeats until no newer update has been announced. Those that can't be
+        read are waited for: has their publisher died too, its successor announces them again."""
         while self._newest is not None and replica.update != self._updates:
             newest = self._newest
             try:
                 await self._apply(replica, newest)
             except WeightsCorrupt:
-                if self._newest is newest:  # else a newer version overwrote the slot: apply that one
-                    raise
+                until_s = self._clock.now() + patience_s
+                while self._newest is newest:  # else a newer version overwrote the slot: apply that one
+                    if self._clock.now() >= until_s or replica.worker is None or not replica.worker.alive:
+                        raise
+                    await self._clock.sleep(0.1)
 
     def _give_up(self, cause: HeadwayError) -> None:
         """Fail every call with ``cause``, now and later, which ends the run: no restart would help."""
@@ -438,9 +439,8 @@ class GeneratorPool:
         """The error that ends the pool: no replica will be live again. None while one may be."""
         if self._hopeless is not None:
             return self._hopeless
-        for replica in self._replicas:
-            if not replica.gone:
-                return None
+        if not all(replica.gone for replica in self._replicas):
+            return None
         return next(one.slot.lost for one in self._replicas if one.slot.lost is not None)  # the last can't leave
 
     def _require_running(self) -> None:

@@ -235,6 +235,28 @@ def test_a_version_announced_during_a_restart_is_applied_before_the_first_reques
     run_virtual(main)
 
 
+@pytest.mark.parametrize(("republished_s", "failed"), [(45.0, 0), (75.0, 1)])
+def test_a_restart_waits_for_weights_whose_publisher_died_with_it(republished_s, failed):
+    """Trainer and generator die with their machine; the trainer's successor publishes the version again, later."""
+
+    async def main(clock: Clock):
+        pool, events = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
+        await pool.start()
+        await pool.update_weights(published(1))
+        launcher.prepare = lambda worker: setattr(worker, "update_error", WeightsCorrupt("version 1 is gone"))
+        launcher.started[0].kill()
+        await clock.sleep(republished_s)
+        launcher.prepare = lambda worker: None
+        launcher.started[-1].update_error = None
+        assert await pool.update_weights(published(1)) == []
+        await clock.sleep(5)
+        assert events == ["generator_died", *["generator_restart_failed"] * failed, "generator_restarted"]
+        assert await pool.applied_version() == 1
+        await pool.stop()
+
+    run_virtual(main)
+
+
 def test_a_replica_that_dies_too_often_is_lost_and_the_last_one_ends_the_run():
     async def main(clock: Clock):
         pool, events = make_pool(clock, launcher := ScriptedLauncher(), restart_limit=2)
