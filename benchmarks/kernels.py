@@ -24,7 +24,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +32,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from kernel_sources import CHEATS, CPP, HONEST, REFERENCE, TASK, submission
 
-from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
+from benchmarks.parts.kernel_solutions import solutions
+from headway.kernels.evaluator import KernelEvaluator
+from headway.kernels.tasks import builtin_tasks
 from headway.records.kernels import KernelEvaluation, KernelTask
+from headway.services.kernel_dispatch import KernelLimits
+from headway.services.serve_kernels import KernelServing, make_evaluator
 
 FRESH = f"""
 import torch
@@ -56,11 +60,10 @@ import ctypes
 import torch
 library = load_cpp(r'''
 extern "C" void run(const float* x, float* y, long count, long rounds) {
-    for (long i = 0; i < count; i++) {
-        float a = x[i];
-        for (long r = 0; r < rounds; r++) a = a * 0.999f + 0.001f / (1.0f + a * a);
-        y[i] = x[i] + 0.0f * a;
-    }
+    for (long i = 0; i < count; i++) y[i] = x[i];
+    for (long r = 0; r < rounds; r++)  // outside: passes cost the same, whatever their number
+        for (long i = 0; i < count; i++) y[i] = y[i] * 0.999f + 0.001f / (1.0f + y[i] * y[i]);
+    for (long i = 0; i < count; i++) y[i] = x[i] + 0.0f * y[i];
 }
 ''')
 library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
@@ -143,9 +146,20 @@ class Runs:
         task = msgspec.structs.replace(TASK, name=name, source=reference, backend="cpp", forbidden_operators=())
         found = [await self._one(work("ModelNew", rounds, size), task=task, timed=True) for _ in range(count)]
         kept = [one.speedup for _, one in found if one.speedup is not None]
-        if not kept:
-            print(found[0])
+        seen = next((one for _, one in found if one.timing is not None), found[0][1])
+        print(f"{name}: {len(kept)} of {count}; {seen.timing}", flush=True)
         return kept, count - len(kept)
+
+
+async def failed_solutions() -> tuple[int, list[str]]:
+    """How many honest solutions of the built-in problems there are, and which don't pass the service's evaluator."""
+    tasks = {(task.name, backend): task for backend in ("torch", "cpp") for task in builtin_tasks(backend)}
+    found: dict[str, KernelEvaluation] = {}
+    async with make_evaluator(KernelServing(), KernelLimits(concurrency=3)) as evaluator:
+        for one in solutions():
+            wanted = submission(one.source, task=tasks[one.problem, one.backend], timed=False)
+            found[f"{one.problem} ({one.style})"] = await evaluator.evaluate(wanted)
+    return len(found), [name for name, evaluation in found.items() if not is_rewarded(evaluation)]
 
 
 @contextlib.contextmanager
@@ -181,20 +195,22 @@ async def main() -> None:
     if told.quick:
         told.evaluations, told.timed, told.aa, told.planted = 16, 4, 4, 3
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        async with KernelEvaluator(EvaluatorSettings(), state=Path(folder, "state")) as evaluator:
-            runs = Runs(evaluator)
-            result |= await runs.rates(told.evaluations, told.timed)
-            print(json.dumps(result), flush=True)
-            result |= await runs.deceptions()
-            even, refused = await runs.speedups(told.aa, 1.0, 20)
-            result |= {"aa_p95": deviation(even), "aa_refused": refused}
-            with busy_process():
-                even, refused = await runs.speedups(told.aa, 1.0, 21)
-            result |= {"aa_busy_p95": deviation(even), "aa_busy_refused": refused}
-            for name, factor, rounds in (("planted_1_2", 1.2, 50), ("planted_3", 3.0, 12)):
-                found, refused = await runs.speedups(told.planted, factor, rounds)
-                result |= {name: [round(min(found), 3), round(max(found), 3)] if found else None}
+    async with KernelEvaluator() as evaluator:
+        runs = Runs(evaluator)
+        result |= await runs.rates(told.evaluations, told.timed)
+        print(json.dumps(result), flush=True)
+        result |= await runs.deceptions()
+        count, failed = await failed_solutions()
+        print(f"solutions that failed: {', '.join(failed) or 'none'}", flush=True)
+        result |= {"honest_refused": result["honest_refused"] + len(failed), "solutions_passed": count - len(failed)}
+        even, refused = await runs.speedups(told.aa, 1.0, 150)
+        result |= {"aa_p95": deviation(even), "aa_refused": refused}
+        with busy_process():
+            even, refused = await runs.speedups(told.aa, 1.0, 151)
+        result |= {"aa_busy_p95": deviation(even), "aa_busy_refused": refused}
+        for name, factor, rounds in (("planted_1_2", 1.2, 500), ("planted_3", 3.0, 200)):
+            found, refused = await runs.speedups(told.planted, factor, rounds)
+            result |= {name: [round(min(found), 3), round(max(found), 3)] if found else None}
     print(json.dumps(result))
 
 
