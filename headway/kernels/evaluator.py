@@ -188,7 +188,8 @@ class KernelEvaluator:
     async def _judge(self, submission: KernelSubmission) -> KernelEvaluation:
         groups = await self._trials(submission)
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference has had its own
-        async with self._guest(until_s) as guest:
+        # Cores are given back behind the guest's end: until then it may run on them.
+        async with contextlib.AsyncExitStack() as leases, self._guest(until_s) as guest:
             judging = Judging(guest, submission, groups, self._operators)
             await self._in_thread(judging.run)
             if judging.ended is not None:
@@ -198,7 +199,7 @@ class KernelEvaluator:
             self.counts.compile_s += guest.compile_s
             found = judging.evaluation()
             if submission.timed and found.correct:
-                found = await self._time(guest, submission, groups, found, until_s)
+                found = await self._time(guest, submission, groups, found, until_s, leases)
         return found
 
     async def _explain_end(self, guest: GuestProcess, judging: Judging) -> None:
@@ -219,8 +220,12 @@ class KernelEvaluator:
         async with self._making.setdefault(key, asyncio.Lock()):
             if key not in self._values:
                 until_s = time.monotonic() + submission.timeout_s
-                async with self._guest(until_s) as guest:
-                    self._values[key] = await self._in_thread(self._make_trials, guest, task, seed, count)
+                try:
+                    async with self._guest(until_s) as guest:
+                        self._values[key] = await self._in_thread(self._make_trials, guest, task, seed, count)
+                except BaseException:
+                    self._making.pop(key, None)
+                    raise
             self._values.move_to_end(key)
             groups = self._values[key]
         while len(self._values) > 1 and sum(map(_bytes, self._values.values())) > self._settings.values_bytes:
@@ -244,10 +249,13 @@ class KernelEvaluator:
         groups: list[TrialGroup],
         found: KernelEvaluation,
         until_s: float,
+        leases: contextlib.AsyncExitStack,
     ) -> KernelEvaluation:
         since_s = time.monotonic()
         leased = submission.device.startswith("cpu:")  # by whoever asks, for this evaluation alone
         cores = parse_device(submission.device).core_ids() if leased else await self._devices.get()
+        if not leased:
+            leases.callback(self._devices.put_nowait, cores)
         leased_s = time.monotonic()
         guest.until_s = until_s + leased_s - since_s  # waiting for a device doesn't count
         try:
@@ -264,9 +272,6 @@ class KernelEvaluator:
             else:
                 fault, text = fault_of_end(error, guest.result)
             return msgspec.structs.replace(found, fault=fault, text=text)
-        finally:
-            if not leased:
-                self._devices.put_nowait(cores)
         return msgspec.structs.replace(
             found,
             device=submission.device or f"cpu:{','.join(map(str, cores))}",
