@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from headway.buffer.database import reading, require_readable
-from headway.buffer.rows import read_group, read_rollouts
-from headway.records.rollout import FinishedGroup
+from headway.buffer.rows import read_group, read_parked, read_rollouts
+from headway.records.rollout import FinishedGroup, Rollout
 
 
 def read_waiting(path: Path, most: int) -> list[FinishedGroup]:
@@ -30,12 +30,15 @@ def read_rollout_counts(path: Path) -> tuple[int, int, int]:
         return waiting or 0, finished or 0, trained or 0
 
 
-def read_member_state(path: Path, group: int, member: int) -> str:
-    """The state of a member's group ("open", "buffered", "batched") or its ending; "" where there is no such member."""
+def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | None]:
+    """(the state of a member's group ("open", "buffered", "batched") or its ending, the member as it was stored when it
+    had finished); ("", None) where there is no such member. Raises as above."""
     with _opened(path) as connection:
         query = "SELECT coalesce(ending, state) FROM groups WHERE idx = ? AND size > ?"
         row = connection.execute(query, (group, member)).fetchone()
-        return row[0] if row else ""
+        parked = [partial.finished for partial in read_parked(connection, group) if partial.finished is not None]
+        stored = (rollout for rollout in (*read_rollouts(connection, group), *parked) if rollout.member == member)
+        return ("", None) if row is None else (row[0], next(stored, None))
 
 
 @contextmanager

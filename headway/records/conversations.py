@@ -89,6 +89,11 @@ class OpenConversation(Protocol):
         """The only key that posts its reward."""
         ...
 
+    @property
+    def answered(self) -> bool:
+        """Whether a client has received an answer."""
+        ...
+
     async def ask(
         self,
         messages: Sequence[Mapping[str, Any]],

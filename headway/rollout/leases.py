@@ -6,7 +6,6 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
-LeaseState = Literal["offered", "leased", "finished", "over"]
 LeaseCode = Literal["lease_unknown", "lease_ended", "finished_otherwise", "session_not_recorded", "attempt_failed"]
 LeaseKey = tuple[str, int]  # name of the group, member
 _KEPT = 32768  # newest members without a worker's concern, whose late calls are still told what happened
@@ -20,55 +19,55 @@ class LeaseRefused(Exception):
         self.code: LeaseCode = code
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lease:
-    """An attempt at a member that a worker has until ``until_s`` (clock seconds)."""
+@dataclass(frozen=True)
+class LeaseEnding:
+    """What has ended an attempt. Two that are equal are one call of a worker's and its repetition."""
 
-    key: LeaseKey
-    attempt: int
-    until_s: float
+    how: Literal["finished", "failed", "expired", "withdrawn"]
+    what: str
+
+
+_FORMER = LeaseEnding("withdrawn", "the process of the run that gave it has ended")
 
 
 @dataclass(kw_only=True)
 class _Entry:
-    state: LeaseState
-    attempt: int  # the newest
-    order: tuple[int, int]
-    until_s: float = 0.0  # leased, without an open model call: it expires then
-    calls: int = 0  # model calls that are open: a sign of life for as long
-    said: str = ""  # what finished it
-    endings: dict[int, str] = field(default_factory=dict[int, str])  # attempt -> what happened to it
+    attempt: int = 0  # the newest
+    order: tuple[int, int] = (0, 0)  # of an offered one
+    until_s: float = 0.0  # of a leased one
+    endings: dict[int, LeaseEnding] = field(default_factory=dict[int, LeaseEnding])  # by attempt
 
 
 class LeaseBook:
     """Leases of members by (group, member, attempt).
 
-    Lifecycle of a member: *offered* -> *leased* -> *finished*; or its attempt is *over*: failed by its worker, expired,
-    or withdrawn by the run, and the member may be *offered* again, as a later attempt.
+    Lifecycle of a member: *offered* -> *leased* -> *over*: its attempt was finished, failed by its worker, expired, or
+    withdrawn by the run; but for the first the member may be *offered* again, as a later attempt.
 
-    Invariants: an attempt is leased at most once and finished at most once; only the newest attempt of a member can be
+    Invariants: an attempt is leased at most once and ended at most once; only the newest attempt of a member can be
     renewed, finished or failed; attempts of a member ascend. A call about any other attempt is refused with what
-    happened to it, but for a repetition of what finished it, which is accepted again.
+    happened to it, but for a repetition of what ended it, which is accepted again.
 
     Example::
 
         book.offer(("3", 0), order=(3, 0))   # attempt 1
-        lease = book.lease(now_s=10.0)       # until 70.0 with lease_s=60
-        book.finish(lease.key, 1, "reward = 1.0")
+        key = book.lease(now_s=10.0)         # until 70.0 with lease_s=60
+        ending = LeaseEnding("finished", "reward = 1.0")
+        if book.require(key, 1, ending):
+            book.end(key, ending)
     """
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self.counts: Counter[str] = Counter()  # leased, finished, repeated, failed, expired, refused
-        self._entries: dict[LeaseKey, _Entry] = {}
-        self._offers: dict[LeaseKey, tuple[int, int]] = {}  # key -> order
-        self._leased: set[LeaseKey] = set()
-        self._ended: OrderedDict[LeaseKey, None] = OrderedDict()  # finished or over, the oldest first
+        self.counts: Counter[str] = Counter()  # leased, finished, repeated, failed, expired, withdrawn
+        self._offered: dict[LeaseKey, _Entry] = {}
+        self._leased: dict[LeaseKey, _Entry] = {}
+        self._over: OrderedDict[LeaseKey, _Entry] = OrderedDict()  # the oldest first
 
     @property
     def offered(self) -> int:
         """Members that wait for a worker."""
-        return len(self._offers)
+        return len(self._offered)
 
     @property
     def leased(self) -> int:
@@ -76,119 +75,80 @@ class LeaseBook:
         return len(self._leased)
 
     def __contains__(self, key: LeaseKey) -> bool:
-        """Whether the member was ever offered here."""
-        return key in self._entries
+        """Whether the book knows the member."""
+        return key in self._offered or key in self._leased or key in self._over
 
-    def offer(self, key: LeaseKey, order: tuple[int, int], after: int = 0) -> int:
-        """Offer a member's next attempt; returns its number. ``order``: the least is leased first. ``after``: the
-        attempts that former processes have given. Raises ValueError for a member that is offered or leased."""
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = _Entry(state="over", attempt=after, order=order)
-        elif entry.state in ("offered", "leased"):
-            raise ValueError(f"{key} is {entry.state}")
-        entry.attempt = max(entry.attempt, after) + 1
-        entry.state, entry.order, entry.said = "offered", order, ""
-        self._ended.pop(key, None)
-        self._offers[key] = order
+    def offer(self, key: LeaseKey, order: tuple[int, int]) -> int:
+        """Offer a member's next attempt; returns its number. ``order``: the least is leased first. Raises ValueError
+        for a member that is offered or leased."""
+        if key in self._offered or key in self._leased:
+            raise ValueError(f"{key} is {self._state(key)}")
+        entry = self._offered[key] = self._over.pop(key, None) or _Entry()
+        entry.attempt, entry.order = entry.attempt + 1, order
         return entry.attempt
 
-    def lease(self, now_s: float) -> Lease | None:
+    def lease(self, now_s: float) -> LeaseKey | None:
         """Lease the offered member that is first in order; None: none is offered."""
-        if not self._offers:
+        if not self._offered:
             return None
-        key = min(self._offers, key=self._offers.__getitem__)
-        del self._offers[key]
-        entry = self._entries[key]
-        entry.state, entry.calls, entry.until_s = "leased", 0, now_s + self.lease_s
-        self._leased.add(key)
+        key = min(self._offered, key=lambda one: self._offered[one].order)
+        self._leased[key] = self._offered.pop(key)
         self.counts["leased"] += 1
-        return Lease(key=key, attempt=entry.attempt, until_s=entry.until_s)
+        self.renew(key, self._leased[key].attempt, now_s)
+        return key
 
-    def renew(self, key: LeaseKey, attempt: int, now_s: float) -> float:
-        """Renew a lease; returns when it expires. Raises LeaseRefused."""
-        entry = self._held(key, attempt)
-        entry.until_s = now_s + self.lease_s
-        return entry.until_s
-
-    def count_call(self, key: LeaseKey, change: int, now_s: float) -> None:
-        """Count a model call of a leased member that begins (1) or ends (-1): it renews the lease."""
-        entry = self._entries[key]
-        if entry.state == "leased":
-            entry.calls = max(0, entry.calls + change)
-            entry.until_s = now_s + self.lease_s
+    def renew(self, key: LeaseKey, attempt: int, now_s: float) -> None:
+        """Renew a lease. Raises LeaseRefused."""
+        self.require(key, attempt)
+        self._leased[key].until_s = now_s + self.lease_s
 
     def left_s(self, key: LeaseKey, now_s: float) -> float | None:
-        """Seconds until a leased member's lease expires; None while a model call of it is open."""
-        entry = self._entries[key]
-        return None if entry.calls else max(0.0, entry.until_s - now_s)
+        """Seconds until a member's lease expires; None: it isn't leased."""
+        entry = self._leased.get(key)
+        return None if entry is None else max(0.0, entry.until_s - now_s)
 
-    def require(self, key: LeaseKey, attempt: int, said: str) -> bool:
-        """Return whether ``said`` may finish the attempt: False where just that has finished it before. Raises
-        LeaseRefused."""
-        entry = self._entries.get(key)
-        if entry is not None and entry.state == "finished" and entry.attempt == attempt:
-            if said == entry.said:
-                self.counts["repeated"] += 1
-                return False
-            raise self._refused("finished_otherwise", f"attempt {attempt} was finished before, with {entry.said}")
-        self._held(key, attempt)
-        return True
+    def require(self, key: LeaseKey, attempt: int, ending: LeaseEnding | None = None) -> bool:
+        """Return whether an attempt is leased, so that ``ending`` may end it: False where just that has ended it
+        before. Raises LeaseRefused."""
+        entry = self._leased.get(key) or self._offered.get(key) or self._over.get(key)
+        newest = 0 if entry is None else entry.attempt
+        if entry is None or not 1 <= attempt <= newest or (attempt == newest and key in self._offered):
+            raise LeaseRefused("lease_unknown", f"there is no lease of group {key[0]}, member {key[1]}, {attempt=}")
+        if attempt == newest and key in self._leased:
+            return True
+        before = entry.endings.get(attempt, _FORMER)
+        if before == ending:
+            self.counts["repeated"] += 1
+            return False
+        if ending is not None and ending.how == before.how == "finished":
+            raise LeaseRefused("finished_otherwise", f"attempt {attempt} was finished before, with {before.what}")
+        now = f"; attempt {newest} is {self._state(key)}" if attempt < newest else ""
+        raise LeaseRefused("lease_ended", f"attempt {attempt} has ended: {before.how}, {before.what}{now}")
 
-    def finish(self, key: LeaseKey, attempt: int, said: str) -> None:
-        """Finish a leased attempt. Raises LeaseRefused."""
-        entry = self._held(key, attempt)
-        self._end(key, entry, "finished", "finished", "finished")
-        entry.said = said
-
-    def restore(self, key: LeaseKey, attempt: int, said: str) -> None:
-        """Note an attempt that was finished in a former process."""
-        entry = _Entry(state="finished", attempt=attempt, order=(0, 0), said=said)
-        self._entries[key] = entry
-        self._end(key, entry, "finished", "", "finished")
-
-    def fail(self, key: LeaseKey, attempt: int, cause: str) -> None:
-        """End a leased attempt that its worker gave up. Raises LeaseRefused."""
-        self._end(key, self._held(key, attempt), "over", "failed", f"failed by its worker: {cause}")
+    def end(self, key: LeaseKey, ending: LeaseEnding) -> None:
+        """End the newest attempt of a member; no-op for one that has ended."""
+        entry = self._offered.pop(key, None) or self._leased.pop(key, None)
+        if entry is not None:
+            entry.endings[entry.attempt] = ending
+            self.counts[ending.how] += 1
+            self._put_over(key, entry)
 
     def expire(self, key: LeaseKey, now_s: float) -> bool:
         """End a leased attempt if its time is over; returns whether it was."""
-        entry = self._entries[key]
-        if entry.state != "leased" or entry.calls or entry.until_s > now_s:
-            return False
-        self._end(key, entry, "over", "expired", f"the lease expired, {self.lease_s:g} s after the last sign of life")
-        return True
+        over = self.left_s(key, now_s) == 0
+        if over:
+            self.end(key, LeaseEnding("expired", f"{self.lease_s:g} s after the last sign of life of its worker"))
+        return over
 
-    def withdraw(self, key: LeaseKey, why: str) -> None:
-        """End an attempt from inside the run; no-op for one that has ended."""
-        entry = self._entries[key]
-        if entry.state in ("offered", "leased"):
-            self._end(key, entry, "over", "withdrawn", why)
+    def restore(self, key: LeaseKey, attempt: int, ending: LeaseEnding = _FORMER) -> None:
+        """Note a member's newest attempt in a former process; no-op for a member that is known."""
+        if key not in self:
+            self._put_over(key, _Entry(attempt=attempt, endings={attempt: ending}))
 
-    def _end(self, key: LeaseKey, entry: _Entry, state: LeaseState, counted: str, ending: str) -> None:
-        entry.state, entry.calls = state, 0
-        entry.endings[entry.attempt] = ending
-        self._offers.pop(key, None)
-        self._leased.discard(key)
-        if counted:
-            self.counts[counted] += 1
-        self._ended[key] = None
-        while len(self._ended) > _KEPT:
-            del self._entries[self._ended.popitem(last=False)[0]]
+    def _put_over(self, key: LeaseKey, entry: _Entry) -> None:
+        self._over[key] = entry
+        while len(self._over) > _KEPT:
+            self._over.popitem(last=False)
 
-    def _held(self, key: LeaseKey, attempt: int) -> _Entry:
-        """The entry of a member whose attempt ``attempt`` is leased. Raises LeaseRefused."""
-        entry = self._entries.get(key)
-        if entry is None or not 1 <= attempt <= entry.attempt:
-            raise self._refused("lease_unknown", f"there is no lease of group {key[0]}, member {key[1]}, {attempt=}")
-        if attempt < entry.attempt or entry.state not in ("offered", "leased"):
-            ending = entry.endings.get(attempt, "the process of the run that gave it has ended")
-            now = f"; attempt {entry.attempt} is {entry.state}" if attempt < entry.attempt else ""
-            raise self._refused("lease_ended", f"attempt {attempt} has ended: {ending}{now}")
-        if entry.state == "offered":
-            raise self._refused("lease_unknown", f"attempt {attempt} is offered, and nobody has leased it")
-        return entry
-
-    def _refused(self, code: LeaseCode, message: str) -> LeaseRefused:
-        self.counts["refused"] += 1
-        return LeaseRefused(code, message)
+    def _state(self, key: LeaseKey) -> str:
+        return "offered" if key in self._offered else "leased" if key in self._leased else "over"

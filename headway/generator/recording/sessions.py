@@ -77,6 +77,11 @@ class Session:
         return self.recorder.chat
 
     @property
+    def answered(self) -> bool:
+        """See :class:`headway.records.conversations.OpenConversation`."""
+        return any(turn.received for turn in self.recorder.turns)
+
+    @property
     def busy(self) -> bool:
         """Whether a request is being served, so that the session should not be ended now."""
         return bool(self._open or self._attended)

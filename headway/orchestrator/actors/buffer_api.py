@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from headway.buffer.view import read_member_state, read_rollout_counts, read_waiting
+from headway.buffer.view import read_member, read_rollout_counts, read_waiting
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.exchange import HttpExchange
+from headway.generator.endpoint.http_app import decoded, require_method
 from headway.generator.endpoint.refusals import HttpError
 from headway.records.clients import TextCodec
 from headway.records.conversations import RequestRefused
@@ -28,30 +29,29 @@ from headway.runtime.line_file import LineFile
 from headway.tasks.rows import require_messages
 
 Route = Callable[[HttpExchange], Awaitable[None]]
+Work = Callable[[HttpExchange, fields.Values], Awaitable[Any]]  # (exchange, its body's fields) -> the answer
 _BODY_BYTES = 4 << 20  # of a request
 _FINISH_BYTES = 1 << 18  # of what a worker says of a member: it is kept until the trainer has the group
 _MOST_GROUPS = 64  # shown at once
-_LONGEST_WAIT_S = 60.0  # for a member to lease
 _STATUSES = {"lease_unknown": 404, "session_not_recorded": 400}  # others: 409
 
+_TEXT = fields.raw({"type": "string"})
 _REWARD = fields.number(-sys.float_info.max, sys.float_info.max)
-_NAME = fields.raw({"anyOf": [{"type": "string"}, {"type": "integer"}]}, required=True)
+_LEASE = {"wait_s": fields.number(0, 60)}
 _NAMED = {
-    "group": _NAME,
+    "group": fields.raw({"anyOf": [{"type": "string"}, {"type": "integer"}]}, required=True),
     "member": fields.integer(0, 1 << 16, required=True),
     "attempt": fields.integer(0, 1 << 31, required=True),
 }
-_LEASE = {"wait_s": fields.number(0, _LONGEST_WAIT_S)}
-_FINISH = {
-    **_NAMED,
+_SAID = {
     "reward": _REWARD,
     "solved": fields.flag(default=None),
     "metadata": fields.structure(),
     "extra": fields.structure(),
 }
-_FAIL = {**_NAMED, "cause": fields.raw({"type": "string"}), "infrastructure": fields.flag(default=True)}
+_FAIL = _NAMED | {"cause": _TEXT, "infrastructure": fields.flag(default=True)}
 _WRITE = {
-    "uid": fields.raw({"type": "string"}),
+    "uid": _TEXT,
     "instance_id": fields.raw({}),
     "messages": fields.raw({"type": "array"}),
     "reward": _REWARD,
@@ -73,16 +73,16 @@ class BufferApi:
     ) -> None:
         """``books``: the run's buffer; ``demonstrations``: the file for text without a session. None: not in a run."""
         self.routes: dict[str, Route] = {
-            "/buffer/lease": self._post(self._lease),
-            "/buffer/renew": self._post(self._renew),
-            "/buffer/finish": self._post(self._finish),
-            "/buffer/fail": self._post(self._fail),
-            "/buffer/write": self._post(self._write),
-            "/buffer/read": self._post(self._read),
-            "/get_rollout_data": self._post(self._read),
-            "/start_rollout": self._post(self._start),
-            "/buffer/peek": self._get(self._peek),
-            "/buffer/stats": self._get(self._stats),
+            "/buffer/lease": self._route("POST", _LEASE, self._lease),
+            "/buffer/renew": self._route("POST", _NAMED, self._renew),
+            "/buffer/finish": self._route("POST", _NAMED | _SAID, self._finish),
+            "/buffer/fail": self._route("POST", _FAIL, self._fail),
+            "/buffer/write": self._route("POST", _WRITE, self._write),
+            "/buffer/read": self._route("POST", _READ, self._read),
+            "/get_rollout_data": self._route("POST", _READ, self._read),
+            "/buffer/peek": self._route("GET", {}, lambda exchange, values: self._read(exchange, {"batch_size": 1})),
+            "/buffer/stats": self._route("GET", {}, self._stats),
+            "/start_rollout": self._route("POST", {}, self._start),
             "/buffer/metrics": self._metrics,
         }
         self._host = host
@@ -93,11 +93,19 @@ class BufferApi:
         self._demonstrations = demonstrations
         self._file: LineFile | None = None
 
+    def _route(self, method: str, wanted: Mapping[str, fields.Field], work: Work) -> Route:
+        async def answer(exchange: HttpExchange) -> None:
+            self._keys.require(exchange.key)
+            require_method(exchange, method)
+            body = decoded(await exchange.body(_BODY_BYTES) or b"{}") if method == "POST" else {}
+            await exchange.reply(200, msgspec.json.encode(await work(exchange, fields.read(body, wanted))))
+
+        return answer
+
     # --- leases ---------------------------------------------------------------------------------------------------
 
-    async def _lease(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
-        wait_s = fields.read(body, _LEASE)["wait_s"] or 0.0
-        attempt = await self._desk.lease(wait_s, exchange.gone())
+    async def _lease(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        attempt = await self._desk.lease(values["wait_s"] or 0.0, exchange.gone())
         if attempt is None:
             return None
         (group, member), number = attempt.key, attempt.number
@@ -117,59 +125,68 @@ class BufferApi:
             "lease_s": self._desk.book.lease_s,
         }
 
-    async def _renew(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
-        key, number = _named(fields.read(body, _NAMED))
-        return {"lease_s": await self._about(key, lambda: self._desk.renew(key, number))}
+    async def _renew(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        await self._about(values, self._desk.renew)
+        return {"lease_s": self._desk.book.lease_s}
 
-    async def _finish(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
-        values = fields.read(body, _FINISH)
-        key, number = _named(values)
-        said = _finish(values["reward"], values["solved"], values["metadata"], values["extra"])
-        first = await self._about(key, lambda: self._desk.finish(key, number, said))
-        return {"uid": _uid(key, number), "finished": True, "repeated": not first}
+    async def _finish(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        said = _storable(Finish(**{name: values[name] for name in _SAID}))
+        uid, first = await self._about(values, lambda key, number: self._desk.finish(key, number, said))
+        return {"uid": uid, "finished": True, "repeated": not first}
 
-    async def _fail(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
-        values = fields.read(body, _FAIL)
-        key, number = _named(values)
-        cause, infrastructure = str(values["cause"] or "no cause given")[:300], values["infrastructure"]
-        await self._about(key, lambda: self._desk.fail(key, number, cause, infrastructure=infrastructure))
-        return {"uid": _uid(key, number), "failed": True}
+    async def _fail(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        cause, infrastructure = str(values["cause"] or "no cause given"), values["infrastructure"]
+        uid, first = await self._about(
+            values, lambda key, number: self._desk.fail(key, number, cause, infrastructure=infrastructure)
+        )
+        return {"uid": uid, "failed": True, "repeated": not first}
 
-    async def _about(self, key: LeaseKey, call: Callable[[], Any]) -> Any:
-        """Return what a call about a lease returns. Where the member was not offered here, the lease may be a former
-        process's, and the books tell what became of its group; if it is open, the run is about to offer it again."""
+    async def _about(self, values: fields.Values, call: Callable[[LeaseKey, int], Any]) -> tuple[str, Any]:
+        """Make a call about the attempt that ``values`` name; returns its uid and what the call returns."""
+        group, number = values["group"], values["attempt"]
+        if isinstance(group, bool) or not isinstance(group, str | int) or len(str(group)) > 256:
+            raise RequestRefused(f"group = {fields.shown(group)}: valid is the group of a lease", param="group")
+        key = str(group), values["member"]
+        if key not in self._desk.book:
+            await self._recall(*key)
         try:
-            return call()
+            return _uid(key, number), call(key, number)
         except LeaseRefused as refused:
-            (group, member), state = key, ""
-            if key not in self._desk.book and self._books is not None and re.fullmatch("[0-9]{1,18}", group):
-                state = await asyncio.to_thread(read_member_state, self._books, int(group), member)
-            if state == "open":
-                again = ((b"retry-after", b"1"),)
-                message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; ask again"
-                raise HttpError(503, message, code="not_offered_yet", headers=again) from None
-            if state:
-                raise HttpError(409, f"group {group} is over: {state}", code="lease_ended") from None
+            self._desk.book.counts["refused"] += 1
             raise HttpError(_STATUSES.get(refused.code, 409), str(refused), code=refused.code) from None
+
+    async def _recall(self, group: str, member: int) -> None:
+        """Restore the lease of a former process from the books, where its worker had finished it. Raises HttpError
+        where they hold the member and no finish of it; what isn't in the books was never leased."""
+        if self._books is None or not re.fullmatch("0|[1-9][0-9]{0,17}", group):
+            return
+        state, rollout = await asyncio.to_thread(read_member, self._books, int(group), member)
+        if rollout is not None and (said := Finish.of(rollout)) is not None:
+            self._desk.book.restore((group, member), rollout.attempts, said.ending)
+        elif state == "open":
+            message = f"group {group}: the run is resuming, and hasn't offered member {member} yet; ask again"
+            raise HttpError(503, message, code="not_offered_yet", headers=((b"retry-after", b"1"),))
+        elif state:
+            raise HttpError(409, f"group {group} takes no finishes any more: {state}", code="lease_ended")
 
     # --- TritonForge's names --------------------------------------------------------------------------------------
 
-    async def _write(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
-        values = fields.read(body, _WRITE)
-        if values["uid"]:
+    async def _write(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        if values["uid"] is None:
+            self._keep_demonstration(values)
+            message = "kept for headway sft alone: text without a recorded session isn't trained on by this run"
+        else:
             uid = re.fullmatch(r"(.{1,256})-(\d{1,9})\.(\d{1,9})", str(values["uid"]))
             if uid is None:
                 raise RequestRefused("uid: valid is the uid of a lease", param="uid")
-            key, number = (uid[1], int(uid[2])), int(uid[3])
-            said = _finish(values["reward"], None, {}, values["extra_info"])
-            await self._about(key, lambda: self._desk.finish(key, number, said))
+            named = {"group": uid[1], "member": int(uid[2]), "attempt": int(uid[3])}
+            said = {"reward": values["reward"], "extra": values["extra_info"]}
+            await self._finish(exchange, fields.read(named | said, _NAMED | _SAID))
             message = "the member is finished; its tokens are those recorded"
-        else:
-            self._keep_demonstration(values)
-            message = "kept for headway sft alone: text without a recorded session isn't trained on by this run"
-        return {"success": True, "message": message, "data": {"data": [body], "meta_info": "write to buffer"}}
+        item = {name: value for name, value in values.items() if value is not None}
+        return {"success": True, "message": message, "data": {"data": [item], "meta_info": "write to buffer"}}
 
-    def _keep_demonstration(self, values: Mapping[str, Any]) -> None:
+    def _keep_demonstration(self, values: fields.Values) -> None:
         """Append a row of `headway sft`'s data. Raises HttpError, RequestRefused."""
         if self._demonstrations is None:
             raise HttpError(409, "this isn't a run: it keeps no demonstrations", code="not_a_run")
@@ -177,82 +194,50 @@ class BufferApi:
             messages = require_messages(values["messages"], "messages", "the request")
         except ConfigurationError as error:
             raise RequestRefused(str(error), param="messages") from None
+        if all(message["role"] != "assistant" for message in messages):  # headway sft would refuse the whole file
+            raise RequestRefused("messages: none is the assistant's, so there is nothing to learn", param="messages")
         row = {name: values[name] for name in ("instance_id", "reward", "extra_info") if values[name] is not None}
-        try:
-            line = msgspec.json.encode({"messages": messages, **row})
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestRefused(f"this row can't be stored: {error}") from None
-        if self._file is None:
-            self._file = LineFile(self._demonstrations)
+        line = msgspec.json.encode(_storable({"messages": messages, **row}, _BODY_BYTES))
+        self._file = self._file or LineFile(self._demonstrations)
         self._file.append(line)
 
-    async def _read(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
-        wanted = fields.read(body, _READ)["batch_size"]
+    async def _read(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        """Show the oldest finished groups that the trainer has not trained on."""
+        wanted = values["batch_size"]
         most = _MOST_GROUPS if wanted is None or wanted < 0 else min(wanted, _MOST_GROUPS)
-        return await self._shown(most)
-
-    async def _peek(self) -> Any:
-        return await self._shown(1)
-
-    async def _shown(self, most_groups: int) -> Any:
-        """The oldest finished groups that the trainer has not trained on."""
-        found = [] if self._books is None else await asyncio.to_thread(read_waiting, self._books, most_groups)
-        items = [item for group in found for item in shown_items(group, self._codec)]
-        rewards = [item["reward"] for item in items]
+        items = await asyncio.to_thread(self._shown, most)
+        groups = list(dict.fromkeys(item["instance_id"] for item in items))
         meta = {
             "total_samples": len(items),
-            "num_groups": len(found),
-            "avg_group_size": len(items) / len(found) if found else 0.0,
-            "avg_reward": sum(rewards) / len(rewards) if rewards else 0.0,
-            "finished_groups": [str(one.group.index) for one in found],
+            "num_groups": len(groups),
+            "avg_group_size": len(items) / max(len(groups), 1),
+            "avg_reward": sum(item["reward"] for item in items) / max(len(items), 1),
+            "finished_groups": groups,
         }
         message = "shown, not taken: only the run's trainer takes groups"
         return {"success": bool(items), "message": message, "data": {"data": items, "meta_info": meta}}
 
-    async def _stats(self) -> Any:
-        counts = (0, 0, 0) if self._books is None else await asyncio.to_thread(read_rollout_counts, self._books)
-        shown: dict[str, Any] = dict(zip(("current_size", "total_written", "total_read"), counts, strict=True))
-        book = self._desk.book
-        shown |= {"offered": book.offered, "leased": book.leased, "leases": dict(book.counts)}
-        return {"success": True, "message": "", "data": shown}
+    def _shown(self, most_groups: int) -> list[dict[str, Any]]:
+        found = [] if self._books is None else read_waiting(self._books, most_groups)
+        return [item for group in found for item in shown_items(group, self._codec)]
 
-    async def _start(self, exchange: HttpExchange, body: Mapping[str, Any]) -> Any:
+    async def _stats(self, exchange: HttpExchange, values: fields.Values) -> Any:
+        waiting, written, read = (0, 0, 0)
+        if self._books is not None:
+            waiting, written, read = await asyncio.to_thread(read_rollout_counts, self._books)
+        book = self._desk.book
+        rollouts = {"current_size": waiting, "total_written": written, "total_read": read}
+        leases = {"offered": book.offered, "leased": book.leased, "leases": dict(book.counts)}
+        return {"success": True, "message": "", "data": rollouts | leases}
+
+    async def _start(self, exchange: HttpExchange, values: fields.Values) -> Any:
         message = "the run is going, and starts no workers: they lease members at /buffer/lease"
         return {"success": True, "message": message, "data": {"status": "running"}}
 
     async def _metrics(self, exchange: HttpExchange) -> None:
-        self._require(exchange, "GET")
-        await exchange.reply(200, metrics_text(self._desk.book), kind=b"text/plain; version=0.0.4; charset=utf-8")
-
-    # --- what every route needs -------------------------------------------------------------------------------------
-
-    def _post(self, work: Callable[[HttpExchange, Mapping[str, Any]], Awaitable[Any]]) -> Route:
-        async def answer(exchange: HttpExchange) -> None:
-            self._require(exchange, "POST")
-            raw = await exchange.body(_BODY_BYTES)
-            try:
-                body: Any = msgspec.json.decode(raw or b"{}")
-            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-                raise HttpError(400, f"the request's body is not valid JSON: {error}") from None
-            if not isinstance(body, dict):
-                raise HttpError(400, "the request's body must be a JSON object")
-            await exchange.reply(200, msgspec.json.encode(await work(exchange, body)))
-
-        return answer
-
-    def _get(self, work: Callable[[], Awaitable[Any]]) -> Route:
-        async def answer(exchange: HttpExchange) -> None:
-            self._require(exchange, "GET")
-            await exchange.reply(200, msgspec.json.encode(await work()))
-
-        return answer
-
-    def _require(self, exchange: HttpExchange, method: str) -> None:
         self._keys.require(exchange.key)
-        if exchange.method != method:
-            headers = ((b"allow", method.encode()),)
-            what = f"{exchange.method} {exchange.path}: valid is {method}"
-            raise HttpError(405, what, code="method_not_allowed", headers=headers)
+        require_method(exchange, "GET")
+        await exchange.reply(200, metrics_text(self._desk.book), kind=b"text/plain; version=0.0.4; charset=utf-8")
 
 
 def _uid(key: LeaseKey, attempt: int) -> str:
@@ -260,36 +245,29 @@ def _uid(key: LeaseKey, attempt: int) -> str:
     return f"{key[0]}-{key[1]}.{attempt}"
 
 
-def _named(values: Mapping[str, Any]) -> tuple[LeaseKey, int]:
-    group = values["group"]
-    if isinstance(group, bool) or not isinstance(group, str | int) or len(str(group)) > 256:
-        raise RequestRefused(f"group = {fields.shown(group)}: valid is the group of a lease", param="group")
-    return (str(group), values["member"]), values["attempt"]
-
-
-def _finish(reward: float | None, solved: bool | None, metadata: dict[str, Any], extra: dict[str, Any]) -> Finish:
-    """Make the record that finishes a member. Raises RequestRefused for what the buffer can't store."""
-    said = Finish(reward=reward, solved=solved, metadata=metadata, extra=extra)
+def _storable(value: Any, most_bytes: int = _FINISH_BYTES) -> Any:
+    """Return what a worker has said. Raises RequestRefused where it can't be stored, or is larger than that."""
     try:
-        size = len(msgspec.msgpack.encode(said))
+        size = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits
-        raise RequestRefused(f"metadata or extra can't be stored: {error}") from None
-    if size > _FINISH_BYTES:
-        raise RequestRefused(f"metadata and extra are {size} bytes, at most {_FINISH_BYTES} are valid")
-    return said
+        raise RequestRefused(f"what the request says can't be stored: {error}") from None
+    if size > most_bytes:
+        raise RequestRefused(f"what the request says is {size} bytes, at most {most_bytes} are valid")
+    return value
 
 
 def shown_items(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any]]:
     """The valid members of a finished group in TritonForge's format."""
-    group = finished.group
+    task, index = finished.group.task, str(finished.group.index)
+    asked = [{"role": "user", "content": task.shown}] if isinstance(task.shown, str) else list(task.shown)
     return [
         {
             "uid": rollout.rollout_id,
-            "instance_id": str(group.index),
-            "messages": [*_prompt(group.task.shown), *_said(rollout, codec)],
+            "instance_id": index,
+            "messages": [*asked, *_said(rollout, codec)],
             "reward": rollout.reward,
             "extra_info": {
-                "task_id": group.task.task_id,
+                "task_id": task.task_id,
                 "solved": rollout.solved,
                 "attempts": rollout.attempts,
                 "first_version": rollout.first_version,
@@ -299,10 +277,6 @@ def shown_items(finished: FinishedGroup, codec: TextCodec) -> list[dict[str, Any
         }
         for rollout in finished.valid
     ]
-
-
-def _prompt(shown: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": shown}] if isinstance(shown, str) else list(shown)
 
 
 def _said(rollout: Rollout, codec: TextCodec) -> Iterator[dict[str, Any]]:

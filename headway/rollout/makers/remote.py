@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,15 @@ from headway.records.conversations import Conversations, OnTokens, OpenConversat
 from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout
-from headway.rollout.leases import LeaseBook, LeaseKey, LeaseRefused
+from headway.rollout.leases import LeaseBook, LeaseEnding, LeaseKey, LeaseRefused
 from headway.rollout.makers.attempts import RetryingRollouts, RolloutAttempt, RolloutFailed
 from headway.rollout.makers.conversation import ConversationAttempt
-from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback
 
+_FINISH = "finish"  # in the verdict of a rollout that a worker has finished
 KeepRollout = Callable[[PartialRollout], None]  # commits it
 _NO_SESSION = (
     "no answered model call is recorded under this lease's API key, and text can't be trained on: its tokens aren't "
@@ -40,10 +42,17 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}  # likewise
 
     @property
-    def fingerprint(self) -> str:
-        """A short text that is equal for equal ones."""
-        digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
-        return f"reward = {self.reward} ({digest})"
+    def ending(self) -> LeaseEnding:
+        """What it ends an attempt with: equal for equal ones, in whatever order the keys of their objects are."""
+        encoded = msgspec.msgpack.encode(self, order="deterministic")
+        digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+        return LeaseEnding("finished", f"reward = {self.reward} ({digest})")
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Finish | None:
+        """What a worker has said of a stored rollout; None: no worker has finished it."""
+        said = rollout.verdict.get(_FINISH)
+        return None if said is None else msgspec.convert(said, cls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,7 @@ class LeaseDesk:
     ) -> None:
         self.book = LeaseBook(lease_s)
         self.clock = clock
+        self.process = secrets.token_hex(4)  # a name that no other process of the run has
         self._waits = waits or Waits(clock.now)
         self._on_event = on_event
         self._attempts: dict[LeaseKey, RemoteAttempt] = {}  # offered or leased
@@ -79,9 +89,9 @@ class LeaseDesk:
         self._unattended = ExitStack()  # of the wait that is open while no worker has a member
         self._waiting = False
 
-    def offer(self, attempt: RemoteAttempt, after: int) -> int:
-        """Offer an attempt to workers; returns its number, above ``after``."""
-        number = self.book.offer(attempt.key, (attempt.group.index, attempt.member), after)
+    def offer(self, attempt: RemoteAttempt) -> int:
+        """Offer an attempt to workers; returns its number."""
+        number = self.book.offer(attempt.key, (attempt.group.index, attempt.member))
         self._attempts[attempt.key] = attempt
         self._offers.set()
         self._attend()
@@ -89,14 +99,13 @@ class LeaseDesk:
 
     def withdraw(self, attempt: RemoteAttempt, why: str) -> None:
         """Take an attempt back that has ended, if no worker ended it."""
-        self.book.withdraw(attempt.key, why)
         del self._attempts[attempt.key]
-        self._attend()
+        self._end(attempt.key, LeaseEnding("withdrawn", why))
 
     async def lease(self, wait_s: float, gone: asyncio.Future[Any]) -> RemoteAttempt | None:
         """Lease the first member that is offered within ``wait_s``; None: none was, or its caller is ``gone``."""
         until_s = self.clock.now() + wait_s
-        while (lease := None if gone.done() else self.book.lease(self.clock.now())) is None:
+        while (key := None if gone.done() else self.book.lease(self.clock.now())) is None:
             self._offers.clear()
             offered = asyncio.create_task(self._offers.wait(), name="lease")
             left_s = max(0.0, until_s - self.clock.now())
@@ -105,31 +114,33 @@ class LeaseDesk:
             if gone.done() or self.clock.now() >= until_s:
                 return None
         self._attend()
-        attempt = self._attempts[lease.key]
+        attempt = self._attempts[key]
         attempt.open()
         return attempt
 
-    def renew(self, key: LeaseKey, number: int) -> float:
-        """Renew a lease; returns the seconds it has. Raises LeaseRefused."""
+    def renew(self, key: LeaseKey, number: int) -> None:
+        """Renew a lease. Raises LeaseRefused."""
         self.book.renew(key, number, self.clock.now())
-        return self.book.lease_s
 
     def finish(self, key: LeaseKey, number: int, said: Finish) -> bool:
         """Finish a member with its recorded conversation: it is committed when this returns. Returns False where it was
         finished so before. Raises LeaseRefused."""
-        if not self.book.require(key, number, said.fingerprint):
-            return False
-        self._attempts[key].finish(said)
-        self.book.finish(key, number, said.fingerprint)
-        self._attend()
-        return True
+        first = self.book.require(key, number, said.ending)
+        if first:
+            self._attempts[key].finish(said)
+            self._end(key, said.ending)
+        return first
 
-    def fail(self, key: LeaseKey, number: int, cause: str, *, infrastructure: bool) -> None:
-        """Fail an attempt; with ``infrastructure`` the member is offered again. Raises LeaseRefused."""
-        self.book.fail(key, number, cause)
+    def fail(self, key: LeaseKey, number: int, cause: str, *, infrastructure: bool) -> bool:
+        """Fail an attempt; with ``infrastructure`` the member is offered again. Returns False where it was failed so
+        before. Raises LeaseRefused."""
         cause = f"its worker gave it up: {cause}"[:300]
-        self._attempts[key].fail(Failure(boundary="environment", cause=cause, infrastructure=infrastructure))
-        self._attend()
+        ending = LeaseEnding("failed", cause)
+        first = self.book.require(key, number, ending)
+        if first:
+            self._attempts[key].fail(Failure(boundary="environment", cause=cause, infrastructure=infrastructure))
+            self._end(key, ending)
+        return first
 
     def expire(self, attempt: RemoteAttempt) -> bool:
         """End an attempt whose lease has expired; returns whether it has."""
@@ -139,12 +150,16 @@ class LeaseDesk:
             self._attend()
         return over
 
+    def _end(self, key: LeaseKey, ending: LeaseEnding) -> None:
+        self.book.end(key, ending)
+        self._attend()
+
     def _attend(self) -> None:
         unattended = bool(self.book.offered) and not self.book.leased
         if unattended and not self._waiting:
             what = f"{self.book.offered} members, which nobody leases,"
             self._unattended.enter_context(self._waits.on("a lease", "outside workers", what))
-        elif not unattended and self._waiting:
+        elif not unattended:
             self._unattended.close()
         self._waiting = unattended
 
@@ -163,7 +178,6 @@ class RemoteRollouts(RetryingRollouts):
         super().__init__(sampler)
         self.host = host
         self.keep = keep
-        self._before: dict[tuple[int, int], int] = {}  # attempts of former processes
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> RemoteRollouts:
         return RemoteRollouts(self.host, self.sampler.for_evaluation(request_prefix, temperature))
@@ -174,25 +188,22 @@ class RemoteRollouts(RetryingRollouts):
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
         before = 0 if parked is None else parked.attempts
         if parked is not None and parked.finished is not None:
-            key = self.group_name(group), member
-            said = msgspec.convert(parked.finished.verdict["finish"], Finish)
-            self.host.desk.book.restore(key, before, said.fingerprint)
             return parked.finished
-        self._before[group.index, member] = before
-        try:
-            rollout = await super().generate_member(group, member)
-        finally:
-            del self._before[group.index, member]
+        if before:
+            self.host.desk.book.restore(self.key(group, member), before)
+        rollout = await super().generate_member(group, member)
         return msgspec.structs.replace(rollout, attempts=before + rollout.attempts)
 
-    def group_name(self, group: Group) -> str:
-        """The name of a group for workers, unique among trained groups and evaluations."""
-        return f"{self.sampler.request_prefix}{group.index}"
+    def key(self, group: Group, member: int) -> LeaseKey:
+        """A member's name for workers. Those of evaluations are another process's never: their attempts are not in the
+        books, and begin at 1 in each."""
+        name = f"{self.sampler.request_prefix}{group.index}"
+        return (name if self.keep is not None else f"{name}-{self.host.desk.process}"), member
 
     async def _attempt(self, attempt: RolloutAttempt) -> Rollout:
         assert isinstance(attempt, RemoteAttempt)
         desk, why = self.host.desk, "the run has stopped"
-        attempt.number = desk.offer(attempt, self._before[attempt.group.index, attempt.member])
+        attempt.number = desk.offer(attempt)
         try:
             await self._stoppable(attempt, attempt.wait_leased())
             if attempt.stopped is None:
@@ -212,13 +223,12 @@ class RemoteAttempt(ConversationAttempt):
 
     def __init__(self, rollouts: RemoteRollouts, group: Group, member: int) -> None:
         super().__init__(rollouts.sampler, group, member)
-        self.key: LeaseKey = (rollouts.group_name(group), member)
+        self.key = rollouts.key(group, member)
         self.number = 0  # among the member's attempts, from 1; 0: not offered yet
         self._rollouts = rollouts
         self._desk = rollouts.host.desk
         self._leased = asyncio.Event()
-        self._changed = asyncio.Event()  # it was renewed or has ended
-        self._answered = 0  # model calls
+        self._changed = asyncio.Event()  # a model call or the attempt has ended
         self._kept: Rollout | None = None  # once it is finished
 
     @property
@@ -242,50 +252,40 @@ class RemoteAttempt(ConversationAttempt):
             conversation.seal()
 
     async def _play(self) -> None:
-        clock = self._sampler.clock
         while self._kept is None:
             self._changed.clear()
-            try:
-                async with asyncio.timeout(self._desk.book.left_s(self.key, clock.now())):
+            open_call = self._sampling > 0  # a sign of life for as long as it is open
+            if not open_call and self._desk.expire(self):
+                cause = f"the lease of attempt {self.number} expired: no sign of life from its worker"
+                raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True))
+            left_s = None if open_call else self._desk.book.left_s(self.key, self._sampler.clock.now())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await self._changed.wait()
-            except TimeoutError:
-                if self._desk.expire(self):
-                    cause = f"the lease of attempt {self.number} expired: no sign of life from its worker"
-                    raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True)) from None
 
     async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        self._count_call(1)
         try:
-            result = await super().sampled(wanted, told)
+            return await super().sampled(wanted, told)
         finally:
-            self._count_call(-1)
-        self._answered += bool(result.response.ids) and result.finish_reason in ("stop", "length")
-        return result
-
-    def _count_call(self, change: int) -> None:
-        self._desk.book.count_call(self.key, change, self._sampler.clock.now())
-        self._changed.set()
+            with suppress(LeaseRefused):  # the attempt has ended meanwhile
+                self._desk.renew(self.key, self.number)
+            self._changed.set()
 
     def finish(self, said: Finish) -> None:
-        """Seal the conversation and commit the rollout. Raises LeaseRefused for one without an answered call, and for
-        one whose last call the generator failed, which fails the attempt."""
+        """Seal the conversation and commit the rollout. Raises LeaseRefused for one without an answer that its worker
+        has received, and for one whose last call the generator failed, which fails the attempt."""
         if self.stopped is not None or self._failed.done():
             raise LeaseRefused("lease_ended", f"the run has stopped attempt {self.number}")
         if self._engine is not None:
             self.fail(self._engine)
             raise LeaseRefused("attempt_failed", f"the generator failed the last model call: {self._engine.cause}")
-        if not self._answered:
+        if not self._opened or not self.conversation.answered:
             raise LeaseRefused("session_not_recorded", _NO_SESSION)
         solved = said.solved if said.solved is not None else said.reward is not None and said.reward >= 1
-        recorded = self.conversation.seal()
-        self._recorded = msgspec.structs.replace(recorded, reward=said.reward, solved=solved)
+        self._recorded = msgspec.structs.replace(self.conversation.seal(), reward=said.reward, solved=solved)
         self.note(0)
         rollout = super().rollout(self._sampler.clock.now())
-        if rollout.failure is not None:  # no client received an answer
-            self.fail(rollout.failure)
-            raise LeaseRefused("session_not_recorded", _NO_SESSION)
-        verdict = {"finish": msgspec.to_builtins(said)}
-        rollout = msgspec.structs.replace(rollout, verdict=verdict, attempts=self.number)
+        rollout = msgspec.structs.replace(rollout, verdict={_FINISH: msgspec.to_builtins(said)}, attempts=self.number)
         if self._rollouts.keep is not None:
             self._rollouts.keep(self._partial(rollout))
         self._kept = rollout
@@ -300,6 +300,10 @@ class RemoteAttempt(ConversationAttempt):
             attempts=self.number,
             finished=finished,
         )
+
+    async def _park(self, parked: PartialRollout) -> Resumption:
+        """Wait at the gate, which commits ``parked`` in place of what was committed of this attempt before."""
+        return await super()._park(msgspec.structs.replace(parked, attempts=self.number, finished=self._kept))
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """A finished member is what was committed, whatever has happened since."""

@@ -112,7 +112,7 @@ def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
         solved=verdict.solved and verdict.failure is None,
         turn_ends=ends if turns else rollout.turn_ends,
         turn_rewards=turns,
-        verdict=verdict.detail,
+        verdict=verdict.detail | rollout.verdict,  # what its worker has said stands beside
         failure=verdict.failure,
         verify_s=verdict.verify_s,
         judge_tokens=verdict.judge_tokens,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from endpoint_server import chat, request
 
@@ -29,6 +34,7 @@ from headway.records.task import Task
 from headway.rollout.makers.remote import LeaseDesk, RemoteHost, RemoteRollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
+from headway.tokens.tokenizer import Tokenizer
 
 KEY = "a-key-of-the-service"
 GROUPS = [
@@ -93,7 +99,7 @@ def play(test: Callable[[Served], Awaitable[Any]], folder: Path, keys: tuple[str
         host = RemoteHost(environment=environment, endpoint=endpoint, conversations=sessions, desk=desk)
         sampler = TurnSampler(generate, chat().tokenizer, schema.RolloutConfig(retries=1), clock, run_seed=3)
         buffer = GroupBuffer(folder / "buffer.db", 8)
-        for group in GROUPS:
+        for group in GROUPS[buffer.next_index :]:
             buffer.admit(group)
         api = BufferApi(host, ApiKeys(keys), chat().tokenizer, folder / "buffer.db", folder / "demonstrations.jsonl")
         app = App(sessions, chat(), endpoint, "models/tiny", 200, further=api.routes)
@@ -137,16 +143,15 @@ def test_failed_attempt_is_offered_again(tmp_path: Path) -> None:
     async def test(served: Served) -> None:
         member = served.member()
         lease = await served.lease()
-        assert await served.post("/buffer/fail", named(lease, cause="no disk")) == (
-            200,
-            {"uid": "0-0.1", "failed": True},
-        )
+        for repeated in (False, True):
+            failed = {"uid": "0-0.1", "failed": True, "repeated": repeated}
+            assert await served.post("/buffer/fail", named(lease, cause="no disk")) == (200, failed)
         again = await served.lease()
         assert again["attempt"] == 2
         assert again["api_key"] != lease["api_key"]
         status, refused = await served.post("/buffer/finish", named(lease, reward=1.0))
         assert (status, refused["error"]["code"]) == (409, "lease_ended")
-        assert "failed by its worker: no disk; attempt 2 is leased" in refused["error"]["message"]
+        assert "failed, its worker gave it up: no disk; attempt 2 is leased" in refused["error"]["message"]
         await served.post("/buffer/fail", named(again, cause="no disk", infrastructure=False))
         assert (await member).failure is not None
 
@@ -227,6 +232,10 @@ BAD_CALLS = {
     "text": ("/buffer/write", {"uid": "0-0.1", "messages": [], "reward": 1}, {}, 400, "session_not_recorded"),
     "uid": ("/buffer/write", {"uid": "0-0", "reward": 1}, {}, 400, None),
     "uid of a wrong type": ("/buffer/write", {"uid": {"a": 1}, "reward": 1}, {}, 400, None),
+    "empty uid": ("/buffer/write", {"uid": "", "messages": [{"role": "assistant", "content": "3"}]}, {}, 400, None),
+    "uid 0": ("/buffer/write", {"uid": 0, "messages": [{"role": "assistant", "content": "3"}]}, {}, 400, None),
+    "group by another name": ("/buffer/renew", {"group": "00", "member": 1, "attempt": 1}, {}, 404, "lease_unknown"),
+    "nothing to learn": ("/buffer/write", {"messages": [{"role": "user", "content": "x"}]}, {}, 400, None),
     "no messages": ("/buffer/write", {"reward": 1}, {}, 400, None),
     "role": ("/buffer/write", {"messages": [{"role": "wizard", "content": "x"}]}, {}, 400, None),
     "batch": ("/buffer/read", {"batch_size": "all"}, {}, 400, None),
@@ -256,12 +265,93 @@ def test_finish_of_a_former_process_is_answered_by_the_books(tmp_path: Path) -> 
         body = {"group": "1", "member": 0, "attempt": 1, "reward": 1.0}
         status, refused = await served.post("/buffer/finish", body)
         assert (status, refused["error"]["code"]) == (409, "lease_ended")
-        assert "group 1 is over: overdue" in refused["error"]["message"]
+        assert "group 1 takes no finishes any more: overdue" in refused["error"]["message"]
         # A worker that repeats its call before the resumed run has offered the member again has to repeat it.
         status, refused = await served.post("/buffer/finish", {**body, "group": "2"})
         assert (status, refused["error"]["code"]) == (503, "not_offered_yet")
         status, refused = await served.post("/buffer/finish", {**body, "group": "2", "member": 2})  # there is none
         assert (status, refused["error"]["code"]) == (404, "lease_unknown")
+
+    play(test, tmp_path)
+
+
+def test_finish_of_a_whole_group_is_repeated_in_a_later_process(tmp_path: Path) -> None:
+    async def test(served: Served) -> None:
+        members = [served.member(2, place) for place in range(2)]
+        leases = [await served.lease() for _ in range(2)]
+        for lease in leases:
+            await served.ask(lease)
+            await served.post("/buffer/finish", named(lease, reward=0.5, metadata={"a": 1, "b": [2]}))
+        if not whole:
+            for member in members:
+                await member
+            return
+        rollouts = tuple([await member for member in members])
+        served.buffer.finish_group(FinishedGroup(group=GROUPS[2], rollouts=rollouts))
+
+    async def again(served: Served) -> None:
+        said = {"group": "2", "member": 1, "attempt": 1, "reward": 0.5, "metadata": {"b": [2], "a": 1}}
+        assert await served.post("/buffer/finish", said) == (200, {"uid": "2-1.1", "finished": True, "repeated": True})
+        for other, code in ({"reward": 0.25}, "finished_otherwise"), ({"attempt": 2}, "lease_unknown"):
+            status, refused = await served.post("/buffer/finish", {**said, **other})
+            assert (status, refused["error"]["code"]) == (404 if code == "lease_unknown" else 409, code)
+        status, refused = await served.post("/buffer/fail", {**said, "cause": "no disk"})
+        assert (status, refused["error"]["code"]) == (409, "lease_ended")
+
+    for whole in (False, True):
+        folder = tmp_path / str(whole)
+        folder.mkdir()
+        play(test, folder)
+        play(again, folder)
+
+
+def test_answer_that_its_worker_has_not_read_does_not_finish_a_member(tmp_path: Path) -> None:
+    async def test(served: Served) -> None:
+        member = served.member()
+        lease = await served.lease()
+        await asyncio.to_thread(leave_unread, served.address, lease)
+        status, refused = await served.post("/buffer/finish", named(lease, reward=1.0))
+        assert (status, refused["error"]["code"]) == (400, "session_not_recorded")
+        await served.ask(lease)  # the lease goes on
+        assert (await served.post("/buffer/finish", named(lease, reward=1.0)))[0] == 200
+        assert (await member).reward == 1.0
+
+    play(test, tmp_path)
+
+
+def leave_unread(address: str, lease: Mapping[str, Any]) -> None:
+    """Make a model call whose answer arrives and is never read."""
+    body = json.dumps({"model": lease["model"], "messages": [{"role": "user", "content": "1+2?"}]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {lease['api_key']}"
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        connection.recv(1, socket.MSG_PEEK)  # it has arrived
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes by a reset
+    time.sleep(0.1)
+
+
+def test_text_of_shown_groups_is_decoded_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's loops don't wait for a reader, however much it asks to see."""
+    decoded_by: list[threading.Thread] = []
+    decode = Tokenizer.decode
+
+    def noted(self: Tokenizer, *arguments: Any, **more: Any) -> str:
+        decoded_by.append(threading.current_thread())
+        return decode(self, *arguments, **more)
+
+    async def test(served: Served) -> None:
+        member = served.member(0, 0)
+        lease = await served.lease()
+        await served.ask(lease)
+        await served.post("/buffer/finish", named(lease, reward=1.0))
+        rollout = await member
+        both = (rollout, msgspec.structs.replace(rollout, member=1))
+        served.buffer.finish_group(FinishedGroup(group=GROUPS[0], rollouts=both))
+        monkeypatch.setattr(Tokenizer, "decode", noted)
+        assert (await served.post("/buffer/read", {}))[1]["data"]["meta_info"]["total_samples"] == 2
+        assert decoded_by
+        assert threading.main_thread() not in decoded_by
 
     play(test, tmp_path)
 

@@ -17,12 +17,15 @@ from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import Sessions
 from headway.records.conversations import RequestRefused
 from headway.records.environment import PartialRollout
-from headway.records.rollout import Failure, Group, Rollout
+from headway.records.errors import StorageFailed
+from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse
+from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.records.task import Task
 from headway.records.tokens import decoder, encoder
 from headway.rollout.leases import LeaseRefused
 from headway.rollout.makers.remote import Finish, LeaseDesk, RemoteAttempt, RemoteHost, RemoteRollouts
-from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.stalls.waits import Waits
 from headway.tokens.messages import normal_messages
@@ -71,23 +74,41 @@ Worker = Callable[[Service], Awaitable[Any]]
 
 
 def play(
-    worker: Worker, *, parked: PartialRollout | None = None, token_s: float = 0.1, error: str = "", **settings: Any
+    worker: Worker,
+    *,
+    parked: PartialRollout | None = None,
+    token_s: float = 0.1,
+    cancel_s: float = 0.0,
+    error: str = "",
+    **settings: Any,
 ) -> tuple[Rollout, Service]:
-    """The rollout of member 1, with ``worker`` beside it."""
+    """The rollout of member 1, with ``worker`` beside it; a cancelled request takes ``cancel_s`` to end."""
 
     async def main(clock: Clock) -> tuple[Rollout, Service]:
         generator = FakeGenerator(clock, token_s=token_s, length_of=lambda request: 4, error_of=lambda request: error)
         sessions = Sessions(chat(), EndpointConfig(call_timeout_s=1000), 200)
         waits = Waits(clock.now)
         desk = LeaseDesk(LEASE_S, clock, waits)
+        kept: list[PartialRollout] = []
+
+        async def generate(request: GenerationRequest, watch: Any = None, /) -> GenerationResult:
+            try:
+                return await generator.generate(request, watch)
+            except asyncio.CancelledError:
+                await clock.sleep(cancel_s)
+                raise
+
+        async def gate(parked: PartialRollout) -> Resumption:
+            kept.append(parked)
+            return "continue"
+
         sampler = TurnSampler(
-            generator.generate, chat().tokenizer, SETTINGS.model_copy(update=settings), clock, run_seed=3,
-            requests=generator,
+            generate, chat().tokenizer, SETTINGS.model_copy(update=settings), clock, run_seed=3,
+            requests=generator, resume_gate=gate,
         )  # fmt: skip
         host = RemoteHost(
             environment=EnvironmentConfig(name="remote"), endpoint=EndpointConfig(), conversations=sessions, desk=desk
         )
-        kept: list[PartialRollout] = []
         rollouts = RemoteRollouts(host, sampler, kept.append)
         service = Service(clock, sessions, desk, rollouts, waits, kept)
         working = asyncio.create_task(worker(service), name="worker")  # type: ignore[arg-type]
@@ -128,37 +149,27 @@ def test_finished_member_is_taken_from_the_books_after_a_restart() -> None:
     rollout, service = play(finishes)
     stored = decoder(PartialRollout).decode(encoder().encode(service.kept[-1]))
 
-    async def repeats(again: Service) -> None:
-        said = Finish(reward=0.5, metadata={"worker": "a"}, extra={"notes": [1]})
-        assert not again.desk.finish(("7", 1), 1, said)
-        with pytest.raises(LeaseRefused, match="finished before"):
-            again.desk.finish(("7", 1), 1, Finish(reward=1.0))
+    async def finds_nothing(again: Service) -> None:
         assert await again.lease() is None
 
-    again, resumed = play(repeats, parked=stored)
+    again, resumed = play(finds_nothing, parked=stored)
     assert again == rollout
     assert resumed.kept == []
 
 
 def test_unfinished_member_is_offered_again_after_a_restart() -> None:
-    parked = PartialRollout(group=7, member=1, response=stored_nothing(), resumes=0, attempts=4)
+    parked = PartialRollout(group=7, member=1, response=PartialResponse(), resumes=0, attempts=4)
 
     async def worker(service: Service) -> None:
         attempt = await service.leased()
         assert attempt.number == 5
-        with pytest.raises(LeaseRefused, match="attempt 4 has ended: the process of the run"):
+        with pytest.raises(LeaseRefused, match="attempt 4 has ended: withdrawn, the process of the run"):
             service.desk.finish(attempt.key, 4, Finish(reward=1.0))
         await service.ask(attempt)
         service.desk.finish(attempt.key, 5, Finish(reward=1.0))
 
     rollout, _ = play(worker, parked=parked)
     assert (rollout.attempts, rollout.reward, rollout.solved) == (5, 1.0, True)
-
-
-def stored_nothing() -> Any:
-    from headway.records.generation import PartialResponse
-
-    return PartialResponse()
 
 
 def test_expired_lease_is_offered_again_and_its_late_finish_refused() -> None:
@@ -169,7 +180,7 @@ def test_expired_lease_is_offered_again_and_its_late_finish_refused() -> None:
         second = await service.leased(wait_s=50.0)
         assert second.number == 2
         assert LEASE_S <= service.clock.now() - asked_s < LEASE_S + 2
-        with pytest.raises(LeaseRefused, match=r"attempt 1 has ended: the lease expired.*attempt 2 is leased"):
+        with pytest.raises(LeaseRefused, match=r"attempt 1 has ended: expired.*attempt 2 is leased"):
             service.desk.finish(first.key, 1, Finish(reward=1.0))
         with pytest.raises(RequestRefused, match="has ended"):
             service.sessions.session(first.conversation.key)
@@ -270,7 +281,7 @@ def test_stopped_member_is_not_finished_any_more() -> None:
         with pytest.raises(LeaseRefused, match="has stopped"):
             service.desk.finish(attempt.key, 1, Finish(reward=1.0))
         await service.clock.sleep(1.0)
-        with pytest.raises(LeaseRefused, match="attempt 1 has ended: its group has ended"):
+        with pytest.raises(LeaseRefused, match="attempt 1 has ended: withdrawn, its group has ended"):
             service.desk.finish(attempt.key, 1, Finish(reward=1.0))
 
     rollout, service = play(worker)
@@ -333,7 +344,7 @@ def test_evaluations_are_leased_under_names_of_their_own_and_not_kept() -> None:
             await asyncio.sleep(0)
             attempts = [await service.leased() for _ in range(2)] if number == 1 else [await service.leased()]
             for attempt in attempts:
-                if attempt.key == ("evaluation-test-7", 0):
+                if attempt.key == (f"evaluation-test-7-{service.desk.process}", 0):
                     assert attempt.number == number
                     await service.ask(attempt)
                     service.desk.finish(attempt.key, number, Finish(reward=1.0))
@@ -346,3 +357,88 @@ def test_evaluations_are_leased_under_names_of_their_own_and_not_kept() -> None:
     rollout, service = play(worker)
     assert rollout.reward == 0.0
     assert {(partial.group, partial.member) for partial in service.kept} == {(7, 1)}
+
+
+def test_parked_model_call_keeps_the_number_of_its_attempt() -> None:
+    """A resumed run goes on from what was parked: no number is given to a second worker."""
+
+    async def worker(service: Service) -> None:
+        attempt = await service.leased()
+        asking = asyncio.create_task(service.ask(attempt))
+        await service.clock.sleep(0.15)
+        service.rollouts.stop(7, 1, "park")
+        await asking
+        assert [one.attempts for one in service.kept] == [1, 1]
+        service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+
+    rollout, _ = play(worker)
+    assert (rollout.resumes, rollout.reward) == (1, 1.0)
+
+
+def test_evaluations_of_two_processes_have_different_names() -> None:
+    keys: list[Any] = []
+
+    async def worker(service: Service) -> None:
+        evaluating = asyncio.create_task(service.rollouts.for_evaluation("evaluation-test-").generate_member(GROUP, 0))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            attempt = await service.leased()
+            await service.ask(attempt)
+            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+            keys.append(attempt.key)
+        await evaluating
+
+    play(worker)
+    play(worker)
+    assert len(set(keys)) == 3  # a trained group has the same name in all
+
+
+def test_late_end_of_a_former_attempts_call_takes_nothing_from_the_next_lease() -> None:
+    async def worker(service: Service) -> None:
+        first = await service.leased()
+        asking = asyncio.create_task(service.ask(first))
+        await service.clock.sleep(1.0)
+        service.desk.fail(first.key, 1, "no disk", infrastructure=True)
+        second = await service.leased()
+        asks = [asyncio.create_task(service.ask(second))]  # 4 tokens of 8 s: three leases long
+        await service.clock.sleep(20.0)  # the first attempt's call has ended
+        asks.append(asyncio.create_task(service.ask(second, "2+1?")))
+        await asyncio.gather(*asks)
+        service.desk.finish(second.key, 2, Finish(reward=1.0))
+        with pytest.raises(RequestRefused):
+            await asking
+
+    rollout, service = play(worker, token_s=8.0, cancel_s=5.0, timeout_s=1000.0)
+    assert (rollout.attempts, rollout.failure) == (2, None)
+    assert service.desk.book.counts["expired"] == 0
+
+
+def test_finish_that_could_not_be_committed_may_be_repeated() -> None:
+    async def worker(service: Service) -> None:
+        attempt = await service.leased()
+        await service.ask(attempt)
+        keep = service.rollouts.keep
+
+        def full(parked: PartialRollout) -> None:
+            raise StorageFailed("no space left")
+
+        service.rollouts.keep = full
+        with pytest.raises(StorageFailed):
+            service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        service.rollouts.keep = keep
+        assert service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+
+    rollout, service = play(worker)
+    assert rollout == service.kept[-1].finished
+
+
+def test_what_a_worker_says_stands_beside_the_verdict_of_the_runs_verifier() -> None:
+    async def worker(service: Service) -> None:
+        attempt = await service.leased()
+        await service.ask(attempt)
+        service.desk.finish(attempt.key, 1, Finish(metadata={"worker": "a"}))
+
+    rollout, _ = play(worker)
+    judged = apply_verdict(rollout, Verdict(reward=1.0, solved=True, detail={"grade": 2}), 9.0)
+    assert judged.verdict == {**rollout.verdict, "grade": 2}
+    assert judged.verdict["finish"]["metadata"] == {"worker": "a"}
