@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="default: runs/buffer_client-SEED")
     parser.add_argument("--workers", type=int, default=8, help="processes of client.py")
     parser.add_argument("--node", type=int, default=0, help="processes of client.mjs")
+    parser.add_argument("--model-only", action="store_true", help="stop before RL: tasks and model are made")
     arguments, overrides = parser.parse_known_args()
     folder: Path = arguments.directory or Path(f"runs/buffer_client-{arguments.seed}")
     seed = str(arguments.seed)
@@ -38,6 +39,8 @@ def main() -> None:
     if not model.exists():
         shutil.copytree(folder / "sft", model)
         (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    if arguments.model_only:
+        return
     commands = [[sys.executable, str(HERE / "client.py")]] * arguments.workers
     commands += [["node", str(HERE / "client.mjs")]] * arguments.node
     workers = [subprocess.Popen([*command, f"http://{ADDRESS}"]) for command in commands]

@@ -21,7 +21,7 @@ class LeaseRefused(Exception):
 
 @dataclass(frozen=True)
 class LeaseEnding:
-    """What has ended an attempt. Two that are equal are one call of a worker's and its repetition."""
+    """An attempt's end. Two that are equal are one call of a worker's and its repetition."""
 
     how: Literal["finished", "failed", "expired", "withdrawn"]
     what: str

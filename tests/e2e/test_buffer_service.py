@@ -7,9 +7,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,74 @@ def test_clients_of_the_examples_feed_a_run_to_its_end(
     assert {(verify_s, boundary) for _, verify_s, boundary in rewards} == {(0.0, None)}  # no verifier was asked
     (service,) = tiny_run.events_of(ended.run, "buffer_service")
     assert url in service.detail
+
+
+class AwayServer(ThreadingHTTPServer):
+    asked: list[tuple[str, Any]]  # path, body
+
+
+class AwayRun(BaseHTTPRequestHandler):
+    """A run with one lease that dies at the first finish, is resuming at the second, and answers the third."""
+
+    server: AwayServer
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked.append((self.path, json.loads(asked)))
+        times = [path for path, _ in self.server.asked].count(self.path)
+        if self.headers["authorization"] == "Bearer wrong":
+            self.answer(401, {"error": {"message": "incorrect API key provided"}})
+        elif self.path == "/buffer/lease":
+            named: dict[str, Any] = {"group": "0", "member": 1, "attempt": 2}
+            task: dict[str, Any] = {"prompt": "1+2=", "messages": [], "answer": "3"}
+            base = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+            call = {"base_url": base, "api_key": "a-key", "model": "headway"}
+            self.answer(200, {**named, **call, "task": task} if times == 1 else None)
+            time.sleep(0.2 * (times > 1))
+        elif self.path == "/v1/chat/completions":
+            self.answer(200, {"choices": [{"message": {"content": "1+2=3"}}]})
+        elif times == 1:
+            self.close_connection = True  # nothing is answered
+        elif times == 2:
+            self.answer(503, {"error": {"message": "the run is resuming", "code": "not_offered_yet"}})
+        else:
+            self.answer(200, {"finished": True, "repeated": True})
+
+    def answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("command", [PYTHON, NODE], ids=["python", "node"])
+def test_clients_of_the_examples_repeat_what_is_not_answered_and_end_where_they_have_no_key(
+    command: Sequence[str],
+) -> None:
+    with AwayServer(("127.0.0.1", 0), AwayRun) as server:
+        server.asked = []
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            with workers(command, url, count=1):
+                deadline = time.monotonic() + 20
+                while [path for path, _ in server.asked].count("/buffer/lease") < 2:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+            finishes = [body for path, body in server.asked if path == "/buffer/finish"]
+            assert finishes == [{"group": "0", "member": 1, "attempt": 2, "reward": 1}] * 3
+            server.asked.clear()
+            ended = subprocess.run([*command, url, "wrong"], capture_output=True, timeout=20, check=False)
+            assert ended.returncode != 0
+            assert len(server.asked) == 1
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def test_client_of_the_example_is_short_and_needs_no_package() -> None:

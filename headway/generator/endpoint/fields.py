@@ -13,6 +13,7 @@ _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
 _SEED = (-(1 << 63), (1 << 63) - 1)
 MOST_TOKENS = 1 << 31  # limit of max_tokens: no context is larger
+_LARGEST_REWARD = 1e30  # of either sign: the squares and sums of larger ones may overflow, which would end a run
 
 Schema = Mapping[str, Any]
 Values = Mapping[str, Any]  # parsed values of a request's fields, by name
@@ -75,6 +76,10 @@ def number(low: float, high: float, smallest: float = 0.0, *, required: bool = F
     if smallest:
         return Field(checked, {"anyOf": [{"const": 0}, {"type": "number", "minimum": smallest, "maximum": high}]})
     return Field(checked, {"type": "number", "minimum": low, "maximum": high}, required=required)
+
+
+def reward(*, required: bool = False) -> Field:
+    return number(-_LARGEST_REWARD, _LARGEST_REWARD, required=required)
 
 
 def integer(low: int, high: int, *, required: bool = False) -> Field:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from headway.generator.endpoint.refusals import STATUSES
 from headway.generator.endpoint.schemas import ANTHROPIC_ERROR, OPENAI_ERROR, Part
 
 REWARD = {
-    "reward": fields.number(-sys.float_info.max, sys.float_info.max, required=True),
+    "reward": fields.reward(required=True),
     "solved": fields.flag(default=None),
 }
 _ANY: Part = {"type": "object"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +35,6 @@ _MOST_GROUPS = 64  # shown at once
 _STATUSES = {"lease_unknown": 404, "session_not_recorded": 400}  # others: 409
 
 _TEXT = fields.raw({"type": "string"})
-_REWARD = fields.number(-sys.float_info.max, sys.float_info.max)
 _LEASE = {"wait_s": fields.number(0, 60)}
 _NAMED = {
     "group": fields.raw({"anyOf": [{"type": "string"}, {"type": "integer"}]}, required=True),
@@ -44,7 +42,7 @@ _NAMED = {
     "attempt": fields.integer(0, 1 << 31, required=True),
 }
 _SAID = {
-    "reward": _REWARD,
+    "reward": fields.reward(),
     "solved": fields.flag(default=None),
     "metadata": fields.structure(),
     "extra": fields.structure(),
@@ -54,7 +52,7 @@ _WRITE = {
     "uid": _TEXT,
     "instance_id": fields.raw({}),
     "messages": fields.raw({"type": "array"}),
-    "reward": _REWARD,
+    "reward": fields.reward(),
     "extra_info": fields.structure(),
 }
 _READ = {"batch_size": fields.integer(-1, 1 << 31)}

@@ -43,14 +43,14 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ending(self) -> LeaseEnding:
-        """What it ends an attempt with: equal for equal ones, in whatever order the keys of their objects are."""
+        """The end of the attempt: equal for equal reports, in whatever order the keys of their objects are."""
         encoded = msgspec.msgpack.encode(self, order="deterministic")
         digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
         return LeaseEnding("finished", f"reward = {self.reward} ({digest})")
 
     @classmethod
     def of(cls, rollout: Rollout) -> Finish | None:
-        """What a worker has said of a stored rollout; None: no worker has finished it."""
+        """The report of the worker that has finished a stored rollout; None: none has."""
         said = rollout.verdict.get(_FINISH)
         return None if said is None else msgspec.convert(said, cls)
 

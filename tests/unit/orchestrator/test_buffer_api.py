@@ -190,6 +190,7 @@ BAD_CALLS = {
     "negative member": ("/buffer/renew", {"group": "0", "member": -1, "attempt": 1}, {}, 400, None),
     "NaN": ("/buffer/finish", b'{"group": "0", "member": 0, "attempt": 1, "reward": NaN}', {}, 400, None),
     "infinite": ("/buffer/finish", b'{"group": "0", "member": 0, "attempt": 1, "reward": 1e999}', {}, 400, None),
+    "beyond all use": ("/buffer/finish", {"group": "0", "member": 0, "attempt": 1, "reward": 1.7e308}, {}, 400, None),
     "reward as text": ("/buffer/finish", {"group": "0", "member": 0, "attempt": 1, "reward": "1"}, {}, 400, None),
     "metadata": ("/buffer/finish", {"group": "0", "member": 0, "attempt": 1, "metadata": [1]}, {}, 400, None),
     "huge integer": (
