@@ -132,9 +132,11 @@ def test_lease_renew_finish(tmp_path: Path) -> None:
         rollout = await member
         assert (rollout.reward, rollout.solved) == (1.0, True)
         assert await served.post("/buffer/finish", body) == (200, {**finished, "repeated": True})
+        assert (await served.post("/buffer/renew", named(lease)))[0] == 409
         status, text = await served.post("/buffer/metrics", None, method="GET")
         assert status == 200
-        assert 'headway_buffer_leases_total{what="finished"} 1' in text
+        for what in ("leased", "finished", "repeated", "refused"):
+            assert f'headway_buffer_leases_total{{what="{what}"}} 1' in text
 
     play(test, tmp_path)
 
@@ -158,6 +160,19 @@ def test_failed_attempt_is_offered_again(tmp_path: Path) -> None:
     play(test, tmp_path)
 
 
+def test_model_is_called_where_the_worker_has_reached_the_run(tmp_path: Path) -> None:
+    async def test(served: Served) -> None:
+        members = [served.member(0, place) for place in range(2)]
+        proxied = {"host": "run.example:8443", "x-forwarded-proto": "https"}
+        for headers, base in ({"host": "run.example:1"}, "http://run.example:1"), (proxied, "https://run.example:8443"):
+            _, lease = await served.post("/buffer/lease", {"wait_s": 5}, headers=headers)
+            assert lease["base_url"] == f"{base}/v1"
+        for member in members:
+            member.cancel()
+
+    play(test, tmp_path)
+
+
 def test_lease_is_null_when_nothing_is_offered_in_time(tmp_path: Path) -> None:
     async def test(served: Served) -> None:
         assert await served.post("/buffer/lease", {"wait_s": 0.05}) == (200, None)
@@ -170,6 +185,7 @@ BAD_CALLS = {
     "no key": ("/buffer/lease", {}, {"key": ""}, 401, "invalid_api_key"),
     "wrong key": ("/buffer/lease", {}, {"key": "another-key-than-it-has"}, 401, "invalid_api_key"),
     "wrong key of peek": ("/buffer/peek", None, {"key": "x", "method": "GET"}, 401, "invalid_api_key"),
+    "wrong key of metrics": ("/buffer/metrics", None, {"key": "x", "method": "GET"}, 401, "invalid_api_key"),
     "method": ("/buffer/finish", None, {"method": "GET"}, 405, "method_not_allowed"),
     "unknown path": ("/buffer/take", {}, {}, 404, "unknown_url"),
     "not JSON": ("/buffer/lease", b"{", {}, 400, None),
@@ -373,9 +389,15 @@ def test_groups_are_shown_in_the_format_of_tritonforge_until_they_are_trained(tm
         assert first["messages"] == [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "three"}]
         assert (first["uid"], first["instance_id"], first["reward"]) == ("2-0", "2", 1.0)
         for path in ("/buffer/read", "/get_rollout_data"):
-            assert (await served.post(path, {"batch_size": 8}))[1]["data"] == shown["data"]
+            assert (await served.post(path, {"batch_size": 1}))[1]["data"] == shown["data"]
+        others = tuple(
+            Rollout(group=1, member=place, prompt_ids=(5,), response_ids=(), finish_reason="stop") for place in range(2)
+        )
+        served.buffer.finish_group(FinishedGroup(group=GROUPS[1], rollouts=others))
+        for most, groups in ({"batch_size": 0}, 0), ({"batch_size": 1}, 1), ({"batch_size": -1}, 2), ({}, 2):
+            assert (await served.post("/buffer/read", most))[1]["data"]["meta_info"]["num_groups"] == groups
         stats = (await served.post("/buffer/stats", None, method="GET"))[1]["data"]
-        assert (stats["current_size"], stats["total_written"], stats["total_read"]) == (2, 2, 0)
+        assert (stats["current_size"], stats["total_written"], stats["total_read"]) == (4, 4, 0)
         assert (await served.post("/start_rollout", {}))[1]["data"] == {"status": "running"}
 
     play(test, tmp_path)

@@ -375,6 +375,26 @@ def test_parked_model_call_keeps_the_number_of_its_attempt() -> None:
     assert (rollout.resumes, rollout.reward) == (1, 1.0)
 
 
+@pytest.mark.parametrize("turns", range(12))
+def test_call_that_is_parked_as_its_member_finishes_takes_no_finish_out_of_the_books(turns: int) -> None:
+    """``turns``: of the event loop, between the two."""
+
+    async def worker(service: Service) -> None:
+        attempt = await service.leased()
+        await service.ask(attempt)
+        asking = asyncio.create_task(service.ask(attempt, "2+1?"))
+        await service.clock.sleep(0.15)
+        service.rollouts.stop(7, 1, "park")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        service.desk.finish(attempt.key, 1, Finish(reward=1.0))
+        with pytest.raises(RequestRefused):
+            await asking
+
+    rollout, service = play(worker)
+    assert service.kept[-1].finished == rollout
+
+
 def test_evaluations_of_two_processes_have_different_names() -> None:
     keys: list[Any] = []
 
