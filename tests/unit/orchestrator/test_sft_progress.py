@@ -116,8 +116,8 @@ def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [
-        SimpleNamespace(samples=8, solve_rate=0.25, standard_error=0.1),
-        SimpleNamespace(samples=0, solve_rate=0.0, standard_error=0.0),
+        SimpleNamespace(samples=8, solve_rate=0.25, standard_error=0.1, kernels={}),
+        SimpleNamespace(samples=0, solve_rate=0.0, standard_error=0.0, kernels={}),
     ]
 
     class Scorer:
