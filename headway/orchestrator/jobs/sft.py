@@ -157,7 +157,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
 
 
 def _scores(record: EvaluationRecord) -> dict[str, Any]:
-    """What an evaluation says of the model; {} where every attempt failed, and nothing was measured."""
+    """Scores of the model by an evaluation; {} where every attempt failed, and nothing was measured."""
     if not record.samples:
         return {}
     scores = {"solve_rate": record.solve_rate, "standard_error": record.standard_error}
