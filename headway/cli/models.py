@@ -94,14 +94,14 @@ def sft(
     from headway.orchestrator.jobs.sft import run_sft
     from headway.report.printing import print_rows
     from headway.report.progress import SftProgress
-    from headway.report.tables import mapping_rows
+    from headway.report.tables import sft_rows
 
     with SftProgress(quiet=quiet or as_json) as progress:
         result = run_sft(experiment, on_progress=progress)
     if as_json:
         print_json(result)
     else:
-        print_rows(mapping_rows(result))
+        print_rows(sft_rows(result))
 
 
 def merge(

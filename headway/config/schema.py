@@ -281,7 +281,7 @@ class SftConfig(Section):
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass
     max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
     time_limit_s: Seconds | None = None  # ends it after this many seconds
-    evaluate_every_steps: NonNegative = 0  # sampled solve rate on tasks.validation; 0: never
+    evaluate_every_steps: NonNegative = 0  # sampled solve rate, or shares of kernels, on tasks.validation; 0: never
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it
 
     @model_validator(mode="before")

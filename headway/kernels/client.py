@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,6 +128,24 @@ class KernelClient:
             causes.append(f"no result within {limit_s:g} s")
         raise KernelServiceFailed("; then: ".join(causes))
 
+    async def require_backends(self, needed: Iterable[str]) -> None:
+        """Raise ConfigurationError unless each of ``needed`` is a back end of a service that answers."""
+        found, said = set[str](), list[str]()
+        for machine in self._machines:
+            try:
+                response = await self._http.get(f"{machine.address}/backend_info", timeout=_CONNECT_S)
+                if response.status_code == 200:
+                    there = msgspec.json.decode(response.content, type=_Backends).supported_backends
+                    said.append(f"{machine.address} has {', '.join(there) or 'none'}")
+                    found.update(there)
+                else:
+                    message, _ = _error_of(response.content)
+                    said.append(f"{machine.address}: HTTP {response.status_code}: {message}")
+            except (self._transport_error, ValueError) as error:
+                said.append(f"{machine.address}: {type(error).__name__}: {error}")
+        if missing := sorted(set(needed) - found):
+            raise ConfigurationError(f"no kernel service for back end {', '.join(missing)}: {'; '.join(said)}")
+
     async def _judged(self, body: bytes, causes: list[str]) -> KernelEvaluation:
         """Try machine after machine; ``causes`` grows with each failure."""
         failed: set[_Machine] = set()
@@ -219,6 +237,10 @@ def _error_of(body: bytes) -> tuple[str, str | None]:
     except msgspec.DecodeError:
         return body[:_LONGEST_QUOTE].decode(errors="replace"), None
     return error.message, error.param
+
+
+class _Backends(msgspec.Struct):
+    supported_backends: list[str]
 
 
 class _Error(msgspec.Struct):

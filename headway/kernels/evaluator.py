@@ -16,6 +16,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headway.kernels.compiled_reference import (
+    COMPILE_S,
+    NO_TIME,
+    CompiledReferences,
+    compile_reference,
+    compiled_spec,
+)
 from headway.kernels.faults import fault_of_end, fault_of_error, first_line
 from headway.kernels.isolation import (
     Deception,
@@ -57,6 +64,7 @@ class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     remembered: int = 4096  # results of evaluations
     values_bytes: int = 512 * MIB  # inputs and expected outputs of tasks that are kept
     timing: TimingSettings = TimingSettings()
+    compare_compiled: bool = False  # whether a submission asks for it or not
 
 
 class _Counts(msgspec.Struct):
@@ -95,6 +103,7 @@ class KernelEvaluator:
         self._ending = set[asyncio.Task[KernelEvaluation]]()  # cancelled: nobody waits for them any longer
         self._values: OrderedDict[bytes, list[TrialGroup]] = OrderedDict()
         self._making: dict[bytes, asyncio.Lock] = {}
+        self._compiled = CompiledReferences(self._time_compiled)
         self._crossing_s: dict[tuple[int, ...], float] = {}
         self._devices: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
         for cores in self._settings.timing_cores or (tuple(sorted(os.sched_getaffinity(0)))[-1:],):
@@ -160,8 +169,8 @@ class KernelEvaluator:
             del self._running[key]
         if task.cancelled() or task.exception() is not None or task.result().infrastructure:
             return
-        if task.result().refused.startswith("noise"):
-            return  # another time it may be quieter
+        if task.result().refused.startswith("noise") or task.result().compiled_note.startswith(NO_TIME):
+            return  # another time it may be quieter, or compiled
         self._done[key] = task.result()
         while len(self._done) > self._settings.remembered:
             self._done.popitem(last=False)
@@ -189,18 +198,33 @@ class KernelEvaluator:
         groups = await self._trials(submission)
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference has had its own
         # Cores are given back behind the guest's end: until then it may run on them.
-        async with contextlib.AsyncExitStack() as leases, self._guest(until_s) as guest:
-            judging = Judging(guest, submission, groups, self._operators)
-            await self._in_thread(judging.run)
-            if judging.ended is not None:
-                await self._explain_end(guest, judging)
-            if judging.is_wrong:
-                judging.take_output(await guest.end())
-            self.counts.compile_s += guest.compile_s
-            found = judging.evaluation()
-            if submission.timed and found.correct:
-                found = await self._time(guest, submission, groups, found, until_s, leases)
+        async with contextlib.AsyncExitStack() as leases:
+            async with self._guest(until_s) as guest:
+                judging = Judging(guest, submission, groups, self._operators)
+                await self._in_thread(judging.run)
+                if judging.ended is not None:
+                    await self._explain_end(guest, judging)
+                if judging.is_wrong:
+                    judging.take_output(await guest.end())
+                self.counts.compile_s += guest.compile_s
+                found = judging.evaluation()
+                if submission.timed and found.correct:
+                    found = await self._time(guest, submission, groups, found, until_s, leases)
+            if found.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
+                found = await self._compiled.compare(submission, groups[0], found, until_s)
         return found
+
+    async def _time_compiled(
+        self, submission: KernelSubmission, group: TrialGroup, cores: tuple[int, ...]
+    ) -> TimingResult:
+        """The compiled reference's time against the eager one's, each in a sandbox of its own."""
+        async with guest_process(self._backend, compiled_spec(self._cores), self._in_thread, 2 * COMPILE_S) as compiled:
+            compiled.until_s = time.monotonic() + COMPILE_S
+            await self._in_thread(compile_reference, compiled, submission.task, group, submission.seed)
+            compiled.until_s = time.monotonic() + COMPILE_S / 2
+            async with self._guest(compiled.until_s) as eager:
+                crossing_s = await self._crossing(cores)
+                return await self._in_thread(self._measure, compiled, eager, submission, group, cores, crossing_s)
 
     async def _explain_end(self, guest: GuestProcess, judging: Judging) -> None:
         """Wait for the sandbox's word on how the process ended."""

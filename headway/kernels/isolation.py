@@ -65,7 +65,8 @@ class GuestError(Exception):
 
 def preload_settings(modules: Sequence[str] = ("numpy", "torch")) -> LocalSettings:
     """Settings of a backend whose sandboxes have imported torch."""
-    folders = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
+    folders = tuple(path for path in dict.fromkeys(paths) if os.path.isdir(path))
     preload = Preload(
         modules=(*modules, "headway.kernels.guest.program"),
         folders=folders,

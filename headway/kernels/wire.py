@@ -20,6 +20,7 @@ def request_of(submission: KernelSubmission) -> dict[str, Any]:
         "num_correct_trials": submission.correct_trials,
         "num_perf_trials": submission.timed_trials,
         "measure_performance": submission.timed,
+        "compare_compiled": submission.compare_compiled,
         "preferred_device": submission.device or None,
         "backend": task.backend,
         "timeout_s": submission.timeout_s,
@@ -34,13 +35,14 @@ def request_of(submission: KernelSubmission) -> dict[str, Any]:
 
 def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
     """The body of ``/eval``'s answer. Times are in ms. ``hardware``: the model of the device."""
-    timing = evaluation.timing
+    timing, compiled = evaluation.timing, evaluation.reference_compiled
     where = {"hardware": hardware, "device": evaluation.device}
     metadata = {**where, "message": evaluation.text, "cheat": evaluation.cheat, "precision": evaluation.precision}
     return {
         "compiled": evaluation.compiled,
         "correctness": evaluation.correct,
-        "metadata": {**metadata, "refused": evaluation.refused, "repeated": evaluation.repeated},
+        "metadata": {**metadata, "refused": evaluation.refused, "repeated": evaluation.repeated}
+        | {"compiled_note": evaluation.compiled_note},
         "runtime": -1.0 if timing is None else timing.mean,
         "runtime_stats": {} if timing is None else _statistics(timing) | where,
         "compile_ok": evaluation.compiled,
@@ -50,6 +52,8 @@ def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
             "speedup_interval": evaluation.speedup_interval,
             "candidate": None if timing is None else _statistics(timing),
             "reference": None if evaluation.reference is None else _statistics(evaluation.reference),
+            "reference_compiled": None if compiled is None else _statistics(compiled),
+            "speedup_compiled": evaluation.speedup_compiled,
         },
         "raw_reward": kernel_reward(evaluation),
         "fault_type": evaluation.fault,

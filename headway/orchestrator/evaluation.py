@@ -12,7 +12,7 @@ from headway.control.estimates import clustered_standard_error, pass_at
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
-from headway.orchestrator.source_scores import source_scores
+from headway.orchestrator.source_scores import kernel_shares, source_scores
 from headway.records.clients import PromptCodec, RolloutMaker, Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
@@ -110,6 +110,7 @@ def evaluation_record(
         time_s=time_s,
         # the group of the first task is -len(tasks), of the last -1
         by_source=source_scores((tasks[rollout.group].source, rollout) for rollout in rollouts),
+        kernels=kernel_shares(rollouts),
     )
 
 

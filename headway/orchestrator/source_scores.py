@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from headway.control.estimates import clustered_standard_error, pass_at
 from headway.control.summaries import histogram_in_tenths
+from headway.kernels.scores import mean_over_tasks
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
-from headway.records.ledger import KernelScores, SourceScore
+from headway.records.ledger import KernelScores, KernelShare, SourceScore
 from headway.records.rollout import FinishedGroup, Rollout
 
 
@@ -57,6 +58,36 @@ def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> Ke
         wait_s=spent.pop("wait", 0.0),
         busy_s=sum(spent.values()),
     )
+
+
+_KERNEL_SHARES: dict[str, Callable[[KernelAnswer], bool]] = {
+    "compiles": lambda one: one.compiled and one.fault != "cheat",
+    "correct": lambda one: one.correct,
+    "faster": lambda one: one.correct and (one.speedup or 0.0) > 1.0,
+}
+
+
+def kernel_shares(rollouts: Sequence[Rollout]) -> dict[str, KernelShare]:
+    """Shares of an evaluation's rollouts of which an answer compiles, is correct, is faster than the reference: means
+    over tasks with their 95 % intervals (`mean_over_tasks`). Rollouts that failed don't count; one without any answer
+    that was judged counts as none of the three. {} where no rollout has kernels."""
+    judged = [(one.group, _answers(one)) for one in rollouts if one.failure is None]
+    if not any(KERNEL_ANSWERS in one.verdict for one in rollouts if one.failure is None):
+        return {}
+    passed = {name: [any(map(passes, ones)) for _, ones in judged] for name, passes in _KERNEL_SHARES.items()}
+    shares: dict[str, KernelShare] = {}
+    for name, found in passed.items():
+        by_task: dict[int, list[bool]] = {}
+        for (task, _), true in zip(judged, found, strict=True):
+            by_task.setdefault(task, []).append(true)
+        mean = mean_over_tasks([sum(ones) / len(ones) for ones in by_task.values()])
+        assert mean is not None
+        shares[name] = KernelShare(value=mean.value, interval=mean.interval, count=sum(found), rollouts=len(found))
+    untimed = sum(
+        not faster and any(one.correct and one.speedup is None for one in ones)
+        for (_, ones), faster in zip(judged, passed["faster"], strict=True)
+    )
+    return shares | {"faster": msgspec.structs.replace(shares["faster"], untimed=untimed)}
 
 
 def _answers(rollout: Rollout) -> list[KernelAnswer]:

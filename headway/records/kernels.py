@@ -48,6 +48,7 @@ class KernelSubmission(msgspec.Struct, frozen=True, kw_only=True):
     correct_trials: int = 5
     timed: bool = True
     timed_trials: int = 100  # calls of the candidate within all intervals, at least
+    compare_compiled: bool = False  # tell the speed-up over torch.compile of the reference too, where it can be had
     seed: int = 42
     timeout_s: float = 600.0  # of the whole evaluation, waiting for a device apart
     device: str = ""  # leased for it: cpu:2-3, cuda:0; "": whichever the evaluator has. No part of what is judged
@@ -78,6 +79,9 @@ class KernelEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     reference: KernelTiming | None = None  # eager
     speedup: float | None = None  # over the eager reference; None: not timed, or refused
     speedup_interval: tuple[float, float] | None = None  # 95 %
+    reference_compiled: KernelTiming | None = None  # by torch.compile, measured once for each task and set of cores
+    speedup_compiled: float | None = None  # over it: the speed-up / torch.compile's own over the eager reference
+    compiled_note: str = ""  # why there is none, though one was asked for
     refused: str = ""  # why there is no speed-up, though one was asked for: noise, an interpreter
     precision: str = ""  # a lower one than the reference's, within the tolerance: reported
     seconds: dict[str, float] = {}  # wait, compile, check, time

@@ -52,6 +52,16 @@ class KernelScores(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0  # ... compiling, checking, timing
 
 
+class KernelShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of an evaluation's rollouts whose best kernel compiles, is correct, or is faster than its reference."""
+
+    value: float  # mean over tasks
+    interval: tuple[float, float]  # 95 %, over tasks
+    count: int  # rollouts of which it is true ...
+    rollouts: int  # ... of so many that didn't fail
+    untimed: int = 0  # of "faster": correct, but without a speed-up, so counted as no faster
+
+
 class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over one step from which the parameters of its queue are estimated (``control/tuning/ledger_model.py``).
     "Finished" is what finished since the step before, whenever it began."""
@@ -256,6 +266,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     duration_s: float = 0.0
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
+    kernels: dict[str, KernelShare] = {}  # compiles, correct, faster; {}: no kernels were judged
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):

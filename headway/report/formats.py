@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+from headway.records.ledger import KernelShare
 
 
 def duration(seconds: float) -> str:
@@ -38,3 +41,12 @@ def score(rate: float | None, error: float | None = None) -> str:
 
 def percent(share: float) -> str:
     return f"{share:.1%}" if math.isfinite(share) else "–"
+
+
+def shown_kernels(found: Mapping[str, KernelShare]) -> dict[str, str]:
+    """An evaluation's shares of kernels in words, by name: value, 95 % interval, counts."""
+    return {
+        name: f"{one.value:.3f} [{one.interval[0]:.3f}, {one.interval[1]:.3f}] ({one.count} of {one.rollouts}"
+        + (f", {one.untimed} correct ones untimed)" if one.untimed else ")")
+        for name, one in found.items()
+    }

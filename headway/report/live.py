@@ -21,7 +21,7 @@ from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.doctor import costs_of
-from headway.report.formats import duration, percent, quantity, score
+from headway.report.formats import duration, percent, quantity, score, shown_kernels
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
@@ -142,7 +142,10 @@ def evaluation_line(record: EvaluationRecord) -> str:
     rate = score(record.solve_rate if record.samples else None, record.standard_error)
     sources = "".join(f"; {label} {shown_score(source)}" for label, source in record.by_source.items())
     rate += "".join(f", {shown}" for shown in shown_pass_at(record.pass_at))
-    return f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed}){sources}"
+    kernels = "".join(f"; {name} {shown}" for name, shown in shown_kernels(record.kernels).items())
+    return (
+        f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed}){sources}{kernels}"
+    )
 
 
 def shown_pass_at(found: Mapping[str, PassAt]) -> list[str]:

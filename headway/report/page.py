@@ -12,7 +12,7 @@ import msgspec
 from headway.records.ledger import EvaluationRecord, EventRecord
 from headway.records.plan import PLAN_FILE, RunPlan
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
-from headway.report.formats import duration, percent, quantity, score
+from headway.report.formats import duration, percent, quantity, score, shown_kernels
 from headway.report.incidents import HEADS, incident_rows
 from headway.report.kernels import KERNEL_PLOTS, KERNELS, kernel_sentences
 from headway.report.live import shown_pass_at, shown_score
@@ -210,6 +210,8 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
         for label, source in record.by_source.items():
             solved = shown_score(source)
             rows.append(["", label, "", f"{source.tasks:,}", f"{source.samples:,}", solved, "", "", "", "", ""])
+        for name, shown in shown_kernels(record.kernels).items():
+            rows.append(["", name, "", "", "", shown, "", "", "", "", ""])
     return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.records.ledger import RunSummary
-from headway.report.formats import duration, percent, quantity, score
+from headway.report.formats import duration, percent, quantity, score, shown_kernels
 from headway.report.printing import Rows, print_rows
 
 
@@ -50,6 +50,12 @@ def steps_time(summary: RunSummary) -> str:
     """The duration of the steps, as far as the ledger has it, in words."""
     lost = f" and the time of {summary.untimed_steps:,} that the ledger has lost" if summary.untimed_steps else ""
     return duration(summary.duration_s) + lost
+
+
+def sft_rows(result: Mapping[str, Any]) -> Rows:
+    """Rows of a result of `headway sft`; its evaluations were printed when they were made."""
+    shown = {name: value for name, value in result.items() if name not in ("evaluations", "kernels")}
+    return mapping_rows(shown | shown_kernels(result.get("kernels", {})))
 
 
 def mapping_rows(values: Mapping[str, Any]) -> Rows:

@@ -38,6 +38,7 @@ class EvalRequest(msgspec.Struct, kw_only=True):
     num_correct_trials: Annotated[int, Meta(ge=1, le=1000)] = 5
     num_perf_trials: Annotated[int, Meta(ge=1, le=100_000)] = 100
     measure_performance: bool = True
+    compare_compiled: bool = False
     preferred_device: int | str | None = None
     backend: KernelBackend | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
@@ -93,6 +94,7 @@ class KernelRequests:
             correct_trials=asked.num_correct_trials,
             timed=asked.measure_performance,
             timed_trials=asked.num_perf_trials,
+            compare_compiled=asked.compare_compiled,
             seed=asked.seed_num,
             timeout_s=timeout_s,
         )

@@ -135,6 +135,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             names = source_names({*sources, *line.by_source})
             for label, score in line.by_source.items():
                 yield f"evaluation_by_source/{line.split}_{names[label]}_solve_rate", score.solve_rate
+            for name, share in line.kernels.items():
+                yield f"{prefix}_kernels_{name}", share.value
     elif isinstance(line, StepRecord):
         for name, (field, _) in STEP_METRICS.items():
             yield name, float(getattr(line, field)) if field != "solve_rate" else line.measured_solve_rate

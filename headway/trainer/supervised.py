@@ -125,9 +125,10 @@ class SupervisedService(ModelService):
                 f"sft.learning_rate than {self.settings.learning_rate:g} may help; nothing was saved"
             )
 
-    def save(self, path: str) -> None:
-        """Write the model folder (weights, configuration, tokenizer, state.json) atomically. Raises StorageFailed."""
-        self._save_model(path, CheckpointState(version=self.version))
+    def save(self, path: str, metrics: dict[str, float] | None = None) -> None:
+        """Write the model folder (weights, configuration, tokenizer, state.json) atomically. ``metrics``: what
+        state.json says of the model. Raises StorageFailed."""
+        self._save_model(path, CheckpointState(version=self.version, metrics=metrics or {}))
 
     def _arrays(self, chosen: list[int]) -> SampleArrays:
         lengths_s = self._lengths_s[chosen]

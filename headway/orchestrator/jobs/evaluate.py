@@ -11,6 +11,7 @@ from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
+from headway.orchestrator.preflight.functions import require_kernel_services
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
@@ -41,8 +42,10 @@ class Scorer:
         self._rollouts: RolloutMaker | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Start the processes; ``stack`` stops them."""
+        """Start the processes; ``stack`` stops them. Raises ConfigurationError where the environment's tasks or
+        services won't do."""
         experiment, clock = self._experiment, self._clock
+        await require_kernel_services(experiment, self._tasks)
         host = await stack.enter_async_context(
             open_multi_turn_host(experiment, self._launcher, clock, lambda name, detail, **data: None)
         )

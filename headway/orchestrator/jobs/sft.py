@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.errors import ConfigurationError, HeadwayError, NoProgress, RemoteError
 from headway.records.generation import PublishedWeights
+from headway.records.ledger import EvaluationRecord
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
 from headway.runtime.workers import WorkerSpec
@@ -36,8 +37,10 @@ _SHOWN = (
     "effective_token_share",
     "solve_rate",
     "standard_error",
+    "kernels",
     "ended",
 )
+_SCORES = ("solve_rate", "standard_error", "kernels")
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 1000  # demonstrations, where training ends by epochs
 
 Progress = Callable[[dict[str, Any]], None]
@@ -50,9 +53,11 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     meanwhile); training ends at ``sft.epochs`` or ``sft.steps``, ``sft.time_limit_s`` or ``sft.stop_at_solve_rate``.
     Where it ends by epochs, some demonstrations are held out: once their loss is higher after an epoch than it was
     before, training ends, and the model of the lowest loss is what is written. Returns what was dropped, the last
-    step's statistics and the last solve rate, and under ``ended`` why it ended early. Raises ConfigurationError before
-    anything is started, for an output that holds something else too; RunLocked while another process trains the same
-    output; NoProgress when steps are skipped without end.
+    step's statistics, the scores last measured up to the model that is written, ``evaluations`` with the loss and
+    scores at each step that was evaluated (the written model's are in its ``state.json`` too), and under ``ended`` why
+    it ended early. Raises ConfigurationError before training begins, for an output that holds something else too, and
+    where no kernel service answers that ``environment.name = "kernel"`` needs; RunLocked while another process trains
+    the same output; NoProgress when steps are skipped without end.
     """
     _require_inputs(experiment)
     folder = Path(experiment.sft.output).resolve()
@@ -107,6 +112,8 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         started, result = clock.now(), dict[str, Any](data.counts) | {"held_out": held_out}
         total, epoch = settings.total_steps(count - held_out), (count - held_out) / settings.batch_sequences
         step, lowest, lowest_step = 0, math.inf, 0
+        scores, kept = dict[str, Any](), dict[str, Any]()  # of the last evaluation; of the model that is written
+        evaluations: list[dict[str, Any]] = []
         while step < total:
             shown_every = min(25, math.ceil(epoch)) if held_out else 25
             chunk = min(settings.evaluate_every_steps or shown_every, total - step)
@@ -117,13 +124,15 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
                 weights: PublishedWeights = await trainer.call("publish", step)
                 await scorer.generator.update_weights(weights)
                 record = await scorer.score("during", step)
-                if record.samples:  # else every attempt failed, and nothing was measured
-                    report |= {"solve_rate": record.solve_rate, "standard_error": record.standard_error}
+                found = _scores(record)
+                scores = found or scores
+                report |= found
+                evaluations.append({"step": step, "loss_mean": report["loss_mean"], **found})
             if held_out and report["version"] and (step == total or step // epoch > (step - chunk) // epoch):
                 report["held_out_loss"] = loss = await trainer.call("held_out_loss")
                 if loss <= lowest:
-                    lowest, lowest_step = loss, step
-                    await trainer.call("save", settings.output)
+                    lowest, lowest_step, kept = loss, step, scores
+                    await trainer.call("save", settings.output, _metrics(report))
                 else:
                     rise = f"from {lowest:.4g} to {loss:.4g}"
                     report["ended"] = f"the held-out loss rose {rise}: the model of step {lowest_step} is kept"
@@ -141,5 +150,25 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         if not result["version"]:
             raise NoProgress(f"all {step} steps were skipped: no loss or gradient was finite; nothing was saved")
         if lowest_step < step and "ended" not in report:
-            await trainer.call("save", settings.output)
-        return result | {"output": settings.output}
+            kept = scores
+            await trainer.call("save", settings.output, _metrics(report))
+        written = {key: value for key, value in result.items() if key not in _SCORES}
+        return written | kept | {"evaluations": evaluations, "output": settings.output}
+
+
+def _scores(record: EvaluationRecord) -> dict[str, Any]:
+    """Scores of the model by an evaluation; {} where every attempt failed, and nothing was measured."""
+    if not record.samples:
+        return {}
+    scores = {"solve_rate": record.solve_rate, "standard_error": record.standard_error}
+    return scores | ({"kernels": record.kernels} if record.kernels else {})
+
+
+def _metrics(report: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of a step as numbers by name, for the state file of the model that is written after it."""
+    numbers = {key: report[key] for key in ("loss_mean", "held_out_loss", "solve_rate") if key in report}
+    for name, share in report.get("kernels", {}).items():
+        low, high = share.interval
+        counts = {f"{name}_count": share.count, f"{name}_rollouts": share.rollouts}
+        numbers |= {name: share.value, f"{name}_low": low, f"{name}_high": high, **counts}
+    return {key: float(value) for key, value in numbers.items()}

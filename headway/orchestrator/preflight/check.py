@@ -22,7 +22,7 @@ from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.preflight.functions import function_findings
+from headway.orchestrator.preflight.functions import function_findings, require_kernel_services
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
@@ -427,6 +427,9 @@ def _environment(inputs: _Inputs, findings: Findings) -> None:
     has_template = inputs.tokenizer is None or inputs.tokenizer.chat_template is not None
     findings += conversation_findings(inputs.experiment, has_template)
     findings += sandbox_findings(inputs.experiment)
+    with findings.refused("environment.parameters"):
+        every = [task for found in (inputs.tasks or {}).values() for task in found]
+        asyncio.run(require_kernel_services(inputs.experiment, every))
 
 
 def _verifier(inputs: _Inputs, findings: Findings) -> None:

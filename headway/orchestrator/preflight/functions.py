@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 
 from headway.algorithms.advantages import KEY as ADVANTAGE
 from headway.algorithms.advantages import resolve as resolve_advantage
@@ -13,6 +14,7 @@ from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.schema import ADVANTAGES, LOSSES, Experiment
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.task import Task
+from headway.rollout.environments.kernel import Kernel
 from headway.rollout.hosting.agents.host import KEY as AGENT
 from headway.rollout.hosting.mcp.servers import require_tools
 from headway.rollout.hosting.service import KEY as ENVIRONMENT
@@ -69,3 +71,11 @@ def _look_at_agent(environment: EnvironmentConfig, findings: Findings) -> None:
             require_tools(environment.mcp, list(found.offered.values()), RealClock())
     elif environment.command and shutil.which(environment.command[0]) is None:
         findings.error("environment.command", f"there is no program {environment.command[0]!r} on the path")
+
+
+async def require_kernel_services(experiment: Experiment, tasks: Iterable[Task]) -> None:
+    """Raise ConfigurationError where ``environment.name = "kernel"`` can't judge answers to the tasks."""
+    if experiment.environment.name == "kernel":
+        played = load_environment(experiment.environment)
+        assert isinstance(played, Kernel)
+        await played.require_services(tasks)

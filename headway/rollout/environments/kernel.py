@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, get_args
@@ -86,6 +86,13 @@ class Kernel(Environment):
         self._client: KernelClient | None = None
         self._open = asyncio.Lock()
         self._stack = AsyncExitStack()
+
+    async def require_services(self, tasks: Iterable[Task]) -> None:
+        """Raise ConfigurationError unless the tasks are kernel tasks, and a service answers for each of their back
+        ends."""
+        needed = {kernel_task(task, self._backend).backend for task in tasks}
+        async with self._made as client:
+            await client.require_backends(needed)
 
     async def stop(self) -> None:
         await self._stack.aclose()

@@ -38,7 +38,9 @@ def play(test: Callable[[ServedKernels], Awaitable[Any]], **options: Any) -> Any
 
 def test_answer_has_the_servers_and_the_articles_names() -> None:
     async def test(service: ServedKernels) -> None:
-        response = await service.eval(candidate(speedup=1.75), seed_num=7, num_correct_trials=3, num_perf_trials=10)
+        response = await service.eval(
+            candidate(speedup=1.75), seed_num=7, num_correct_trials=3, num_perf_trials=10, compare_compiled=True
+        )
         assert response.status_code == 200
         answer = response.json()
         assert [answer[name] for name in ("compiled", "correctness", "compile_ok")] == [True] * 3
@@ -50,6 +52,7 @@ def test_answer_has_the_servers_and_the_articles_names() -> None:
         assert answer["evaluation"]["device"] == "cpu:0"
         [seen] = service.judge.seen
         assert (seen.seed, seen.correct_trials, seen.timed_trials, seen.timeout_s) == (7, 3, 10, 60.0)
+        assert seen.compare_compiled
         assert seen.task.source == REFERENCE
 
     play(test)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.orchestrator.source_scores import kernel_scores
+from headway.orchestrator.source_scores import kernel_scores, kernel_shares
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
 from headway.records.ledger import KernelScores, StepRecord
-from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.report.kernels import KERNEL_PLOTS, kernel_sentences
 from headway.report.plots import PlotData, render
@@ -64,6 +64,28 @@ def test_pass_at_is_the_share_of_subsets_with_one():
             subsets = [[any(chosen) for chosen in itertools.combinations(members, k)] for members in groups]
             exact = sum(Fraction(sum(one), len(one)) for one in subsets) / len(groups)
             assert found[str(k)].value == pytest.approx(float(exact), abs=1e-12)
+
+
+def test_shares_of_an_evaluation_are_means_over_tasks_of_what_did_not_fail():
+    cheat = KernelAnswer(reward=0.0, compiled=True, correct=False, fault="cheat")
+    slower = KernelAnswer(reward=0.3, compiled=True, correct=True, speedup=0.9)
+    failed = verified({}, 3)
+    failed = msgspec.structs.replace(failed, failure=Failure(boundary="reward", cause="down", infrastructure=True))
+    first = [[FAULTY, WRONG], [WRONG, FASTER], [slower, RIGHT]]  # compiles 3, correct 2, faster 1; the last untimed
+    second = [[cheat], []]  # of the last no answer was judged
+    rollouts = [verified({KERNEL_ANSWERS: msgspec.to_builtins(answers)}, n) for n, answers in enumerate(first)]
+    for n, answers in enumerate(second):
+        made = verified({KERNEL_ANSWERS: msgspec.to_builtins(answers)}, n)
+        rollouts.append(msgspec.structs.replace(made, group=1))
+    shares = kernel_shares([*rollouts, failed])
+    assert {name: (one.value, one.count, one.rollouts, one.untimed) for name, one in shares.items()} == {
+        "compiles": (pytest.approx(1 / 2), 3, 5, 0),
+        "correct": (pytest.approx(1 / 3), 2, 5, 0),
+        "faster": (pytest.approx(1 / 6), 1, 5, 1),
+    }
+    assert shares["correct"].interval == (0.0, pytest.approx(2 / 3))  # over two tasks: of 0 and 2/3
+    assert kernel_shares([failed, verified({"text": "no kernels"})]) == {}
+    assert kernel_shares([verified({}, 1), *rollouts])["compiles"].rollouts == 6  # cut before it was scored
 
 
 def test_other_verdicts_are_no_kernels():

@@ -35,6 +35,7 @@ class Trainer:
         self.held_out: list[float] = []
         self.steps = 0
         self.saved: list[str] = []
+        self.metrics: list[dict[str, float]] = []  # of each model that was saved
 
     async def start(self, spec: object) -> Trainer:
         return self
@@ -48,6 +49,7 @@ class Trainer:
             return {"version": version, "skipped": self.steps - version, "loss_mean": 1.0}
         if method == "save":
             self.saved.append(arguments[0])
+            self.metrics.append(arguments[1])
         return self.held_out.pop(0) if method == "held_out_loss" else None
 
 
@@ -112,12 +114,11 @@ def test_what_a_save_left_when_it_was_killed_is_cleared_away(tmp_path: Path, tra
     assert (tmp_path / "out.tmp" / "model.safetensors").read_text() == "somebody's"
 
 
-def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
-    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def judge(monkeypatch: pytest.MonkeyPatch, *rates: float | None) -> None:
+    """Have evaluations find these solve rates, one after another; None: every attempt fails."""
     records = [
-        SimpleNamespace(samples=8, solve_rate=0.25, standard_error=0.1),
-        SimpleNamespace(samples=0, solve_rate=0.0, standard_error=0.0),
+        SimpleNamespace(samples=0 if rate is None else 8, solve_rate=rate or 0.0, standard_error=0.1, kernels={})
+        for rate in rates
     ]
 
     class Scorer:
@@ -132,6 +133,12 @@ def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
             return records.pop(0)
 
     monkeypatch.setattr(sft, "Scorer", Scorer)
+
+
+def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge(monkeypatch, 0.25, None)
     trainer.applied = 10
     shown: list[dict[str, Any]] = []
     given = experiment(tmp_path, steps=10, evaluate_every_steps=5, stop_at_solve_rate=0.9)
@@ -165,3 +172,13 @@ def test_training_ends_when_the_held_out_loss_rises_and_keeps_the_lowest(
     trainer.steps = 0
     assert sft.run_sft(experiment(tmp_path, steps=30))["held_out"] == 0
     assert trainer.steps == 30
+
+    trainer.steps, trainer.metrics, trainer.held_out = 0, [], [2.0, 1.5, 1.75]
+    judge(monkeypatch, 0.25, 0.75, 0.5)
+    result = sft.run_sft(experiment(tmp_path, epochs=10, evaluate_every_steps=12))
+    assert [one["solve_rate"] for one in result["evaluations"]] == [0.25, 0.75, 0.5]
+    assert (result["solve_rate"], result["step"]) == (0.75, 36)  # the score of the model that is kept
+    assert trainer.metrics == [
+        {"loss_mean": 1.0, "held_out_loss": 2.0, "solve_rate": 0.25},
+        {"loss_mean": 1.0, "held_out_loss": 1.5, "solve_rate": 0.75},
+    ]

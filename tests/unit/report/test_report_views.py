@@ -16,13 +16,13 @@ from headway.cli.printing import print_json
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import Distribution, EventRecord, StepRecord
+from headway.records.ledger import Distribution, EventRecord, KernelShare, StepRecord
 from headway.report.dry_run import dry_run_rows
 from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
 from headway.report.printing import print_rows
 from headway.report.progress import SftProgress
 from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
-from headway.report.tables import mapping_rows, print_summary, summary_rows
+from headway.report.tables import mapping_rows, print_summary, sft_rows, summary_rows
 from headway.report.verdict import judge_learning
 from headway.telemetry.metrics import scalars
 from headway.telemetry.summary import summarise
@@ -312,13 +312,19 @@ def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
         for step in range(5):
             progress({"step": step, "steps": 1000, "loss": 0.5})
             time_s[0] += 1.0
-        progress({"step": 5, "steps": 1000, "solve_rate": 0.25})
+        kernels = {"faster": KernelShare(value=0.25, interval=(0.125, 0.5), count=2, rollouts=8, untimed=3)}
+        progress({"step": 5, "steps": 1000, "solve_rate": 0.25, "kernels": kernels})
     assert out.text.splitlines() == [
         "step 0/1000 · loss 0.5",
         "step 2/1000 · loss 0.5",
         "step 4/1000 · loss 0.5",
-        "step 5/1000 · solve rate 0.25",
+        "step 5/1000 · solve rate 0.25 · faster 0.250 [0.125, 0.500] (2 of 8, 3 correct ones untimed)",
     ]
+    record = msgspec.structs.replace(evaluation("during", 3, 0.5), kernels=kernels)
+    assert evaluation_line(record).endswith("; faster 0.250 [0.125, 0.500] (2 of 8, 3 correct ones untimed)")
+    assert scalars(record)["evaluation/test_kernels_faster"] == 0.25
+    shown = sft_rows({"step": 5, "kernels": kernels, "evaluations": [{"step": 5}]})
+    assert shown == {"step": "5", "faster": "0.250 [0.125, 0.500] (2 of 8, 3 correct ones untimed)"}
 
 
 def test_a_step_in_which_no_group_finished_has_no_solve_rate() -> None:
