@@ -205,12 +205,7 @@ def varied(inputs: Sequence[Any], factor: float | None) -> list[Any]:
             return value
         if factor is not None:
             return value.scaled(factor)
-        ones = (value.values() != 0).astype(np.float32)
-        return (
-            Tensor(value.shape, np.ones_like(value.raw)).scaled(ones)
-            if value.shape.dtype != "bfloat16"
-            else Tensor(value.shape, np.ascontiguousarray((ones.view(np.uint32) >> 16).astype(np.uint16)))
-        )
+        return value.replaced(value.values() != 0)
 
     return [one(value) for value in inputs]
 
