@@ -63,19 +63,27 @@ def tensor_bytes(values: Sequence[Any]) -> int:
     return sum(one.shape.bytes + ALIGNMENT for one in values if isinstance(one, Tensor))
 
 
+def layout(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Calls' arguments as a guest is told about them: each tensor has a place in the shared memory."""
+    at = 0
+
+    def told(one: Any) -> Any:
+        nonlocal at
+        if not isinstance(one, Tensor):
+            return one
+        start, at = at, at - (-one.shape.bytes // ALIGNMENT) * ALIGNMENT
+        return {"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": start}
+
+    return [[told(one) for one in call] for call in calls]
+
+
 def place(memory: SharedArrays, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Write the calls' tensors to the shared memory; what a guest is told about them."""
-    at, told = 0, list[list[Any]]()
-    for call in calls:
-        arguments: list[Any] = []
-        for one in call:
-            if not isinstance(one, Tensor):
-                arguments.append(one)
-                continue
-            slot(memory, at, one.shape)[...] = one.raw
-            arguments.append({"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": at})
-            at += -(-one.shape.bytes // ALIGNMENT) * ALIGNMENT
-        told.append(arguments)
+    """Write the calls' tensors to the shared memory; returns their `layout`."""
+    told = layout(calls)
+    for where, call in zip(told, calls, strict=True):
+        for spot, one in zip(where, call, strict=True):
+            if isinstance(one, Tensor):
+                slot(memory, spot["offset"], one.shape)[...] = one.raw
     return told
 
 

@@ -9,7 +9,6 @@ import msgspec
 from headway.kernels.reward import kernel_reward
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTiming
 
-
 TASK_FIELDS = ("name", "level", "backend", "tolerances", "shapes", "allowed_operators", "forbidden_operators")
 SUBMISSION_FIELDS = {  # a request's -> a submission's
     "seed_num": "seed",
