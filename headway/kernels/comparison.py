@@ -63,10 +63,14 @@ class Tensor:
 
     def scaled(self, factor: Array | float) -> Tensor:
         """Its product with ``factor``, in its own type."""
+        values = self.values()
+        return self.replaced(values * np.asarray(factor, values.dtype))
+
+    def replaced(self, values: Array) -> Tensor:
+        """A tensor of its type and shape with other values, as `values` has them; bfloat16 is rounded towards zero."""
         if self.shape.dtype == "bfloat16":
-            product = np.ascontiguousarray(self.values() * np.asarray(factor, np.float32))
-            return Tensor(self.shape, np.ascontiguousarray((product.view(np.uint32) >> 16).astype(np.uint16)))
-        return Tensor(self.shape, np.ascontiguousarray(self.raw * np.asarray(factor, self.raw.dtype)))
+            values = (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return Tensor(self.shape, np.ascontiguousarray(values, self.raw.dtype))
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ def compile_reference(guest: GuestProcess, task: KernelTask, group: TrialGroup, 
     guest.call("load", (task.source + _SOURCE).encode(), module="candidate", confined=False)
     trials = CandidateTrials(guest, task, seed)
     trials.make(group.arguments)
-    trials.run(group, record=False)
+    trials.run(group)
     if trials.result.passed != trials.result.trials:
         raise TaskFault(f"its values are wrong: {trials.result.text}")
 

@@ -16,6 +16,7 @@ from headway.records.kernels import KernelEvaluation
 
 DeviceState = Literal["free", "leased", "set_aside", "lost"]
 MEMORY_FAULTS = ("illegal_memory_access", "memory_fault")
+_SHOWN = ("vendor", "architecture", "memory_bytes", "memory_used_bytes", "busy_ratio")
 OnDeviceEvent = Callable[[str, str], object]  # name, detail
 
 
@@ -157,12 +158,8 @@ class DeviceTable:
             {
                 "device_id": index,
                 "device": name,
-                "vendor": entry.device.vendor,
                 "name": entry.device.model,
-                "architecture": entry.device.architecture,
-                "memory_bytes": entry.device.memory_bytes,
-                "memory_used_bytes": entry.device.memory_used_bytes,
-                "busy_ratio": entry.device.busy_ratio,
+                **{key: getattr(entry.device, key) for key in _SHOWN},
                 "state": entry.state,
                 "available": entry.state == "free",
                 "evaluations": entry.evaluations,

@@ -33,7 +33,9 @@ from headway.kernels.isolation import (
     guest_spec,
     preload_settings,
 )
-from headway.kernels.timing import EMPTY, PairTimer, TimingResult, TimingSettings, measure_crossing
+from headway.kernels.operators import called_operator
+from headway.kernels.tasks import resized_source
+from headway.kernels.timing import EMPTY, RECORDED_SHARE, PairTimer, TimingResult, TimingSettings, measure_crossing
 from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, tensor_bytes
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
@@ -50,9 +52,7 @@ MISSING = {
     "cuda": "back end 'cuda' needs a GPU and nvcc: install a CUDA toolkit on a machine that has one",
 }
 PRINTED_RESULT = re.compile(rb"(?i)[\"']?(correct\w*|passed|speed_?up|runtime|compiled)[\"']?\s*[:=]")
-OperatorCheck = Callable[[KernelTask, Sequence[str]], str]  # of those called: the one that may not be, or ""
 SourceCheck = Callable[[KernelSubmission], str]  # the deception that a source shows before it runs, or ""
-Resize = Callable[[str, dict[str, int]], str]  # a reference's source with other sizes
 
 
 class EvaluatorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +87,10 @@ class KernelEvaluator:
         *,
         state: str | Path | None = None,
         check: SourceCheck = lambda submission: "",
-        operators: OperatorCheck | None = None,
-        resize: Resize | None = None,
     ) -> None:
         self._settings = settings or EvaluatorSettings()
         self._backend = LocalBackend(state, run="kernels", settings=preload_settings())
         self._check = check
-        self._operators = operators or called_forbidden
-        self._resize = resize
         self._places = asyncio.Semaphore(self._settings.concurrent)
         self._executor = ThreadPoolExecutor(2 * self._settings.concurrent + 2, "kernels")
         self._done: OrderedDict[bytes, KernelEvaluation] = OrderedDict()
@@ -200,7 +196,7 @@ class KernelEvaluator:
         # Cores are given back behind the guest's end: until then it may run on them.
         async with contextlib.AsyncExitStack() as leases:
             async with self._guest(until_s) as guest:
-                judging = Judging(guest, submission, groups, self._operators)
+                judging = Judging(guest, submission, groups)
                 await self._in_thread(judging.run)
                 if judging.ended is not None:
                     await self._explain_end(guest, judging)
@@ -224,7 +220,8 @@ class KernelEvaluator:
             compiled.until_s = time.monotonic() + COMPILE_S / 2
             async with self._guest(compiled.until_s) as eager:
                 crossing_s = await self._crossing(cores)
-                return await self._in_thread(self._measure, compiled, eager, submission, group, cores, crossing_s)
+                sides = (compiled, eager, submission, group, cores, crossing_s)
+                return await self._in_thread(self._measure, *sides, 0.0)  # it does call the task's operators
 
     async def _explain_end(self, guest: GuestProcess, judging: Judging) -> None:
         """Wait for the sandbox's word on how the process ended."""
@@ -261,9 +258,7 @@ class KernelEvaluator:
         maker = ReferenceMaker(guest, seed)
         groups = [maker.group("shape0", task.source, count, variants=True)]
         for number, sizes in enumerate(task.shapes, start=1):
-            if self._resize is None:
-                raise TaskFault("it has other shapes, and nothing that changes its source's sizes is given")
-            groups.append(maker.group(f"shape{number}", self._resize(task.source, sizes), 2, variants=False))
+            groups.append(maker.group(f"shape{number}", resized_source(task.source, sizes), 2, variants=False))
         return groups
 
     async def _time(
@@ -315,6 +310,7 @@ class KernelEvaluator:
         group: TrialGroup,
         cores: tuple[int, ...],
         crossing_s: float,
+        recorded_share: float = RECORDED_SHARE,
     ) -> TimingResult:
         try:
             reference.call("load", submission.task.source.encode(), module=group.module, confined=False)
@@ -332,6 +328,7 @@ class KernelEvaluator:
             cores=cores,
             crossing_s=crossing_s,
             settings=self._settings.timing,
+            recorded_share=recorded_share,
         )
         return timer.measure(submission.timed_trials)
 
@@ -373,14 +370,7 @@ class KernelEvaluator:
 class Judging:
     """Compilation and trials of one candidate, in a thread."""
 
-    def __init__(
-        self,
-        guest: GuestProcess,
-        submission: KernelSubmission,
-        groups: Sequence[TrialGroup],
-        operators: OperatorCheck,
-    ) -> None:
-        self._operators = operators
+    def __init__(self, guest: GuestProcess, submission: KernelSubmission, groups: Sequence[TrialGroup]) -> None:
         self._guest = guest
         self._submission = submission
         self._groups = groups
@@ -399,11 +389,11 @@ class Judging:
             source = self._submission.source.encode()
             head, _ = self._guest.call("load", source, module="candidate", confined=True)
             self._trials.note_patched(head)
-            for number, group in enumerate(self._groups):
+            for group in self._groups:
                 self._trials.make(group.arguments)
                 self._compiled = True
-                self._trials.run(group, record=number == 0)
-            if called := self._operators(self._submission.task, self._trials.result.operators):
+                self._trials.run(group)
+            if called := called_operator(self._submission.task, sorted(self._trials.result.operators)):
                 raise Deception(f"it calls {called}")
             self._trials.watch_idle()
         except GuestError as error:
@@ -445,17 +435,6 @@ class Judging:
             precision=result.precision,
             seconds=self._seconds,
         )
-
-
-def called_forbidden(task: KernelTask, operators: Sequence[str]) -> str:
-    """The first operator of torch among those called that the task names as forbidden, or doesn't among the allowed."""
-    for name in operators:
-        packet = name.removeprefix("aten.")
-        if packet.rstrip("_") in {one.rstrip("_") for one in task.forbidden_operators}:
-            return packet
-        if task.backend != "torch" and task.allowed_operators is not None and packet not in task.allowed_operators:
-            return packet
-    return ""
 
 
 def _require_valid(submission: KernelSubmission) -> None:

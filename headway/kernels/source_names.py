@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterator
 
-SourceFunction = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LAYER = re.compile(r"torch\.nn\.(modules\.\w+\.)?(?!Module$|Parameter$)[A-Z]\w+")
+_CALLED = re.compile(r"\b([A-Za-z]\w*)\s*\(")
 
 
 class SourceNames:
-    """Imports, functions, classes and Triton kernels of a module, wherever they stand in it."""
+    """Imports, Triton kernels and other names of a module, wherever they stand in it."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.modules: dict[str, str] = {}  # local name -> dotted path
-        self.functions: dict[str, list[SourceFunction]] = defaultdict(list)  # a class's name -> its __init__
-        self.methods: set[int] = set()  # by id
-        self.layers: dict[str, list[str]] = {}  # class -> the layers of torch that compute for it
         self.kernels: dict[str, int] = {}  # Triton's -> the id of the last definition
-        self.shared: set[str] = set()  # declared global or nonlocal
+        self.own: set[str] = set()  # names of functions, attributes, and functions in C++
+        self.layers: dict[str, str] = {}  # "self.linear", where such a name is made a layer of torch -> its path
         nodes = list(ast.walk(tree))
         for node in nodes:
             if isinstance(node, ast.Import):
@@ -35,25 +30,17 @@ class SourceNames:
 
     def _define(self, node: ast.AST) -> None:
         match node:
-            case ast.ClassDef():
-                methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
-                self.methods.update(map(id, methods.values()))
-                if "__init__" in methods:
-                    self.functions[node.name].append(methods["__init__"])
-                if "forward" not in methods:
-                    bases = [self.path(base) or "" for base in node.bases]
-                    self.layers[node.name] = [base for base in bases if LAYER.fullmatch(base)]
-            case ast.FunctionDef() if self._is_jit(node):
+            case ast.FunctionDef() if self.is_jit(node):
                 self.kernels[node.name] = id(node)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self.functions[node.name].append(node)
-            case ast.Assign(targets=targets, value=ast.Lambda() as function):
-                for target in targets:
-                    self.functions[target.id if isinstance(target, ast.Name) else ast.unparse(target)].append(function)
-            case ast.Global(names=names) | ast.Nonlocal(names=names):
-                self.shared.update(names)
+            case ast.FunctionDef(name=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                self.own.add(name)
+            case ast.Constant(value=str() as text):
+                self.own.update(_CALLED.findall(text))
+            case ast.Assign(targets=targets, value=ast.Call(func=maker)) if LAYER.fullmatch(self.path(maker) or ""):
+                self.layers |= {ast.unparse(target): self.path(maker) or "" for target in targets}
 
-    def _is_jit(self, node: ast.FunctionDef) -> bool:
+    def is_jit(self, node: ast.FunctionDef) -> bool:
+        """Whether a function is a Triton kernel."""
         decorators = (part.func if isinstance(part, ast.Call) else part for part in node.decorator_list)
         return any(self.path(part) == "triton.jit" for part in decorators)
 
@@ -69,13 +56,6 @@ class SourceNames:
                 base, name = self.path(value), folded(part)
                 return None if base is None or name is None else f"{base}.{name}"
         return None
-
-
-def parameters(function: SourceFunction) -> Iterator[ast.arg]:
-    """All parameters of a function, those by position first."""
-    arguments = function.args
-    yield from [*arguments.posonlyargs, *arguments.args]
-    yield from (part for part in [arguments.vararg, *arguments.kwonlyargs, arguments.kwarg] if part is not None)
 
 
 def folded(node: ast.AST) -> str | None:

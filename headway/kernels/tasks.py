@@ -16,6 +16,7 @@ import msgspec
 
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelBackend, KernelTask
+from headway.tasks.rows import read_objects
 
 LEVELS = (1, 2, 3, 4)
 SMALLEST_DIMENSION = 16  # the dimension limit isn't halved below this one
@@ -108,19 +109,12 @@ def load_jsonl(path: Path) -> list[KernelTask]:
     Raises ConfigurationError with file and line: bad JSON, unknown keys, a second task of one name, no problem.
     """
     tasks: dict[str, KernelTask] = {}
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
+    for where, fields in read_objects(path):
+        for key in fields.keys() - set(KernelTask.__struct_fields__):
+            raise ConfigurationError(f"{where}: unknown key {key!r}; valid: {', '.join(KernelTask.__struct_fields__)}")
         try:
-            fields = msgspec.json.decode(line, type=dict[str, Any])
-            unknown = sorted(set(fields) - set(KernelTask.__struct_fields__))
-            if unknown:
-                raise ConfigurationError(
-                    f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(KernelTask.__struct_fields__)}"
-                )
             task = msgspec.convert(fields, KernelTask)
-        except msgspec.MsgspecError as error:
+        except msgspec.ValidationError as error:
             raise ConfigurationError(f"{where}: not a kernel task: {error}") from error
         if task.name in tasks:
             raise ConfigurationError(f"{where}: name = {task.name!r} is another task's; valid: names that differ")

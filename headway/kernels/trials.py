@@ -54,7 +54,7 @@ class TrialResult(msgspec.Struct, kw_only=True):
     trials: int = 0
     text: str = ""  # the first difference
     cheat: str = ""
-    operators: list[str] = []
+    operators: set[str] = set()
     error: float = 0.0  # the largest, relative
     precision: str = ""
 
@@ -63,19 +63,27 @@ def tensor_bytes(values: Sequence[Any]) -> int:
     return sum(one.shape.bytes + ALIGNMENT for one in values if isinstance(one, Tensor))
 
 
+def layout(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Calls' arguments as a guest is told about them: each tensor has a place in the shared memory."""
+    at = 0
+
+    def told(one: Any) -> Any:
+        nonlocal at
+        if not isinstance(one, Tensor):
+            return one
+        start, at = at, at - (-one.shape.bytes // ALIGNMENT) * ALIGNMENT
+        return {"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": start}
+
+    return [[told(one) for one in call] for call in calls]
+
+
 def place(memory: SharedArrays, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Write the calls' tensors to the shared memory; what a guest is told about them."""
-    at, told = 0, list[list[Any]]()
-    for call in calls:
-        arguments: list[Any] = []
-        for one in call:
-            if not isinstance(one, Tensor):
-                arguments.append(one)
-                continue
-            slot(memory, at, one.shape)[...] = one.raw
-            arguments.append({"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": at})
-            at += -(-one.shape.bytes // ALIGNMENT) * ALIGNMENT
-        told.append(arguments)
+    """Write the calls' tensors to the shared memory; returns their `layout`."""
+    told = layout(calls)
+    for where, call in zip(told, calls, strict=True):
+        for spot, one in zip(where, call, strict=True):
+            if isinstance(one, Tensor):
+                slot(memory, spot["offset"], one.shape)[...] = one.raw
     return told
 
 
@@ -107,6 +115,11 @@ def outputs_of(head: dict[str, Any], calls: int) -> list[list[tuple[TensorShape,
     if len(told) != calls:
         raise Deception("it forged an answer")
     return told
+
+
+def operators_of(head: dict[str, Any]) -> set[str]:
+    """The operators of torch that a guest says to have called, capped."""
+    return {str(name)[:100] for name in list(head.get("operators", ()))[:500]}
 
 
 def chunks(trials: Sequence[KernelTrial]) -> Iterator[list[KernelTrial]]:
@@ -200,12 +213,7 @@ def varied(inputs: Sequence[Any], factor: float | None) -> list[Any]:
             return value
         if factor is not None:
             return value.scaled(factor)
-        ones = (value.values() != 0).astype(np.float32)
-        return (
-            Tensor(value.shape, np.ones_like(value.raw)).scaled(ones)
-            if value.shape.dtype != "bfloat16"
-            else Tensor(value.shape, np.ascontiguousarray((ones.view(np.uint32) >> 16).astype(np.uint16)))
-        )
+        return value.replaced(value.values() != 0)
 
     return [one(value) for value in inputs]
 
@@ -224,11 +232,10 @@ class CandidateTrials:
         self.result = TrialResult()
         self._places = Counter[int]()  # of a chunk's outputs: all are kept, so each has one of its own
 
-    def run(self, group: TrialGroup, *, record: bool) -> None:
-        """Run a group's trials. ``record``: the operators of torch that are called."""
+    def run(self, group: TrialGroup) -> None:
+        """Run a group's trials, and record the operators of torch that they call."""
         for chunk in chunks(group.trials):
-            self._run_chunk(chunk, record)
-            record = False
+            self._run_chunk(chunk)
 
     def make(self, arguments: list[Any]) -> None:
         """Make the model for a group's sizes."""
@@ -239,19 +246,18 @@ class CandidateTrials:
         if (patched := head.get("patched")) and not self.result.cheat:
             self.result.cheat = f"it replaced {', '.join(str(name)[:80] for name in list(patched)[:5])}"
 
-    def _run_chunk(self, chunk: list[KernelTrial], record: bool) -> None:
+    def _run_chunk(self, chunk: list[KernelTrial]) -> None:
         guest, result = self._guest, self.result
         memory = SharedArrays(sum(tensor_bytes(trial.inputs) for trial in chunk))
         told = place(memory, [trial.inputs for trial in chunk])
         guest.share(memory)
         memory.close()
         guest.call("prepare", calls=told)
-        head, _ = guest.call("go", module="candidate", calls=len(chunk), record=record, brief=False)
+        head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
         guest.freeze()
         try:
             self.note_patched(head)
-            if record:
-                result.operators = [str(name)[:100] for name in list(head.get("operators", ()))[:500]]
+            result.operators |= operators_of(head)
             every = outputs_of(head, len(chunk))
             self._places = Counter(address for outputs in every for _, address in outputs)
             for trial, where, outputs in zip(chunk, told, every, strict=True):

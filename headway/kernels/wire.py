@@ -9,6 +9,16 @@ import msgspec
 from headway.kernels.reward import kernel_reward
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTiming
 
+TASK_FIELDS = ("name", "level", "backend", "tolerances", "shapes", "allowed_operators", "forbidden_operators")
+SUBMISSION_FIELDS = {  # a request's -> a submission's
+    "seed_num": "seed",
+    "num_correct_trials": "correct_trials",
+    "num_perf_trials": "timed_trials",
+    "measure_performance": "timed",
+    "compare_compiled": "compare_compiled",
+    "timeout_s": "timeout_s",
+}
+
 
 def request_of(submission: KernelSubmission) -> dict[str, Any]:
     """The body of a request for ``/eval``."""
@@ -16,20 +26,9 @@ def request_of(submission: KernelSubmission) -> dict[str, Any]:
     return {
         "original_model_src": task.source,
         "custom_model_src": submission.source,
-        "seed_num": submission.seed,
-        "num_correct_trials": submission.correct_trials,
-        "num_perf_trials": submission.timed_trials,
-        "measure_performance": submission.timed,
-        "compare_compiled": submission.compare_compiled,
         "preferred_device": submission.device or None,
-        "backend": task.backend,
-        "timeout_s": submission.timeout_s,
-        "name": task.name,
-        "level": task.level,
-        "tolerances": task.tolerances,
-        "shapes": task.shapes,
-        "allowed_operators": task.allowed_operators,
-        "forbidden_operators": task.forbidden_operators,
+        **{name: getattr(submission, own) for name, own in SUBMISSION_FIELDS.items()},
+        **{name: getattr(task, name) for name in TASK_FIELDS},
     }
 
 
@@ -71,10 +70,5 @@ class _Answer(msgspec.Struct):
 
 
 def _statistics(timing: KernelTiming) -> dict[str, Any]:
-    return {
-        "mean": timing.mean,
-        "std": timing.std,
-        "min": timing.min,
-        "max": timing.max,
-        "num_trials": timing.calls,
-    }
+    found = msgspec.structs.asdict(timing)
+    return {**found, "num_trials": found.pop("calls")}

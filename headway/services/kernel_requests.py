@@ -15,6 +15,7 @@ from headway.generator.endpoint.fields import refused, shown
 from headway.generator.endpoint.refusals import HttpError
 from headway.kernels.backends import BACKENDS, device_kinds, missing_for
 from headway.kernels.devices import DeviceTable
+from headway.kernels.wire import SUBMISSION_FIELDS, TASK_FIELDS
 from headway.records.conversations import RequestRefused
 from headway.records.kernels import TOLERANCES, KernelBackend, KernelSubmission, KernelTask
 
@@ -71,33 +72,18 @@ class KernelRequests:
     def submission(self, body: Mapping[str, Any]) -> tuple[KernelSubmission, str]:
         """The submission, and the device that it prefers or "". Raises RequestRefused (400) and HttpError 413."""
         asked = _converted(body)
-        backend = asked.backend or (self.available or BACKENDS)[0]
+        asked.backend = backend = asked.backend or (self.available or BACKENDS)[0]
         if missing := self.missing(backend):
             raise RequestRefused(f"backend = {backend!r}: not available on this machine: {missing}", param="backend")
-        timeout_s = self._timeout_s if asked.timeout_s is None else asked.timeout_s
-        if timeout_s > self._timeout_s:
-            raise refused("timeout_s", timeout_s, f"at most {self._timeout_s:g}")
+        if asked.timeout_s is None:
+            asked.timeout_s = self._timeout_s
+        if asked.timeout_s > self._timeout_s:
+            raise refused("timeout_s", asked.timeout_s, f"at most {self._timeout_s:g}")
         reference, candidate = self._source(body, "original_model_src"), self._source(body, "custom_model_src")
-        task = KernelTask(
-            name=asked.name or f"task-{hashlib.blake2b(reference.encode(), digest_size=6).hexdigest()}",
-            source=reference,
-            level=asked.level,
-            backend=backend,
-            tolerances=asked.tolerances,
-            shapes=asked.shapes,
-            allowed_operators=asked.allowed_operators,
-            forbidden_operators=asked.forbidden_operators,
-        )
-        submission = KernelSubmission(
-            task=task,
-            source=candidate,
-            correct_trials=asked.num_correct_trials,
-            timed=asked.measure_performance,
-            timed_trials=asked.num_perf_trials,
-            compare_compiled=asked.compare_compiled,
-            seed=asked.seed_num,
-            timeout_s=timeout_s,
-        )
+        asked.name = asked.name or f"task-{hashlib.blake2b(reference.encode(), digest_size=6).hexdigest()}"
+        task = KernelTask(source=reference, **{name: getattr(asked, name) for name in TASK_FIELDS})
+        settings = {own: getattr(asked, name) for name, own in SUBMISSION_FIELDS.items()}
+        submission = KernelSubmission(task=task, source=candidate, **settings)
         return submission, self._preferred(asked.preferred_device, backend)
 
     def device_named(self, given: int | str, name: str, refusal: Callable[[str], Exception]) -> str:

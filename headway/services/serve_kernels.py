@@ -99,8 +99,7 @@ def make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
     from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
-    from headway.kernels.operators import called_operator, check_operators
-    from headway.kernels.tasks import resized_source
+    from headway.kernels.operators import check_operators
 
     def check(submission: KernelSubmission) -> str:
         findings = check_operators(submission.source, submission.task.backend, submission.task)
@@ -108,5 +107,4 @@ def make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
 
     timing = tuple(settings.core_sets().values())
     most = limits.concurrency + len(timing)
-    limits_here = EvaluatorSettings(concurrent=most, timing_cores=timing)
-    return KernelEvaluator(limits_here, check=check, operators=called_operator, resize=resized_source)
+    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing_cores=timing), check=check)

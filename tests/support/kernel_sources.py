@@ -350,6 +350,18 @@ CHEATS = [
         "leaky_relu",
     ),
     Cheat(
+        "calls the operator that is the task once it is timed",
+        model(
+            COUNTED + "if self.count > 16:\n    return torch.nn.functional.leaky_relu(x, self.slope) + torch.sin(x)\n"
+            "return self.right(x)"
+        ),
+        model(
+            COUNTED
+            + "if self.count > 16:\n    return torch.maximum(x, self.slope * x) + torch.sin(x)\nreturn self.right(x)"
+        ),
+        "calls leaky_relu once it is timed",
+    ),
+    Cheat(
         "computes on another core",
         CPP.replace("for (long i", "\n#pragma omp parallel for num_threads(2)\n    for (long i")
         .replace("#include <cmath>", "#include <cmath>\n#include <sched.h>")

@@ -236,7 +236,7 @@ def test_bad_rows_are_named_with_file_and_line(tmp_path: Path, change: dict[str,
     with pytest.raises(ConfigurationError, match=message):
         load_jsonl(path)
     path.write_text("{")
-    with pytest.raises(ConfigurationError, match=r"tasks.jsonl:1: not a kernel task"):
+    with pytest.raises(ConfigurationError, match=r"tasks.jsonl:1: not valid JSON"):
         load_jsonl(path)
     path.write_text("")
     with pytest.raises(ConfigurationError, match="no tasks"):
