@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import yaml
 
+from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.jobs.model_card import write_merge_card, write_run_card, write_sft_card
 from headway.records.errors import ConfigurationError
-from headway.trainer.checkpoints import CARD_FILE, CheckpointState, require_replaceable, write_folder
+from headway.trainer.checkpoints import CARD_FILE, CARD_MARK, CheckpointState, require_replaceable, write_folder
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
 
@@ -92,6 +95,17 @@ def test_merged_model_has_the_numbers_of_the_adapters_run(run: Path, tmp_path: P
     text = (tmp_path / "merged" / CARD_FILE).read_text()
     assert "Nothing was measured of it here." in text
     assert "`mo_del_`" in text
+
+
+def test_a_better_models_folder_keeps_the_users_card_alone(tmp_path: Path) -> None:
+    kept = object.__new__(Evaluations)
+    kept._folder, kept._run = tmp_path, cast("Any", SimpleNamespace(event=lambda *told, **data: None))
+    for card, expected in ((None, False), (CARD_MARK, False), ("mine", True)):
+        if card is not None:
+            (tmp_path / "best" / CARD_FILE).write_text(card)
+        (tmp_path / "candidate").mkdir()
+        kept._keep(4, 0.5)
+        assert (tmp_path / "best" / CARD_FILE).exists() == expected
 
 
 def test_sft_output_with_a_users_card_isnt_replaced(tmp_path: Path) -> None:
