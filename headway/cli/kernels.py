@@ -6,13 +6,14 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from headway.cli.printing import print_json
 from headway.records.errors import ConfigurationError, HeadwayError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ CONCURRENCY = typer.Option(
     None, "--concurrency", min=1, metavar="N", help="Evaluations at once. Default: 8 a service; with --local, by cores."
 )
 TRIALS = typer.Option(5, "--trials", min=1, metavar="N", help="Trials of a candidate, for each seed.")
+JSON = typer.Option(False, "--json", help="Print the numbers as one JSON object.")
 TIMEOUT_S = typer.Option(600.0, "--timeout-s", min=1.0, metavar="S", help="Longest time of an evaluation.")
 
 
@@ -63,6 +65,7 @@ def tasks(
         0.0, "--held-out", min=0.0, metavar="SHARE", help="Share of each level that goes to OUT.held-out.jsonl."
     ),
     seed: int = typer.Option(0, metavar="N", help="Draws what is held out."),
+    as_json: bool = JSON,
 ) -> None:
     """Write kernel tasks with their prompts, for tasks.train.path and the like: the built-in ones, or a source's."""
     from headway.kernels.jobs.task_files import distinct_tasks, require_new, split_tasks, task_row, write_rows
@@ -75,14 +78,20 @@ def tasks(
     read = _read_kernel_tasks(kernelbench, jsonl, backend, level, full_size=full_size)
     kept = distinct_tasks(read)
     if len(kept) < len(read):
-        typer.echo(f"{len(read) - len(kept)} tasks left out: an earlier one has the same prompt")
+        typer.echo(f"{len(read) - len(kept)} tasks left out: an earlier one has the same prompt", err=as_json)
     parts = split_tasks(kept, held_out, seed)
     if held_out and not all(parts):
         raise ConfigurationError(f"--held-out {held_out:g} of {len(kept)} tasks leaves a file without any")
+    written = []
     for part, (name, file) in zip(parts, files.items(), strict=False):
         write_rows(file, map(task_row, part))
-        levels = ", ".join(f"level {key}: {count}" for key, count in sorted(Counter(t.level for t in part).items()))
-        typer.echo(f"{file}: {len(part)} tasks{' ' + name if name else ''} ({levels})")
+        counts = dict(sorted(Counter(task.level for task in part).items()))
+        written.append({"file": str(file), "tasks": len(part), "levels": counts})
+        levels = ", ".join(f"level {key}: {count}" for key, count in counts.items())
+        if not as_json:
+            typer.echo(f"{file}: {len(part)} tasks{' ' + name if name else ''} ({levels})")
+    if as_json:
+        print_json({"written": written, "left_out": len(read) - len(kept)})
 
 
 def _read_kernel_tasks(
@@ -139,6 +148,7 @@ def evaluate(
     trials: int = TRIALS,
     untimed: bool = typer.Option(False, "--untimed", help="Correctness alone: no fast_p."),
     timeout_s: float = TIMEOUT_S,
+    as_json: bool = JSON,
 ) -> None:
     """Score answers to kernel tasks: pass@k of compiling and of being correct, fast_p, by level, with intervals.
 
@@ -164,13 +174,16 @@ def evaluate(
 
     async def judge() -> list[JudgedTask]:
         async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
-            how = {"concurrent": concurrent, "on_judged": _progress()}
-            return await evaluate_answers(opened, book, sources, settings, **how)
+            with _progress() as show:
+                how = {"concurrent": concurrent, "on_judged": show}
+                return await evaluate_answers(opened, book, sources, settings, **how)
 
     report = kernel_report(asyncio.run(judge()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
     whole = msgspec.json.encode({"row": report.row, **msgspec.to_builtins(report)})
     write_whole(files[0], msgspec.json.format(whole, indent=2) + b"\n")
     write_whole(files[1], markdown_report(report).encode())
+    if as_json:
+        return typer.echo(whole.decode())
     for line in [*leaderboard(report), *caveats(report.scores), f"{files[0]}, {files[1]}"]:
         typer.echo(line)
 
@@ -199,6 +212,7 @@ def sft_data(
     key_file: str = KEY_FILE,
     concurrency: int | None = CONCURRENCY,
     timeout_s: float = TIMEOUT_S,
+    as_json: bool = JSON,
 ) -> None:
     """Write conversations for `headway sft` from candidates that compile, are correct, or are faster.
 
@@ -237,20 +251,28 @@ def sft_data(
 
     async def make() -> tuple[list[dict[str, Any]], SftCounts]:
         async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
-            return await data.make(conversations, opened, concurrent=concurrent, on_judged=_progress())
+            with _progress() as show:
+                return await data.make(conversations, opened, concurrent=concurrent, on_judged=show)
 
     rows, counts = asyncio.run(make())
     write_whole(counts_file, msgspec.json.format(msgspec.json.encode(counts), indent=2) + b"\n")
-    by_turns = ", ".join(f"{count} of {turns} turn{'s' * (turns != '1')}" for turns, count in counts.turns.items())
-    typer.echo(f"{counts.written} of {counts.rows} rows written{': ' * bool(by_turns)}{by_turns}")
-    for reason, count in counts.left_out.items():
-        typer.echo(f"{count} left out: {reason}")
+    if as_json:
+        print_json({**msgspec.to_builtins(counts), "missing": data.missing})
+    else:
+        _print_counts(counts)
     for task, why in data.missing:
         typer.echo(f"{task} not evaluated: {why}", err=True)
     if not rows:
         raise HeadwayError(f"no conversation passed, so {out} isn't written; counts: {counts_file}")
     write_rows(out, rows)
-    typer.echo(f"{out}, {counts_file}; tokens: {settings.counted_by}")
+    typer.echo(f"{out}, {counts_file}; tokens: {settings.counted_by}", err=as_json)
+
+
+def _print_counts(counts: SftCounts) -> None:
+    by_turns = ", ".join(f"{count} of {turns} turn{'s' * (turns != '1')}" for turns, count in counts.turns.items())
+    typer.echo(f"{counts.written} of {counts.rows} rows written{': ' * bool(by_turns)}{by_turns}")
+    for reason, count in counts.left_out.items():
+        typer.echo(f"{count} left out: {reason}")
 
 
 @asynccontextmanager
@@ -283,14 +305,19 @@ async def _opened_judge(
         yield client, concurrency or 8 * len(addresses)
 
 
-def _progress() -> OnJudged:
-    """Prints a line every two seconds, and at the end."""
+@contextmanager
+def _progress() -> Iterator[OnJudged]:
+    """A bar on a terminal; elsewhere a line every two seconds, and at the end."""
+    from headway.report.progress import ProgressBar
+
     printed_s = -math.inf
+    with ProgressBar("evaluations") as bar:
 
-    def show(done: int, total: int) -> None:
-        nonlocal printed_s
-        if done == total or time.monotonic() - printed_s >= 2.0:
-            printed_s = time.monotonic()
-            typer.echo(f"{done} of {total} evaluated", err=True)
+        def show(done: int, total: int) -> None:
+            nonlocal printed_s
+            bar(done, total)
+            if not bar.shown and (done == total or time.monotonic() - printed_s >= 2.0):
+                printed_s = time.monotonic()
+                typer.echo(f"{done} of {total} evaluated", err=True)
 
-    return show
+        yield show

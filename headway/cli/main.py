@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import version as distribution_version
 
@@ -12,6 +13,15 @@ from headway.cli import cost, kernels, models, nodes, planning, reading, sandbox
 from headway.records.errors import HeadwayError, Interrupted
 
 EXIT_INTERRUPTED = 130
+SECTIONS = {  # of the experiment file -> anchors of docs/configuration.md
+    **{"run": "run-required", "model": "model-required", "verifiers": "verifiersname", "buffer": "bufferservice"},
+    "tasks": "taskstrain-required-tasksvalidation-taskstest",
+    **{name: name for name in ("verifier", "rollout", "environment", "sandbox", "endpoint", "generator", "router")},
+    **{name: name for name in ("queue", "hooks", "curriculum", "pruning", "algorithm", "trainer", "weights")},
+    **{name: name for name in ("checkpoint", "evaluation", "ledger", "control", "cluster", "sft")},
+}
+_FILES = r"(?!(?:jsonl?|toml|db|py|md|html|log|safetensors)\b)"
+_KEY = re.compile(rf"(?<![\w./-])({'|'.join(SECTIONS)})\.{_FILES}[a-z_]+")
 
 app = typer.Typer(
     name="headway",
@@ -51,6 +61,15 @@ def _headway(
     pass
 
 
+def documented_in(error: HeadwayError) -> str:
+    """The page that says more about ``error``: its own, or the section of the first configuration key that it names; ""
+    where there is none, or the error names a page itself."""
+    if error.page or "docs/" in str(error):
+        return error.page if "docs/" not in str(error) else ""
+    key = _KEY.search(str(error))
+    return f"docs/configuration.md#{SECTIONS[key[1]]}" if key else ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and end the process with its exit code.
 
@@ -64,8 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     except HeadwayError as error:
         if os.environ.get("HEADWAY_TRACEBACK") == "1":
             raise
-        kind = "interrupted" if isinstance(error, Interrupted) else "error"
-        print(f"{kind}: {error}", file=sys.stderr)
+        kind, page = "interrupted" if isinstance(error, Interrupted) else "error", documented_in(error)
+        print(f"{kind}: {error}" + (f" ({page})" if page else ""), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -47,6 +47,7 @@ def init_model(
     experts_per_token: int = typer.Option(2, metavar="N", help="Experts a token goes through."),
     tied: bool = typer.Option(True, metavar="", help="One matrix for embedding and output."),
     seed: int = typer.Option(0, metavar="N", help="Of the random weights."),
+    as_json: bool = typer.Option(False, "--json", help="Print its sizes as one JSON object."),
 ) -> None:
     """Write a small, randomly initialised model with its own tokenizer, so that no network is needed."""
     from headway.cli.texts import read_texts
@@ -74,6 +75,9 @@ def init_model(
         character_level=character_level,
     )
     sizes = sizes_of(output)
+    if as_json:
+        counts = {"parameters": sizes.parameters, "active_parameters": sizes.active_parameters}
+        return print_json({"model": output, **counts, "vocabulary_size": made.vocabulary_size})
     size = f"{sizes.parameters / 1e6:.2f} M parameters"
     if made.mixture is not None:
         size += f" ({sizes.active_parameters / 1e6:.2f} M for each token)"
@@ -96,7 +100,7 @@ def sft(
     from headway.report.progress import SftProgress
     from headway.report.tables import sft_rows
 
-    with SftProgress(quiet=quiet or as_json) as progress:
+    with SftProgress(quiet=quiet or as_json, time_limit_s=experiment.sft.time_limit_s) as progress:
         result = run_sft(experiment, on_progress=progress)
     if as_json:
         print_json(result)
@@ -111,6 +115,8 @@ def merge(
 ) -> None:
     """Merge an adapter into the model it was trained beside: a whole model, with its tokenizer."""
     from headway.models.adapter_files import merge_folders
+    from headway.orchestrator.jobs.model_card import write_merge_card
 
     merge_folders(model, adapter, output)
+    write_merge_card(output, model, adapter)
     typer.echo(f"{output}: {model} with {adapter} merged")

@@ -101,19 +101,15 @@ def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:
 
 def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
     """Run a simulation with a progress bar, on a terminal, that disappears at the end."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from headway.planner.simulate import simulate as run
     from headway.records.ledger import LedgerLine, StepRecord
+    from headway.report.progress import ProgressBar
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        steps = bar.add_task("simulated steps", total=scenario.run.steps)
+    with ProgressBar("simulated steps", quiet=quiet) as bar:
 
         def show(line: LedgerLine) -> None:
             if isinstance(line, StepRecord):
-                bar.update(steps, completed=line.step + 1)
+                bar(line.step + 1, scenario.run.steps)
 
         return run(scenario, name=name, on_line=show)
 
@@ -194,10 +190,11 @@ def plan(
     ways = {"CONFIG with --pool or --profile": bool(config), "--graph": bool(graph), "--compare": bool(compare[0])}
     if sum(ways.values()) != 1 or bool(config) != (bool(pool) != profile):
         context.fail(f"give one of {', '.join(ways)}")
+    wanted: Objective = "time" if objective == "time" else "cost"
     if profile:
         _profile(config, overrides, calibrate_s, output, as_json)
     elif graph:
-        _place(graph, "time" if objective == "time" else "cost", tolerance, expansions, as_json)
+        _place(graph, wanted, tolerance, expansions, as_json)
     elif compare[0]:
         _compare(compare, as_json)
     else:
@@ -206,11 +203,13 @@ def plan(
         from headway.planner.plan_files import PlanOutputs, plan_for, write_outputs
         from headway.report.plans.run_plan import draw_plan, plan_rows
         from headway.report.printing import print_rows
+        from headway.report.progress import ProgressBar
         from headway.runtime.run_directory import write_whole
 
         experiment = load_experiment(config, overrides)
         entries = read_catalogue(catalogue)
-        found = plan_for(experiment, pool, entries, "time" if objective == "time" else "cost", simulated=simulated)
+        with ProgressBar("simulated steps", quiet=as_json) as bar:
+            found = plan_for(experiment, pool, entries, wanted, simulated=simulated, on_step=bar)
         write_outputs(experiment, found, PlanOutputs(output, write, picture))
         if picture:
             write_whole(Path(picture), draw_plan(found).encode())
@@ -229,14 +228,15 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
     from headway.planner.profile import measure_profile
     from headway.records.errors import ConfigurationError
     from headway.report.plans.run_plan import profile_rows
-    from headway.report.preview import CalibrationProgress
     from headway.report.printing import print_rows
+    from headway.report.progress import CalibrationProgress
     from headway.runtime.run_directory import write_whole
 
     path = Path(output or "profile.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigurationError(f"--output {path}: valid: a file in a folder that exists")
-    found = measure_profile(load_experiment(config, overrides), seconds, CalibrationProgress(quiet=as_json))
+    with CalibrationProgress(seconds, quiet=as_json) as progress:
+        found = measure_profile(load_experiment(config, overrides), seconds, progress)
     write_whole(path, msgspec.json.encode(found))
     if as_json:
         print_json(found)

@@ -1,18 +1,21 @@
-"""`headway report`, `doctor`, `show`, `trace`, `explain-task`, which read a run's folder, during the run or later."""
+"""`headway runs`, `report`, `doctor`, `show`, `trace`, `explain-task`: readers of runs' folders, at any time."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import typer
 
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
 from headway.records.curriculum import CurriculumExplanation
+from headway.records.errors import ConfigurationError
 
 RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False)
 
 
 def add_commands(app: typer.Typer) -> None:
+    app.command("runs", epilog="Example: headway runs runs --usd-per-device-hour 2.5")(runs)
     app.command("report", epilog="Example: headway report runs/arithmetic/rl")(report)
     app.command("doctor", epilog="Example: headway doctor runs/arithmetic/rl --usd-per-device-hour 2.5")(doctor)
     app.command("trace", epilog="Example: headway trace runs/arithmetic/rl --from-step 40 --to-step 45")(trace)
@@ -20,36 +23,89 @@ def add_commands(app: typer.Typer) -> None:
     app.command("explain-task", epilog="Example: headway explain-task runs/arithmetic/rl 3f2a")(explain_task)
 
 
+def runs(
+    folders: list[str] = typer.Argument(
+        None, metavar="[FOLDER]...", help="Runs, or folders that hold some. Default: runs.", show_default=False
+    ),
+    usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
+    as_json: bool = typer.Option(False, "--json", help="Print the list as one JSON object."),
+) -> None:
+    """List runs: state, steps, solve rate, reward, device-hours or cost, disk, start; what is wrong with which.
+
+    Those that run come first, then the newest.
+    """
+    from headway.report.progress import ProgressBar
+    from headway.report.several.listing import find_runs, list_runs, print_runs
+
+    found = find_runs(folders or ["runs"])
+    with ProgressBar("runs", quiet=as_json) as bar:
+        listed = list_runs(found, price_from(usd_per_device_hour), on_progress=bar)
+    if as_json:
+        print_json({"runs": listed})
+    elif listed:
+        print_runs(listed)
+    else:
+        typer.echo(f"no runs in {', '.join(folders or ['runs'])}")
+
+
 def report(
-    run: str = RUN,
+    run: list[str] = typer.Argument(..., metavar="RUN...", help="The run's folder.", show_default=False),
+    compare: bool = typer.Option(False, "--compare", help="Several runs over each other on one page."),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     as_json: bool = typer.Option(False, "--json", help="Print summary and verdict as one JSON object; write no page."),
-    output: str = typer.Option("", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html."),
+    output: str = typer.Option(
+        "", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html, or compare.html here."
+    ),
 ) -> None:
     """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events. Of a workflow
-    (headway.flow) print what its stages did."""
-    from headway.report.plans.workflow import is_workflow, print_workflow
+    (headway.flow) print what its stages did. With --compare: several runs over each other, on steps, samples, tokens,
+    hours or dollars, with what differs in their configurations."""
+    from headway.report.plans.workflow import is_workflow, print_workflow, read_workflow, workflow_rows
 
-    if is_workflow(run):
-        print_workflow(run)
+    price = price_from(usd_per_device_hour)
+    if compare:
+        _compare(run, price, output or "compare.html", as_json)
+        return
+    if len(run) > 1:
+        raise ConfigurationError(f"{len(run)} runs: valid: one, or --compare")
+    if is_workflow(run[0]):
+        if as_json:
+            print_json(workflow_rows(read_workflow(run[0])))
+        else:
+            print_workflow(run[0])
         return
     from headway.report.run_cost import with_cost
     from headway.report.run_view import as_json as to_json
     from headway.report.run_view import view_run
 
-    price = price_from(usd_per_device_hour)
-    view = with_cost(view_run(run), price)
+    view = with_cost(view_run(run[0]), price)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(to_json(view), ensure_ascii=False))
+        print_json(to_json(view))
         return
     from headway.report.page import report as write_page
     from headway.report.printing import print_rows
+    from headway.report.progress import ProgressBar
 
-    page = write_page(run, output or None, price)
+    with ProgressBar("plots") as bar:
+        page = write_page(run[0], output or None, price, bar)
     print_rows(view.verdict.sentences, gap=2)
     typer.echo(f"report: {page}")
+
+
+def _compare(run_dirs: list[str], price: float | None, output: str, as_json: bool) -> None:
+    if len(run_dirs) < 2:
+        raise ConfigurationError("--compare: valid: with two runs or more")
+    from headway.report.progress import ProgressBar
+    from headway.report.several.compare import compare, compare_json
+
+    if as_json:
+        print_json(compare_json(run_dirs))
+        return
+    with ProgressBar("plots") as bar:
+        left_out = compare(run_dirs, output, price, bar)
+    for path, why in left_out.items():
+        typer.echo(f"left out: {path}: {why}", err=True)
+    typer.echo(f"report: {output}")
 
 
 def doctor(
@@ -116,8 +172,13 @@ def trace(
     out: str = typer.Option("", "--output", "--out", "-o", metavar="FILE", help="The trace; default RUN/trace.json."),
     from_step: int | None = typer.Option(None, "--from-step", min=0, metavar="N", help="First step to show."),
     to_step: int | None = typer.Option(None, "--to-step", min=0, metavar="N", help="Last step to show."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was written as one JSON object."),
 ) -> None:
     """Write a timeline of workers and rollouts for https://ui.perfetto.dev. Default: the newest 30 steps."""
     from headway.report.trace import describe, write_trace
 
-    typer.echo(describe(write_trace(run, out or None, from_step, to_step)))
+    written = write_trace(run, out or None, from_step, to_step)
+    if as_json:
+        print_json(dataclasses.asdict(written) | {"path": str(written.path)})
+    else:
+        typer.echo(describe(written))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
+from headway.cli.printing import print_json
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 STORE = typer.Option(None, "--store", help="Folder of unpacked images, sandbox.store; default: this user's.")
 STATE = typer.Option(None, "--state", help="Folder of the owners' records; default: this user's.")
+
+JSON = typer.Option(False, "--json", help="Print everything as one JSON object.")
 
 BACKEND = typer.Option("", "--backend", help="A provider as well: modal, e2b or prime, with the key it needs.")
 
@@ -34,10 +37,12 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(group, name="sandboxes")
 
 
-def list_(state: Path | None = STATE) -> None:
+def list_(state: Path | None = STATE, as_json: bool = JSON) -> None:
     """List this machine's sandboxes, containers included where a Docker daemon answers: id, backend, owner, run, age,
     time to live, labels."""
     found = _recorded(state)
+    if as_json:
+        return print_json({"sandboxes": [{"record": record, "owner_lives": alive} for record, alive in found]})
     for record, alive in found:
         owner = f"{record.owner_pid} ({'lives' if alive else 'dead'})"
         labels = " ".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
@@ -48,7 +53,7 @@ def list_(state: Path | None = STATE) -> None:
     typer.echo(f"{len(found)} sandboxes, {dead} of dead owners{remedy}")
 
 
-def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
+def reap(state: Path | None = STATE, backend: str = BACKEND, as_json: bool = JSON) -> None:
     """Remove what dead owners have left: processes, control groups, directories; containers where a Docker daemon
     answers; with --backend also sandboxes at a provider made from this machine. Living owners' aren't touched."""
     from headway.sandbox import leftovers
@@ -60,9 +65,11 @@ def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
         reaped += daemon.where_reachable(daemon.reap)
     if backend:
         reaped += asyncio.run(_reap_hosted(backend))
+    living = sum(alive for _, alive in _recorded(state))
+    if as_json:
+        return print_json({"reaped": reaped, "living": living})
     for owner in reaped:
         typer.echo(str(owner))
-    living = sum(alive for _, alive in _recorded(state))
     typer.echo(f"{len(reaped)} dead owners cleaned up after; {living} sandboxes of living owners left alone")
 
 
@@ -101,6 +108,7 @@ def check(
     state: Path | None = STATE,
     image: str = typer.Option("", help="As sandbox.image, unpacked if it wasn't."),
     store: Path | None = STORE,
+    as_json: bool = JSON,
 ) -> None:
     """Make a sandbox, use it, try its limits, end it; report what is missing here, with the remedy.
 
@@ -128,6 +136,11 @@ def check(
             await backend.close()
 
     found = asyncio.run(look())
+    if as_json:
+        print_json({"findings": found})
+        if any(finding.fatal for finding in found):
+            raise typer.Exit(2)
+        return
     for finding in found:
         if not finding.fatal:
             typer.echo(f"warning: {finding}")
@@ -137,22 +150,25 @@ def check(
     typer.echo("sandboxes work here, with all limits" if not settings.allow_unbounded else "sandboxes work here")
 
 
-def resolve(store: Path | None = STORE) -> None:
+def resolve(store: Path | None = STORE, as_json: bool = JSON) -> None:
     """List unpacked images, the longest unused first: size, last use, whether a sandbox uses it, source."""
     opened = _store(store)
     found = opened.images() if opened is not None else []
+    used = opened.used_bytes() if opened is not None else 0
+    if as_json:
+        return print_json({"images": found, "used_bytes": used})
     for one in found:
         idle_h = max(0.0, time.time() - one.used_s) / 3600
         use = "in use" if one.in_use else "unused"
         name, layers = one.record.id[:12], len(one.record.layers)
         typer.echo(f"{name}  {_size(one.bytes)} in {layers} layers  {idle_h:.1f} h ago  {use}  {one.record.source}")
-    total = _size(opened.used_bytes() if opened is not None else 0)
-    typer.echo(f"{len(found)} images, {total} on disk: layers that images share are there once")
+    typer.echo(f"{len(found)} images, {_size(used)} on disk: layers that images share are there once")
 
 
 def prune(
     store: Path | None = STORE,
     to_bytes: int = typer.Option(0, min=0, help="Stop when the rest takes no more than this."),
+    as_json: bool = JSON,
 ) -> None:
     """Remove unused unpacked images, the longest unused first, and layers of no image."""
     opened = _store(store)
@@ -163,6 +179,8 @@ def prune(
             change.prune(to_bytes)
             removed = change.removed
         left = opened.used_bytes()
+    if as_json:
+        return print_json({"removed": removed, "left_bytes": left})
     for line in removed:
         typer.echo(line)
     typer.echo(f"{len(removed)} images removed, {_size(left)} left")

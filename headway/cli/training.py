@@ -69,6 +69,11 @@ def train(
 
             on_line = keep_plan(plan, experiment.run.directory, on_line)
         summary = run(experiment, resume=resume, take_over=take_over, on_line=on_line)
+    best = Path(experiment.run.directory) / "best"
+    if price is not None and best.is_dir():
+        from headway.orchestrator.jobs.model_card import write_run_card
+
+        write_run_card(best, experiment.run.directory, price)
     if as_json:
         print_json(summary)
     else:
@@ -79,6 +84,7 @@ def serve_buffer(
     context: typer.Context,
     config: str = experiments.CONFIG,
     resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary at the end as one JSON object."),
 ) -> None:
     """Train on the rollouts of outside workers alone: headway train with environment.name = "remote", quiet.
 
@@ -92,14 +98,18 @@ def serve_buffer(
 
     def say(line: LedgerLine) -> None:
         if isinstance(line, EventRecord) and line.event == EVENT_SERVICE:
-            typer.echo(line.detail)
+            typer.echo(line.detail, err=as_json)
 
     experiment = load_experiment(config, ['environment.name="remote"', *experiments.given_overrides(context)])
-    _check(experiment, resume=resume, complete=False, quiet=False)
+    _check(experiment, resume=resume, complete=False, quiet=as_json)
     from headway.orchestrator.train import train as run
     from headway.report.tables import print_summary
 
-    print_summary(run(experiment, resume=resume, on_line=say), experiment.run.directory)
+    summary = run(experiment, resume=resume, on_line=say)
+    if as_json:
+        print_json(summary)
+    else:
+        print_summary(summary, experiment.run.directory)
 
 
 def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
@@ -137,16 +147,18 @@ def check(
     """
     experiment = experiments.load(context, config)
     from headway.orchestrator.preflight.preview import preview
-    from headway.report.preview import CalibrationProgress, print_preview
+    from headway.report.preview import print_preview
+    from headway.report.progress import CalibrationProgress
 
-    report = preview(
-        experiment,
-        resume=resume,
-        deep=deep,
-        seconds=calibrate_s if calibrate else None,
-        on_progress=CalibrationProgress(quiet=as_json),
-        on_findings=(lambda findings: None) if as_json else _print_findings,
-    )
+    with CalibrationProgress(calibrate_s, quiet=as_json) as progress:
+        report = preview(
+            experiment,
+            resume=resume,
+            deep=deep,
+            seconds=calibrate_s if calibrate else None,
+            on_progress=progress,
+            on_findings=(lambda findings: None) if as_json else _print_findings,
+        )
     failed = any(finding.level == "error" for finding in report.findings)
     if as_json:
         print_json(report)
@@ -181,8 +193,11 @@ def evaluate(
         raise typer.BadParameter(f"--model {model}: an adapter; valid: --adapter {model}, beside its model")
     from headway.orchestrator.jobs.evaluate import evaluate_model
     from headway.report.live import evaluation_line
+    from headway.report.progress import ProgressBar
 
-    record = evaluate_model(experiment, model_path=model or experiment.model.path, adapter_path=adapter, split=split)
+    path = model or experiment.model.path
+    with ProgressBar("rollouts", quiet=as_json) as bar:
+        record = evaluate_model(experiment, model_path=path, adapter_path=adapter, split=split, on_progress=bar)
     if as_json:
         print_json(record)
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headway.control.estimates import clustered_standard_error, pass_at
@@ -21,8 +22,9 @@ from headway.records.task import Task
 from headway.runtime.clock import Clock
 from headway.telemetry.ledger import EVENT_BEST, EVENT_LAST_KEPT
 from headway.tokens.tokenizer import Template
-from headway.trainer.checkpoints import CANDIDATE
+from headway.trainer.checkpoints import CANDIDATE, CARD_FILE, has_own_card
 
+OnAttempt = Callable[[int, int], None]  # attempts generated, of all
 _JUDGEMENT = "evaluation.json"  # beside the weights it judges: their version and validation solve rate
 
 
@@ -42,15 +44,18 @@ async def attempt_tasks(
     samples_per_task: int,
     version: int,
     concurrent: int,
+    on_attempt: OnAttempt = lambda done, total: None,
 ) -> list[Rollout]:
     """Attempt every task ``samples_per_task`` times and verify, ``concurrent`` rollouts at a time (the time limit of
     a rollout must not run while it waits for its turn). Served before training rollouts (negative group indices
-    are the lowest priorities), so that few versions pass meanwhile."""
-    places = asyncio.Semaphore(concurrent)
+    are the lowest priorities), so that few versions pass meanwhile. ``on_attempt`` counts what was generated."""
+    places, ended = asyncio.Semaphore(concurrent), itertools.count(1)
 
     async def generate(group: Group, member: int) -> Rollout:
         async with places:
-            return await rollouts.generate_member(group, member)
+            rollout = await rollouts.generate_member(group, member)
+        on_attempt(next(ended), len(tasks) * samples_per_task)
+        return rollout
 
     async def attempt(position: int, task: Task) -> tuple[Rollout, ...]:
         group = Group(
@@ -176,6 +181,8 @@ class Evaluations:
         (candidate / _JUDGEMENT).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
         retired = self._folder / "best.old"
         shutil.rmtree(retired, ignore_errors=True)
+        if (best / CARD_FILE).is_file() and not has_own_card(best):
+            shutil.copy2(best / CARD_FILE, candidate)
         if best.exists():
             best.rename(retired)
         candidate.rename(best)

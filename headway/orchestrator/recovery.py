@@ -14,6 +14,7 @@ from headway.records.errors import CheckpointCorrupt, WorkerDied
 from headway.trainer.checkpoints import latest_valid, set_aside
 
 RESTARTS = 3  # of a trainer, at one call
+REPLAY_TOLD_EVERY_S = 10.0
 
 Result = TypeVar("Result")
 
@@ -90,6 +91,7 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
         version = await run.trainer.load_checkpoint(str(checkpoint))
         set_aside(run.directory, newer_than=checkpoint)
     replayed = samples = 0
+    started_s = told_s = run.clock.now()
     for logged in run.buffer.batches_since(version):
         if version >= until:
             break
@@ -105,6 +107,9 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
         version = report.version
         replayed += 1
         samples += sum(len(batch.samples) for batch in batches)
+        if (now_s := run.clock.now()) - told_s >= REPLAY_TOLD_EVERY_S:
+            told_s, left_s = now_s, (now_s - started_s) / replayed * (until - version)
+            run.event("replaying", f"{replayed} of {replayed + until - version} steps again; {left_s:.0f} s left")
     if version != until:
         raise CheckpointCorrupt(f"checkpoints and batch log lead to version {version}, the run was at {until}")
     return replayed, samples

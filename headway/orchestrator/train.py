@@ -25,13 +25,14 @@ from headway.orchestrator.actors.moves import require_movable
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, Sides
 from headway.orchestrator.device_turns import join_replica
+from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
-from headway.records.errors import Interrupted, RunLocked
+from headway.records.errors import HeadwayError, Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
 from headway.rollout.makers.environment import Environments
@@ -117,6 +118,11 @@ async def _train(
         await run.conclude()
         summary = summarise(read_ledger(directory.path))
         directory.write_json(directory.summary, summary)
+        if directory.best.is_dir():
+            try:
+                await asyncio.to_thread(write_run_card, directory.best, directory.path)
+            except HeadwayError as error:  # the weights are there, and are what counts
+                ledger.event("model_card_failed", str(error))
         if run.context.state.interrupted:
             raise Interrupted(
                 f"stopped at version {run.context.state.version}; continue with: headway train ... --resume"

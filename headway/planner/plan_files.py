@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from headway.planner.scenario_text import toml_text
 from headway.planner.simulate import OnLine, simulate
 from headway.planner.stage_curves import RooflineCurves, StageCurves
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import LedgerLine
+from headway.records.ledger import LedgerLine, StepRecord
 from headway.records.plan import PLAN_FILE, Objective, RunPlan
 from headway.runtime.run_directory import write_whole
 
@@ -41,10 +42,16 @@ class PlanOutputs(NamedTuple):
 
 
 def plan_for(
-    experiment: Experiment, pool: str, catalogue: Catalogue, objective: Objective, *, simulated: bool
+    experiment: Experiment,
+    pool: str,
+    catalogue: Catalogue,
+    objective: Objective,
+    *,
+    simulated: bool,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> RunPlan:
     """Plan a run on the pool in the file ``pool``; ``simulated``: with the rate that the real orchestrator reaches by
-    it in virtual time. Raises ConfigurationError."""
+    it in virtual time, whose steps ``on_step`` counts. Raises ConfigurationError."""
     sizes = sizes_of(experiment.model.path)
     read = read_pool(pool, catalogue)
     trained = 1.0
@@ -55,7 +62,13 @@ def plan_for(
     if not simulated or planned.plan.mode == "hybrid":  # a scenario's replicas all rest while it trains, or none do
         return planned.plan
     with tempfile.TemporaryDirectory(prefix="headway-plan-") as folder:
-        rate = simulate(_scenario(experiment, planned, folder), name="plan").samples_per_s
+        scenario = _scenario(experiment, planned, folder)
+
+        def show(line: LedgerLine) -> None:
+            if isinstance(line, StepRecord):
+                on_step(line.version, scenario.run.steps)
+
+        rate = simulate(scenario, name="plan", on_line=show).samples_per_s
     return msgspec.structs.replace(planned.plan, simulated_samples_per_s=rate)
 
 

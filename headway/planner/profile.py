@@ -69,9 +69,11 @@ def fingerprint() -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
-def measure_profile(experiment: Experiment, seconds: float, on_progress: Callable[[str], None]) -> Profile:
-    """Measure ``experiment`` on one device for each side, on all of them for both, and with half of everything. Raises
-    ConfigurationError for a machine with a single device, and what `calibrate` raises."""
+def measure_profile(experiment: Experiment, seconds: float, on_progress: Callable[[str, int, int], None]) -> Profile:
+    """Measure ``experiment`` on one device for each side, on all of them for both, and with half of everything.
+    ``on_progress`` receives each placement, how many were measured before it, and of how many.
+
+    Raises ConfigurationError for a machine with a single device, and what `calibrate` raises."""
     family = "cuda" if cuda_device_count() else "cpu"
     count = cuda_device_count() or len(machine_cores())
     if count < 2:
@@ -88,7 +90,11 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
         names = [str([f"{family}:{index}" for index in side]).replace("'", '"') for side in (generators, trainers)]
         settings = {"generator.devices": names[0], "trainer.devices": names[1]}
         settings |= less if number == len(sides) else {}
-        on_progress(f"{len(generators)} generate, {len(trainers)} train ({number + 1} of {len(sides) + 1})")
+        on_progress(
+            f"{len(generators)} generate, {len(trainers)} train ({number + 1} of {len(sides) + 1})",
+            number,
+            len(sides) + 1,
+        )
         placed = changed_experiment(experiment, settings)
         measured, lengths = calibrate(placed, tasks, seconds=seconds)
         points.append(

@@ -10,9 +10,11 @@ and it was killed; or its node was lost."""
 
 
 class HeadwayError(Exception):
-    """Base of the errors a command reports as one clear message. ``exit_code`` ends the process."""
+    """Base of the errors a command reports as one clear message. ``exit_code`` ends the process; ``page`` of the
+    documentation says more, "" where none does."""
 
     exit_code = 1
+    page = ""
 
 
 class ConfigurationError(HeadwayError):
@@ -24,15 +26,20 @@ class ConfigurationError(HeadwayError):
 class RunLocked(ConfigurationError):
     """Another process has locked the run directory."""
 
+    page = "docs/map.md#a-runs-folder"
+
 
 class EpochLost(HeadwayError):
     """The run's epoch was taken by another orchestrator, or couldn't be renewed: this one commits nothing more."""
 
     exit_code = 3
+    page = "docs/several_machines.md#the-books-their-copy-and-resuming-elsewhere"
 
 
 class CheckpointCorrupt(ConfigurationError):
     """A checkpoint fails its checksums; names the file."""
+
+    page = "docs/map.md#a-runs-folder"
 
 
 class StepRefused(HeadwayError, ValueError):
@@ -42,6 +49,8 @@ class StepRefused(HeadwayError, ValueError):
 class HookFailed(HeadwayError):
     """A user's function raised, or returned what its contract doesn't allow: ``key`` of the experiment file names it,
     the message says which function it is and what came back."""
+
+    page = "docs/hooks.md"
 
     def __init__(self, key: str, name: str, what: str) -> None:
         super().__init__(f"{key} = {name!r} {what}")
@@ -58,6 +67,7 @@ class WorkerDied(HeadwayError):
     sign of life when its end was noticed."""
 
     exit_code = 3
+    page = "docs/monitoring.md#deaths-stalls-restarts-and-replays"
 
     def __init__(self, worker: str, cause: str, found_by: FoundBy = "exit", silent_s: float = 0.0) -> None:
         super().__init__(f"worker {worker} died: {cause}")
@@ -71,6 +81,7 @@ class RemoteError(HeadwayError):
     """A worker's method raised; carries the remote traceback. The worker keeps running."""
 
     exit_code = 3
+    page = "docs/monitoring.md#deaths-stalls-restarts-and-replays"
 
     def __init__(self, worker: str, method: str, error: str, traceback: str) -> None:
         super().__init__(f"{worker}.{method}: {error}")
@@ -98,12 +109,14 @@ class WeightsMismatch(HeadwayError):
     """An engine's output isn't that of the published weights; names the first module whose output differs."""
 
     exit_code = 3
+    page = "docs/vllm.md#the-probes"
 
 
 class BooksUnbalanced(HeadwayError):
     """A rollout is missing or ended twice."""
 
     exit_code = 4
+    page = "docs/design.md#4-rules-that-are-easy-to-get-wrong"
 
 
 class Interrupted(HeadwayError):
@@ -116,14 +129,19 @@ class BudgetExceeded(HeadwayError):
     """A batch would contain a group staler than the budget: an invariant of admission was broken."""
 
     exit_code = 4
+    page = "docs/async.md#forming-a-batch-wait-drop-and-mask"
 
 
 class NoProgress(HeadwayError):
     """The run makes no progress: every step is skipped, or every group ends untrained."""
 
+    page = "docs/async.md#which-knob-for-which-symptom"
+
 
 class DeviceBusy(HeadwayError):
     """A party didn't get its devices in time; the message names who holds them, its stage and for how long."""
+
+    page = "docs/async.md#where-the-two-sides-compute"
 
 
 class StorageFailed(HeadwayError):
@@ -136,3 +154,5 @@ class BufferFull(HeadwayError):
 
 class BufferCorrupt(ConfigurationError):
     """The buffer's database is damaged, of another schema version, or contradicts a transition."""
+
+    page = "docs/several_machines.md#the-books-their-copy-and-resuming-elsewhere"

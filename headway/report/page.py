@@ -19,6 +19,7 @@ from headway.report.live import shown_pass_at, shown_score
 from headway.report.plans.placements import STAGE_HEADS, changes_of, placed_steps, stage_rows
 from headway.report.plans.run_plan import draw_plan
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
+from headway.report.progress import OnDone, unheard
 from headway.report.run_cost import with_cost
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
@@ -74,7 +75,12 @@ pre { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; padding: 
 """
 
 
-def report(run_dir: str | Path, output: str | Path | None = None, usd_per_device_hour: float | None = None) -> Path:
+def report(
+    run_dir: str | Path,
+    output: str | Path | None = None,
+    usd_per_device_hour: float | None = None,
+    on_progress: OnDone = unheard,
+) -> Path:
     """Write the page of the run at ``run_dir`` to ``output`` (default: ``RUN/report.html``) and return its path. With a
     price it also says what the run has cost.
 
@@ -82,13 +88,13 @@ def report(run_dir: str | Path, output: str | Path | None = None, usd_per_device
     Raises ConfigurationError when there is no ledger, HeadwayError when the page can't be written.
     """
     path = Path(output) if output is not None else Path(run_dir) / "report.html"
-    write_whole(path, render_page(with_cost(view_run(run_dir), usd_per_device_hour)).encode())
+    page = render_page(with_cost(view_run(run_dir), usd_per_device_hour), on_progress)
+    write_whole(path, page.encode("utf-8", "replace"))
     return path
 
 
-def render_page(view: RunView) -> str:
+def render_page(view: RunView, on_progress: OnDone = unheard) -> str:
     """Render the whole page as HTML."""
-    name = escape(str(view.path))
     body = [
         f"<h1>{escape(view.path.resolve().name)}</h1>",
         f'<p class="state">{_state(view)}</p>',
@@ -96,15 +102,20 @@ def render_page(view: RunView) -> str:
         _tiles(view),
         _plan(view),
         _evaluations(view.evaluations),
-        *_plots(view),
+        *_plots(view, on_progress),
         _incidents(view),
         _events(view.events),
         _configuration(view),
     ]
+    return html_page(f"Headway report: {view.path}", body)
+
+
+def html_page(title: str, body: Sequence[str], style: str = "") -> str:
+    """A whole page with the report's style, and ``style`` after it. ``body``: HTML; ``title``: text."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Headway report: {name}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<style>{_STYLE}{style}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 
@@ -141,7 +152,7 @@ def _placements(view: RunView, plan: RunPlan | None) -> str:
     if plan is None and not changes_of(view.lines):
         return ""
     stages = stage_rows(placed_steps(view.lines, view.configuration, plan))
-    return "<h2>Stages by placement</h2>" + _table(STAGE_HEADS, stages, text_columns=2)
+    return "<h2>Stages by placement</h2>" + html_table(STAGE_HEADS, stages, text_columns=2)
 
 
 def _verdict(view: RunView) -> str:
@@ -212,7 +223,7 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             rows.append(["", label, "", f"{source.tasks:,}", f"{source.samples:,}", solved, "", "", "", "", ""])
         for name, shown in shown_kernels(record.kernels).items():
             rows.append(["", name, "", "", "", shown, "", "", "", "", ""])
-    return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
+    return "<h2>Evaluations</h2>" + html_table(heads, rows, text_columns=2)
 
 
 def _scores(record: EvaluationRecord) -> tuple[str, str, str, str]:
@@ -220,12 +231,14 @@ def _scores(record: EvaluationRecord) -> tuple[str, str, str, str]:
     return solved, best, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
 
 
-def _plots(view: RunView) -> list[str]:
+def _plots(view: RunView, on_progress: OnDone) -> list[str]:
     evidence = PlotData(Series(view.steps), view.evaluations, view.budget)
     if not len(evidence.series) and not view.evaluations:
         return ["<p>No step is recorded yet.</p>"]
     figures: dict[str, list[str]] = {}
-    for plot in [*PLOTS, *CURRICULUM_PLOTS, *KERNEL_PLOTS, *SANDBOX_PLOTS, *_further_metrics(evidence.series)]:
+    plots = [*PLOTS, *CURRICULUM_PLOTS, *KERNEL_PLOTS, *SANDBOX_PLOTS, *_further_metrics(evidence.series)]
+    for number, plot in enumerate(plots):
+        on_progress(number, len(plots))
         svg = render(plot, evidence)
         if svg is not None:
             figures.setdefault(plot.section, []).append(
@@ -247,7 +260,7 @@ def _sandboxes(view: RunView) -> str:
     heads = ["", "times", "p50, ms", "p99, ms"]
     rows = latency_rows(view.steps)
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sandbox_sentences(view.steps))
-    return said + (_table(heads, rows, text_columns=1) if rows else "")
+    return said + (html_table(heads, rows, text_columns=1) if rows else "")
 
 
 def _further_metrics(series: Series) -> list[Plot]:
@@ -259,7 +272,7 @@ def _further_metrics(series: Series) -> list[Plot]:
 
 def _incidents(view: RunView) -> str:
     rows = incident_rows(view.lines)[-MAX_EVENTS:]
-    return "<h2>Deaths, stalls, restarts, replays</h2>" + _table(HEADS, rows, text_columns=2) if rows else ""
+    return "<h2>Deaths, stalls, restarts, replays</h2>" + html_table(HEADS, rows, text_columns=2) if rows else ""
 
 
 def _events(events: Sequence[EventRecord]) -> str:
@@ -271,7 +284,7 @@ def _events(events: Sequence[EventRecord]) -> str:
         rows.append([event.event, event.detail, data, f"{event.step:,}", duration(event.time_s)])
     heads = ["event", "detail", "data", "version", "time"]
     left_out = f"<p>The last {MAX_EVENTS} of {len(events):,}.</p>" if len(events) > MAX_EVENTS else ""
-    return "<h2>Events</h2>" + left_out + _table(heads, rows, text_columns=3)
+    return "<h2>Events</h2>" + left_out + html_table(heads, rows, text_columns=3)
 
 
 def _configuration(view: RunView) -> str:
@@ -281,7 +294,8 @@ def _configuration(view: RunView) -> str:
     return f"<h2>Configuration</h2><details><summary>show</summary><pre>{text}</pre></details>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
+    """A table whose first ``text_columns`` are aligned as text. Escapes every cell."""
     body = "".join(_row(row, text_columns) for row in rows)
     return f'<div class="wide"><table>{_row(heads, text_columns, "th")}{body}</table></div>'
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,19 +19,6 @@ BINDS = {
     "admission": "the staleness budget (admission)",
     "environment": "the environments",
 }
-
-
-class CalibrationProgress:
-    """Progress of a calibration: prints each activity on standard error, with the time it started."""
-
-    def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic) -> None:
-        self._console = None if quiet else Console(stderr=True, highlight=False)
-        self._now = now
-        self._started_s = now()
-
-    def __call__(self, doing: str) -> None:
-        if self._console is not None:
-            self._console.print(Text(f"{self._now() - self._started_s:5.1f} s  {doing}", style="dim"), soft_wrap=True)
 
 
 def print_preview(report: CheckReport, experiment: Experiment, console: Console | None = None) -> None:

@@ -56,7 +56,8 @@ def view_run(run_dir: str | Path) -> RunView:
     lines = read_ledger(run_dir)
     directory = RunDirectory(run_dir)
     configuration = _configuration(directory)
-    budget = configuration.get("queue", {}).get("budget")
+    queue = configuration.get("queue")
+    budget = queue.get("budget") if isinstance(queue, dict) else None
     summary = summarise(lines)
     return RunView(
         path=directory.path,

@@ -154,7 +154,7 @@ def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
     position = 0
     while (end := data.find(b"\n", position)) >= 0:
         try:
-            lines.append(_decode(data[position:end]))
+            lines.append(decode_line(data[position:end]))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if data.find(b"\n", end + 1) < 0 and not data[end + 1 :].strip():
                 break  # the last line: after a power failure its length may be on disk but not its bytes
@@ -167,7 +167,8 @@ def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
     return lines, position
 
 
-def _decode(text: bytes) -> LedgerLine:
+def decode_line(text: bytes) -> LedgerLine:
+    """Decode one line of a ledger. Raises msgspec.DecodeError or ValueError for anything else."""
     if b"null" not in text:
         return _decoder.decode(text)
     # JSON has no NaN and no infinity: both are written as null, which no field of a line has otherwise.

@@ -27,6 +27,8 @@ STATE_FILE = "state.json"
 CHECKPOINTS = "checkpoints"
 CANDIDATE = "candidate"  # weights that become the best if the evaluation under way says so
 _NAME = re.compile(r"step_(\d{8})")
+CARD_FILE = "README.md"  # the model card beside exported weights
+CARD_MARK = "<!-- Written by Headway and replaced by the next export; without this line it is kept. -->"
 _UNFINISHED = "headway-is-writing-here"  # file that marks a scratch folder until its state.json is written
 
 
@@ -104,9 +106,17 @@ def _replaceable(target: Path) -> bool:
         return False
     found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
     try:
-        return found <= {*read_state(target).files, STATE_FILE}
+        return found <= {*read_state(target).files, STATE_FILE, *([CARD_FILE] if has_own_card(target) else [])}
     except CheckpointCorrupt:
         return not any(target.iterdir())
+
+
+def has_own_card(folder: Path) -> bool:
+    """Whether the model card in ``folder`` is one that Headway wrote."""
+    try:
+        return CARD_MARK in (folder / CARD_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def _unfinished(scratch: Path) -> bool:

@@ -9,7 +9,7 @@ from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.environments import open_multi_turn_host
-from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
+from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.preflight.functions import require_kernel_services
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
@@ -57,7 +57,9 @@ class Scorer:
             stack.push_async_callback(actor.stop)
         await asyncio.gather(self.generator.start(), self._verifier.start())
 
-    async def score(self, phase: str, step: int = 0) -> EvaluationRecord:
+    async def score(
+        self, phase: str, step: int = 0, on_progress: OnAttempt = lambda done, total: None
+    ) -> EvaluationRecord:
         """Attempt and verify every task with the present weights."""
         if self._rollouts is None:
             raise RuntimeError("score() before start()")
@@ -72,6 +74,7 @@ class Scorer:
             samples_per_task=self._experiment.evaluation.samples_per_task,
             version=step,
             concurrent=self._experiment.concurrent_rollouts,
+            on_attempt=on_progress,
         )
         return evaluation_record(
             rollouts,
@@ -85,7 +88,14 @@ class Scorer:
         )
 
 
-def evaluate_model(experiment: Experiment, *, model_path: str, split: str, adapter_path: str = "") -> EvaluationRecord:
+def evaluate_model(
+    experiment: Experiment,
+    *,
+    model_path: str,
+    split: str,
+    adapter_path: str = "",
+    on_progress: OnAttempt = lambda done, total: None,
+) -> EvaluationRecord:
     """`headway eval`: solve rate of the model at ``model_path`` on one split, with the adapter at ``adapter_path``
     (default: the experiment's, which is the model itself where it is a new one)."""
     adapter = AdapterConfig(path=adapter_path) if adapter_path else experiment.model.adapter
@@ -97,6 +107,6 @@ def evaluate_model(experiment: Experiment, *, model_path: str, split: str, adapt
             machines = await stack.enter_async_context(open_machines(chosen, RealClock()))
             scorer = Scorer(machines.experiment, split, machines)
             await scorer.start(stack)
-            return await scorer.score("held")
+            return await scorer.score("held", on_progress=on_progress)
 
     return asyncio.run(score())

@@ -7,12 +7,13 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Experiment
 from headway.orchestrator.jobs.evaluate import Scorer
+from headway.orchestrator.jobs.model_card import write_sft_card
 from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.errors import ConfigurationError, HeadwayError, NoProgress, RemoteError
@@ -153,7 +154,11 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
             kept = scores
             await trainer.call("save", settings.output, _metrics(report))
         written = {key: value for key, value in result.items() if key not in _SCORES}
-        return written | kept | {"evaluations": evaluations, "output": settings.output}
+        measured = written | kept
+        with suppress(HeadwayError):  # the model is there, and is what counts
+            data_name = "" if settings.data is None else settings.data.called
+            write_sft_card(settings.output, experiment.model.path, data_name, measured)
+        return measured | {"evaluations": evaluations, "output": settings.output}
 
 
 def _scores(record: EvaluationRecord) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_eval_prints_the_score(
 ) -> None:
     asked: list[tuple[str, str]] = []
 
-    def evaluate_model(experiment: object, *, model_path: str, split: str, adapter_path: str) -> object:
+    def evaluate_model(experiment: object, *, model_path: str, split: str, **how: object) -> object:
         asked.append((model_path, split))
         return evaluation("after", 3, 0.5)
 

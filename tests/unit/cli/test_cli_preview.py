@@ -21,7 +21,8 @@ from headway.control.tuning.forecast import forecast
 from headway.orchestrator.preflight import preview as previewing
 from headway.records.check_report import Calibration, CheckReport, Finding, MemoryPlace, MemoryUse
 from headway.records.errors import WorkerDied
-from headway.report.preview import CalibrationProgress, print_preview
+from headway.report.preview import print_preview
+from headway.report.progress import CalibrationProgress
 
 GIB = 2**30
 

@@ -1,0 +1,269 @@
+"""`headway runs`: runs as a list, each read from the end of its ledger, with what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.control.cost import step_usd
+from headway.control.summaries import weighted_mean
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
+from headway.records.trace import TraceSession
+from headway.report.doctor import costs_of
+from headway.report.formats import duration, quantity, score
+from headway.report.live import WINDOW
+from headway.report.progress import OnDone, unheard
+from headway.report.show import visible
+from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START, decode_line, resolve_replays
+from headway.telemetry.summary import duration_s, last_event
+
+TAIL_BYTES = 1 << 18  # of a ledger that are read: the last 50 steps or so
+_DEPTH = 4  # folders below a given one in which runs are looked for
+_OF_A_RUN = {"ledger.jsonl", "epoch", "buffer.db"}
+_INTERRUPT = "interrupt"
+
+RunState = Literal["running", "ended", "interrupted", "died", "unknown"]
+
+
+class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in the list of `headway runs`."""
+
+    run: str
+    state: RunState = (
+        "unknown"  # died: nobody holds it, it neither ended nor was interrupted; unknown: no line is whole
+    )
+    holder: str = ""  # process that runs it
+    step: int = 0  # completed
+    steps: int | None = None  # configured
+    solve_rate: float | None = None
+    standard_error: float | None = None
+    solve_rate_of: str = ""  # what was measured: split and phase of the last evaluation, best, or training tasks
+    reward: float | None = None  # mean over the last steps
+    device_hours: float | None = None  # of all sessions, waits included; None: not known, or a simulation
+    usd: float | None = None  # None: no price was given
+    disk_bytes: int = 0
+    started_unix_s: float | None = None  # by its trace, or else by the ledger's last change
+    last_unix_s: float | None = None  # when the ledger was last written
+    problems: tuple[str, ...] = ()  # what couldn't be read, and why
+
+
+def find_runs(folders: Sequence[str | Path]) -> list[Path]:
+    """The run folders among ``folders`` and below them, by path. Raises ConfigurationError for what is no folder."""
+    found: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise ConfigurationError(f"{folder}: no such folder; valid: a run's folder, or one that holds some")
+        found |= {path.resolve(): path for path in _runs_below(folder, _DEPTH)}
+    return sorted(found.values())
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    if any(entry.name in _OF_A_RUN for entry in entries):
+        yield folder
+    elif depth:
+        for entry in entries:
+            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                yield from _runs_below(folder / entry.name, depth - 1)
+
+
+def list_runs(runs: Sequence[Path], price: float | None = None, on_progress: OnDone = unheard) -> list[ListedRun]:
+    """Look at each run; those that run come first, then the newest. ``price``: dollars of a device's hour."""
+    listed = list[ListedRun]()
+    for path in runs:
+        try:
+            listed.append(_listed(path, price))
+        except Exception as error:
+            # The boundary to folders that anyone may have written: one that can't be understood is shown as such.
+            problem = f"can't be understood: {type(error).__name__}: {error}"
+            listed.append(ListedRun(run=_text(path), problems=(problem,)))
+        on_progress(len(listed), len(runs))
+    return sorted(listed, key=lambda run: (run.state != "running", -(run.started_unix_s or 0.0), run.run))
+
+
+def _listed(path: Path, price: float | None) -> ListedRun:
+    directory, problems = RunDirectory(path), list[str]()
+    raw = _object(directory.config, problems)
+    # All sessions count in its hours: of a run that was resumed, as the epoch's number says, the whole ledger is read.
+    lines = _lines(directory.ledger, TAIL_BYTES if any(path.glob("epoch/1-*")) else None, problems)
+    holder = _holder(directory)
+    state = _state(lines, holder)
+    if holder and state != "running":
+        problems.append("it is being started or resumed: this session has recorded nothing yet")
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    recent = [step for step in steps[-WINDOW:] if math.isfinite(step.measured_solve_rate)]
+    seconds, hours = duration_s(lines), None
+    if lines and not (path / "scenario.json").exists():
+        try:
+            hours = costs_of([], directory.read_experiment(), None).devices * seconds / 3600
+        except ConfigurationError as error:
+            problems.append(f"device-hours aren't known: {error}")
+    last_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
+    rate, error, measured = _solve_rate(lines, recent, path)
+    return ListedRun(
+        run=_text(path),
+        state="running" if holder else state,
+        holder=holder,
+        step=max((step.version for step in steps), default=0),
+        steps=raw.get("run", {}).get("steps"),
+        solve_rate=rate,
+        standard_error=error,
+        solve_rate_of=measured,
+        reward=weighted_mean(recent, lambda step: step.reward_mean, lambda step: step.samples) if recent else None,
+        device_hours=hours,
+        usd=None if hours is None or price is None else step_usd(hours * 3600, 1, price),
+        disk_bytes=_disk_bytes(path),
+        started_unix_s=None if last_s is None else _traced_s(path, last_s - seconds),
+        last_unix_s=last_s,
+        problems=tuple(problems),
+    )
+
+
+def _text(path: Path) -> str:
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """A file's JSON object; {} with a problem noted where there is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        problems.append(f"{path.name} can't be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+
+
+def _lines(path: Path, most_bytes: int | None, problems: list[str]) -> list[LedgerLine]:
+    """The lines of a ledger's end that can be read, replays resolved."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes) if most_bytes else 0)
+            first = min(1, file.tell())  # a part of a line
+            texts = file.read().split(b"\n")
+    except OSError as error:
+        problems.append(f"{path.name} can't be read: {error.strerror}")
+        return []
+    lines, damaged = list[LedgerLine](), list[str]()
+    for text in texts[first:-1]:
+        try:
+            lines.append(decode_line(text))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            damaged.append(str(error)[:120])
+    if damaged:
+        problems.append(f"{path.name}: {len(damaged)} damaged lines, the first: {damaged[0]}")
+    if texts[-1]:
+        problems.append(f"{path.name}: the last line is half-written")
+    return resolve_replays(lines)
+
+
+def _state(lines: Sequence[LedgerLine], holder: str) -> RunState:
+    """The state that the ledger's end tells; ``running``: ``holder`` is in a session that has begun."""
+    last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END, EVENT_BOOKS, _INTERRUPT)
+    name = last.event if last is not None else ""
+    if name == EVENT_END:
+        return "ended"
+    if name == EVENT_BOOKS or (name == _INTERRUPT and not holder):
+        return "interrupted"
+    return "unknown" if not lines else "running" if holder else "died"
+
+
+def _holder(directory: RunDirectory) -> str:
+    """The process that runs it: by its lock, or by another machine's renewals of the epoch; "": none."""
+    if (pid := directory.holder()) is not None:
+        return f"process {pid}"
+    folder = directory.path / "epoch"
+    registers = [path.name.split("-") for path in folder.glob("*-*-*")]
+    newest = max(registers, key=lambda parts: (int(parts[0]), int(parts[1]), len(parts)), default=[])
+    if len(newest) != 3:  # released, or none
+        return ""
+    found, here = _object(folder / f"{newest[2]}.json", []), folder.stat()
+    # This machine's lock was free; in a copied folder the place is another.
+    if found.get("host") in (None, socket.gethostname()) or found["place"] != here.st_ino:
+        return ""
+    return f"process {found['pid']} on {found['host']}" if time.time() - here.st_mtime < found["orphan_s"] else ""
+
+
+def _solve_rate(
+    lines: Sequence[LedgerLine], recent: Sequence[StepRecord], path: Path
+) -> tuple[float | None, float | None, str]:
+    """(solve rate, its standard error, of what): of the last evaluation that measured something, else of training."""
+    for line in reversed(lines):
+        if isinstance(line, EvaluationRecord) and line.samples:
+            return line.solve_rate, line.standard_error, f"{line.split} {line.phase}"
+    if (best := _object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
+        return float(best), None, "best"
+    rate = weighted_mean(recent, lambda step: step.solve_rate, lambda step: step.samples) if recent else None
+    return rate, None, "training" if recent else ""
+
+
+def _traced_s(path: Path, otherwise_s: float) -> float:
+    """When the trace of a run begins, seconds since 1970."""
+    for name in ("trace.old.jsonl", "trace.jsonl"):
+        try:
+            with (path / name).open("rb") as file:
+                return min(otherwise_s, msgspec.json.decode(file.readline(1 << 12), type=TraceSession).unix_s)
+        except (OSError, msgspec.DecodeError):
+            continue
+    return otherwise_s
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Space that a folder takes on its disk; files that vanish meanwhile don't count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
+
+
+# --- the table -------------------------------------------------------------------------------------------
+
+
+def print_runs(runs: Sequence[ListedRun], console: Console | None = None) -> None:
+    """Print the list as a table, and below it what is wrong with which run."""
+    console, priced = console or Console(highlight=False), any(run.usd is not None for run in runs)
+    console.width = console.width if console.is_terminal else 1000
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    heads = ("run", "state", "step", "solve rate", "reward", "cost" if priced else "device-h", "disk", "started", "age")
+    for name in (*heads, "last line"):
+        table.add_column(name, no_wrap=name != "run", overflow="fold")
+    for run in runs:
+        cost = quantity(run.device_hours or math.nan)
+        cells = (
+            visible(run.run),
+            run.state,
+            f"{run.step:,} of {'?' if run.steps is None else f'{run.steps:,}'}",
+            f"{score(run.solve_rate, run.standard_error)} {run.solve_rate_of}",
+            score(run.reward),
+            cost if not priced else "–" if run.usd is None else f"${run.usd:,.2f}",
+            f"{quantity(run.disk_bytes)}B",
+            "–" if run.started_unix_s is None else f"{datetime.fromtimestamp(run.started_unix_s):%Y-%m-%d %H:%M}",
+            _since(run.started_unix_s),
+            f"{_since(run.last_unix_s)} ago",
+        )
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    for run in runs:
+        for problem in run.problems:
+            console.print(Text(f"{visible(run.run)}: {visible(problem)}", style="yellow"), soft_wrap=True)
+
+
+def _since(unix_s: float | None) -> str:
+    return duration(math.nan if unix_s is None else max(0.0, time.time() - unix_s))
