@@ -15,10 +15,11 @@ PYTEST := $(BIN)/python -m pytest
 # Need environments of their own: make test-vllm, make test-agents.
 EXCEPT_ENGINES := --ignore-glob '*test_vllm_*' --ignore-glob '*test_mini_swe_agent*'
 
-.PHONY: help system-packages install install-agents install-clients install-vllm quickstart test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint clean
+.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
+	@echo "make kernels-example  set up, then train a small model that writes C++ kernels (needs g++)"
 	@echo "make test         set up, then linters and all tests but the slow ones (8 to 13 min on two quiet cores)"
 	@echo "make test-fast    set up, then the unit tests and golden numbers alone (< 4 min)"
 	@echo "make test-slow    set up, then learning runs, random kills, benchmarks in short (CI runs them too)"
@@ -74,6 +75,9 @@ install-vllm: $(VLLM_VENV)/.installed
 
 quickstart: install
 	$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED)
+
+kernels-example: install
+	$(BIN)/python examples/kernels/run.py --seed $(SEED)
 
 lint: install
 	$(BIN)/ruff check .
