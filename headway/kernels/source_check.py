@@ -17,7 +17,7 @@ import msgspec
 
 from headway.kernels.native_source import native_findings
 from headway.kernels.operator_lists import WORDS, canonical
-from headway.kernels.source_names import FUNCTIONS, LAYER, SourceFunction, SourceNames, folded, parameters
+from headway.kernels.source_names import FUNCTIONS, LAYER, TRITON_PATH, SourceFunction, SourceNames, folded, parameters
 from headway.records.kernels import KernelBackend
 
 _ALLOWED_PATHS = re.compile(
@@ -34,7 +34,7 @@ _BARRED = re.compile(
 )
 _PATHS = {
     "ctypes": re.compile(r"ctypes\.(c_\w+|POINTER|pointer|byref|cast|sizeof|Structure|Union|Array)"),
-    "triton": re.compile(r"triton(\.(?!ops\b|testing\b|runtime\b|compiler\b|backends\b|tools\b|_)\w+)+"),
+    "triton": TRITON_PATH,
 }
 _CLEAN_PATHS = re.compile(r"math|ctypes|typing|triton|torch\.(cuda|utils|device|Size|finfo|iinfo|is_|get_|set_|manual)")
 _COMPUTING = frozenset(("sum", "max", "min", "abs", "pow", "divmod", "round", "sorted"))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
+from headway.kernels.operator_lists import WORDS
+
 SourceFunction = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Modules that no candidate needs, though Triton's have them as attributes.
+MODULES = (sys.stdlib_module_names - {"math", "random"}) | WORDS["triton_modules"]
+TRITON_PATH = re.compile(rf"triton(\.(?!(?:{'|'.join(sorted(MODULES))})\b|_)\w+)+")
 LAYER = re.compile(r"torch\.nn\.(modules\.\w+\.)?(?!Module$|Parameter$)[A-Z]\w+")
 
 
@@ -43,7 +49,7 @@ class SourceNames:
                 if "forward" not in methods:
                     bases = [self.path(base) or "" for base in node.bases]
                     self.layers[node.name] = [base for base in bases if LAYER.fullmatch(base)]
-            case ast.FunctionDef() if self._is_jit(node):
+            case ast.FunctionDef() if self.is_jit(node):
                 self.kernels[node.name] = id(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self.functions[node.name].append(node)
@@ -53,9 +59,12 @@ class SourceNames:
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.shared.update(names)
 
-    def _is_jit(self, node: ast.FunctionDef) -> bool:
-        decorators = (part.func if isinstance(part, ast.Call) else part for part in node.decorator_list)
-        return any(self.path(part) == "triton.jit" for part in decorators)
+    def is_jit(self, node: ast.FunctionDef) -> bool:
+        """Whether a function is a Triton kernel."""
+        return any(map(self.is_triton_jit, node.decorator_list))
+
+    def is_triton_jit(self, decorator: ast.expr) -> bool:
+        return self.path(decorator.func if isinstance(decorator, ast.Call) else decorator) == "triton.jit"
 
     def path(self, node: ast.AST) -> str | None:
         """Dotted path of an expression that begins at an import: "torch.nn.functional.relu" for ``F.relu``."""

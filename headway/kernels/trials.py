@@ -63,6 +63,12 @@ def tensor_bytes(values: Sequence[Any]) -> int:
     return sum(one.shape.bytes + ALIGNMENT for one in values if isinstance(one, Tensor))
 
 
+def has_bfloat16(group: TrialGroup) -> bool:
+    """Whether an input or an expected output is of bfloat16."""
+    values = [value for trial in group.trials for value in (*trial.inputs, *trial.expected)]
+    return any(isinstance(one, Tensor) and one.shape.dtype == "bfloat16" for one in values)
+
+
 def place(memory: SharedArrays, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Write the calls' tensors to the shared memory; what a guest is told about them."""
     at, told = 0, list[list[Any]]()
