@@ -19,7 +19,7 @@ _CALLED = re.compile(r"triton\.(cdiv|next_power_of_2|language\.constexpr)|math\.
 
 
 def kernel_findings(tree: ast.Module) -> Iterator[OperatorFinding]:
-    """Findings in the kernels of a module: names that no kernel needs. Both the interpreter and the compiler follow attributes
+    """Findings in the kernels of a module: names that no kernel needs. Interpreter and compiler follow attributes
     of modules, wherever these lead."""
     names = SourceNames(tree)
     for kernel in ast.walk(tree):
