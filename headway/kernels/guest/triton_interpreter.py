@@ -95,12 +95,12 @@ def _first_config(self: Any, kwargs: Any) -> Any:
     return _prune(self, kwargs)[:1]  # one alone isn't timed, for which there is no driver
 
 
-def _compile_and_exec(self: Any, tree: Any) -> Any:
+def _compile_and_exec(self: Any, transformed_ast: Any) -> Any:
     """Define a kernel as rewritten, without the interpreter's own imports among the source's names."""
     names, made = self.fn.__globals__, dict(self.kwargs)
     for name in _INJECTED:
         names.setdefault(name, vars(interpreter)[name])
-    exec(compile(tree, filename=self.filename, mode="exec"), names, made)
+    exec(compile(transformed_ast, filename=self.filename, mode="exec"), names, made)
     return made[self.fn.__name__]
 
 
