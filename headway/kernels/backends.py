@@ -29,7 +29,7 @@ def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
     if importlib.util.find_spec("torch") is None:
         return "torch isn't installed: pip install torch"
     if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "triton isn't installed: pip install triton"
+        return 'triton isn\'t installed: pip install "headway[triton]"'
     if backend == "cpp" and not (os.environ.get("CXX") or any(map(shutil.which, ("g++", "c++", "clang++")))):
         return "there is no C++ compiler: install g++ or clang++, or set CXX"
     if backend == "cuda" and not any(map(shutil.which, ("nvcc", "hipcc"))):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headway.kernels.backends import missing_for
 from headway.kernels.compiled_reference import (
     COMPILE_S,
     NO_TIME,
@@ -36,7 +37,8 @@ from headway.kernels.isolation import (
 from headway.kernels.operators import called_operator
 from headway.kernels.tasks import resized_source
 from headway.kernels.timing import EMPTY, RECORDED_SHARE, PairTimer, TimingResult, TimingSettings, measure_crossing
-from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, tensor_bytes
+from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, has_bfloat16, tensor_bytes
+from headway.kernels.triton_targets import NOT_TIMED, judge_compilation
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
 from headway.records.sandbox import MIB, SandboxError
@@ -46,11 +48,7 @@ from headway.sandbox.local.backend import LocalBackend
 T = TypeVar("T")
 SOURCE_BYTES = MIB
 LOG_CHARACTERS = 4000
-INSTALLED = {"torch": "", "cpp": ""}
-MISSING = {
-    "triton": "back end 'triton': its interpreter isn't supported yet",
-    "cuda": "back end 'cuda' needs a GPU and nvcc: install a CUDA toolkit on a machine that has one",
-}
+NO_CUDA = "back end 'cuda' needs a GPU and nvcc: install a CUDA toolkit on a machine that has one"
 PRINTED_RESULT = re.compile(rb"(?i)[\"']?(correct\w*|passed|speed_?up|runtime|compiled)[\"']?\s*[:=]")
 SourceCheck = Callable[[KernelSubmission], str]  # the deception that a source shows before it runs, or ""
 
@@ -192,6 +190,8 @@ class KernelEvaluator:
 
     async def _judge(self, submission: KernelSubmission) -> KernelEvaluation:
         groups = await self._trials(submission)
+        if submission.task.backend == "triton" and any(map(has_bfloat16, groups)):
+            raise TaskFault("back end 'triton' on a CPU: Triton's interpreter computes bfloat16 wrongly: use a GPU")
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference has had its own
         # Cores are given back behind the guest's end: until then it may run on them.
         async with contextlib.AsyncExitStack() as leases:
@@ -204,11 +204,18 @@ class KernelEvaluator:
                     judging.take_output(await guest.end())
                 self.counts.compile_s += guest.compile_s
                 found = judging.evaluation()
-                if submission.timed and found.correct:
+                if submission.timed and found.correct and submission.task.backend != "triton":
                     found = await self._time(guest, submission, groups, found, until_s, leases)
             if found.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
                 found = await self._compiled.compare(submission, groups[0], found, until_s)
-        return found
+        if submission.task.backend != "triton":
+            return found
+        since_s = time.monotonic()
+        limits, left_s = guest_spec(1, self._settings.memory_bytes).limits, max(1.0, until_s - since_s)
+        found = await judge_compilation(self._backend, limits, submission.source, guest.launches, found, left_s)
+        self.counts.compile_s += (compile_s := time.monotonic() - since_s)
+        refused = NOT_TIMED if submission.timed and found.correct else ""
+        return msgspec.structs.replace(found, refused=refused, seconds={**found.seconds, "compile": compile_s})
 
     async def _time_compiled(
         self, submission: KernelSubmission, group: TrialGroup, cores: tuple[int, ...]
@@ -439,8 +446,10 @@ class Judging:
 
 def _require_valid(submission: KernelSubmission) -> None:
     backend = submission.task.backend
-    if backend not in INSTALLED:
-        raise ConfigurationError(MISSING.get(backend, f"back end {backend!r}: valid: {', '.join(INSTALLED)}"))
+    if backend == "cuda":
+        raise ConfigurationError(NO_CUDA)
+    if backend == "triton" and (missing := missing_for(backend, gpus=False)):
+        raise ConfigurationError(f"back end 'triton': {missing}")
     if submission.device and not submission.device.startswith("cpu:"):
         raise ConfigurationError(
             f"device = {submission.device!r}: candidates aren't run on GPUs yet; valid: a set of cores, say 'cpu:2-3'"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import importlib.util
 import mmap
 import os
 import secrets
@@ -30,6 +31,7 @@ from headway.sandbox.local.zygote_process import LocalSettings, Preload
 
 FUNCTION = "headway.kernels.guest.program:serve"
 COMPILES = 8  # of one evaluation
+LAUNCHES = 64  # signatures of Triton launches of one evaluation
 COMPILE_S = 60.0
 LOG_BYTES = 1 << 16
 LOG_CHARACTERS = 4000
@@ -39,6 +41,7 @@ COMPILER = ["g++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", 
 # Memory that is freed stays with the process: else every output of a megabyte costs page faults in each interval.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 _SEALS = 0x1 | 0x2 | 0x4  # no further seals, no shrinking, no growing: or a guest could make reads here fail
 
 
@@ -64,20 +67,24 @@ class GuestError(Exception):
 
 
 def preload_settings(modules: Sequence[str] = ("numpy", "torch")) -> LocalSettings:
-    """Settings of a backend whose sandboxes have imported torch."""
+    """Settings of a backend whose sandboxes have imported torch, and triton's interpreter where triton is installed."""
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
-    folders = tuple(path for path in dict.fromkeys(paths) if os.path.isdir(path))
+    folders = [path for path in paths if os.path.isdir(path)]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None:
+        modules = (*modules, "headway.kernels.guest.triton_interpreter", "headway.kernels.guest.triton_compiler")
+        folders += [os.path.dirname(folder) for folder in triton.submodule_search_locations or ()]
     preload = Preload(
         modules=(*modules, "headway.kernels.guest.program"),
-        folders=folders,
-        environment={**ONE_THREAD, **ALLOCATION, "PYTHONHASHSEED": "0"},
+        folders=tuple(dict.fromkeys(folders)),
+        environment={**ONE_THREAD, **ALLOCATION, **INTERPRETED, "PYTHONHASHSEED": "0"},
     )
     return LocalSettings(spares=2, preload=preload, start_timeout_s=120.0)
 
 
 def guest_spec(cores: int, memory_bytes: int = 2048 * MIB) -> SandboxSpec:
     """The specification of a guest's sandbox."""
-    threads = {**ONE_THREAD, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "passive"}
+    threads = {**ONE_THREAD, **INTERPRETED, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "passive"}
     limits = ResourceLimits(memory_bytes=memory_bytes, disk_bytes=64 * MIB, processes=64, cpus=cores + 1.0)
     return SandboxSpec(limits=limits, environment=threads)
 
@@ -122,6 +129,7 @@ class GuestProcess:
         self.compiles = 0
         self.compile_s = 0.0
         self.compile_error = ""
+        self.launches: list[Any] = []  # signatures of Triton launches, as the guest tells them
         self.result: ExecResult | None = None  # once it has ended by itself
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
@@ -188,6 +196,11 @@ class GuestProcess:
             head, body = self._next()
             if head.get("ask") == "compile":
                 self._serve_compile(body)
+                continue
+            if head.get("ask") == "launch":
+                self.launches.append(head.get("launch"))
+                if len(self.launches) > LAUNCHES:
+                    raise GuestError(f"Triton kernels launched with more than {LAUNCHES} signatures", "raised", "")
                 continue
             if head.get("number") != number or self._received:
                 raise Deception("it wrote to the evaluator's channel")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from headway.kernels.operator_lists import PREFIXES, WORDS, packet_name, with_relatives
 from headway.kernels.source_check import OperatorFinding, SourceCheck
+from headway.kernels.triton_source import kernel_findings
 from headway.records.kernels import KernelBackend, KernelTask
 
 
@@ -41,7 +42,8 @@ def check_operators(source: str, backend: KernelBackend, task: KernelTask) -> li
     try:
         tree = ast.parse(source)
         allowed, forbidden = allowed_aten(backend, task) or (), with_relatives(task.forbidden_operators)
-        return SourceCheck(tree, backend, allowed, forbidden).findings()
+        found = SourceCheck(tree, backend, allowed, forbidden).findings()
+        return sorted([*found, *kernel_findings(tree)]) if backend == "triton" else found
     except (SyntaxError, ValueError):
         return []
     except (RecursionError, MemoryError):

@@ -46,7 +46,8 @@ class ModelNew(nn.Module):
         LIBRARY.run(x.data_ptr(), out.data_ptr(), x.numel())
         return out
 ```''',
-    "triton": "It computes in Triton kernels: functions under @triton.jit." + _OWN_KERNELS,
+    "triton": "It computes in Triton kernels: functions under @triton.jit at the module's top level. Inputs may lie on "
+    "a CPU, where Triton's interpreter runs the kernels: outputs go to the inputs' device." + _OWN_KERNELS,
     "cuda": "It computes in CUDA kernels, which torch.utils.cpp_extension.load_inline compiles." + _OWN_KERNELS,
     "torch": "It computes with other operators of torch than the reference; torch.compile may not be used.",
 }

@@ -16,7 +16,7 @@ import msgspec
 
 from headway.kernels.native_source import native_findings
 from headway.kernels.operator_lists import FAMILIES, WORDS, canonical
-from headway.kernels.source_names import LAYER, SourceNames, folded
+from headway.kernels.source_names import LAYER, TRITON_PATH, SourceNames, folded
 from headway.records.kernels import KernelBackend
 
 _ALLOWED_PATHS = re.compile(
@@ -33,7 +33,7 @@ _BARRED = re.compile(
 )
 _PATHS = {
     "ctypes": re.compile(r"ctypes\.(c_\w+|POINTER|pointer|byref|cast|sizeof|Structure|Union|Array)"),
-    "triton": re.compile(r"triton(\.(?!ops\b|testing\b|runtime\b|compiler\b|backends\b|tools\b|_)\w+)+"),
+    "triton": TRITON_PATH,
 }
 _TENSOR = re.compile(r"torch\.(Tensor|nn\.(parameter\.)?Parameter)")
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

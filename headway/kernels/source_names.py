@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 
+from headway.kernels.operator_lists import WORDS
+
+# Modules that no candidate needs, though Triton's have them as attributes.
+MODULES = (sys.stdlib_module_names - {"math", "random"}) | WORDS["triton_modules"]
+TRITON_PATH = re.compile(rf"triton(\.(?!(?:{'|'.join(sorted(MODULES))})\b|_)\w+)+")
 LAYER = re.compile(r"torch\.nn\.(modules\.\w+\.)?(?!Module$|Parameter$)[A-Z]\w+")
 _CALLED = re.compile(r"\b([A-Za-z]\w*)\s*\(")
 
@@ -41,8 +47,10 @@ class SourceNames:
 
     def is_jit(self, node: ast.FunctionDef) -> bool:
         """Whether a function is a Triton kernel."""
-        decorators = (part.func if isinstance(part, ast.Call) else part for part in node.decorator_list)
-        return any(self.path(part) == "triton.jit" for part in decorators)
+        return any(map(self.is_triton_jit, node.decorator_list))
+
+    def is_triton_jit(self, decorator: ast.expr) -> bool:
+        return self.path(decorator.func if isinstance(decorator, ast.Call) else decorator) == "triton.jit"
 
     def path(self, node: ast.AST) -> str | None:
         """Dotted path of an expression that begins at an import: "torch.nn.functional.relu" for ``F.relu``."""

@@ -77,6 +77,12 @@ def layout(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[told(one) for one in call] for call in calls]
 
 
+def has_bfloat16(group: TrialGroup) -> bool:
+    """Whether an input or an expected output is of bfloat16."""
+    values = [value for trial in group.trials for value in (*trial.inputs, *trial.expected)]
+    return any(isinstance(one, Tensor) and one.shape.dtype == "bfloat16" for one in values)
+
+
 def place(memory: SharedArrays, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Write the calls' tensors to the shared memory; returns their `layout`."""
     told = layout(calls)

@@ -12,18 +12,21 @@ from typing import Any
 import torch
 
 _LOOKED_AT = ("headway.kernels.guest.program", "headway.sandbox.guest.wire", "torch.nn.functional", "torch.testing")
+_TRITON = ("triton.runtime.interpreter", "headway.kernels.guest.triton_interpreter")
+_TRITON_CLASSES = ("InterpretedFunction", "GridExecutor", "FunctionRewriter", "LaunchRecorder", "RECORDER")
 _LAZY = ("torch.classes", "torch.ops")
 
 
 def _namespaces() -> dict[str, dict[str, Any]]:
-    modules = [sys.modules[name] for name in _LOOKED_AT if name in sys.modules]
+    modules = [sys.modules[name] for name in (*_LOOKED_AT, *_TRITON) if name in sys.modules]
     spaces = {module.__name__: dict(vars(module)) for module in (*modules, torch, time, builtins, gc)}
     spaces |= {"torch.Tensor": dict(vars(torch.Tensor)), "torch.nn.Module": dict(vars(torch.nn.Module))}
     spaces |= {"torch.cuda.Event": dict(vars(torch.cuda.Event))}
     program = sys.modules.get("headway.kernels.guest.program")
     if program is not None:
         spaces["Program"] = dict(vars(program.Program))
-    return spaces
+    triton = [vars(sys.modules[name]) for name in _TRITON if name in sys.modules]
+    return spaces | {name: dict(vars(space[name])) for space in triton for name in _TRITON_CLASSES if name in space}
 
 
 def marks() -> dict[str, dict[str, int]]:

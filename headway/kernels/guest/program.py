@@ -23,6 +23,7 @@ from headway.kernels.guest import confinement, integrity
 from headway.sandbox.guest import wire
 
 LOG_CHARACTERS = 4000
+_INTERPRETER = "headway.kernels.guest.triton_interpreter"
 # What torch imports late, of what every task uses: here it costs each sandbox nothing.
 torch.manual_seed(0)
 with torch.no_grad():
@@ -48,6 +49,8 @@ class Program:
         self._memory: mmap.mmap | None = None
         self._arguments: list[tuple[Any, ...]] = []
         self._outputs: list[tuple[torch.Tensor, ...]] = []
+        if recorder := getattr(sys.modules.get(_INTERPRETER), "RECORDER", None):
+            recorder.tell = lambda launch: self._send({"ask": "launch", "launch": launch})
         self._before = integrity.marks()
 
     def serve(self) -> None:
@@ -75,7 +78,8 @@ class Program:
             where = f"line {error.lineno}: " if error.lineno else ""
             return {"error": f"{where}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
         except BaseException as error:
-            return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "raised", "log": _trace(error)}, b""
+            first = _first_cause(error)
+            return {"error": f"{type(first).__name__}: {first}"[:1000], "kind": "raised", "log": _trace(error)}, b""
 
     # Requests.
 
@@ -256,6 +260,13 @@ def _leave() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error that Triton's interpreter has wrapped, once for each function of a kernel."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _trace(error: BaseException) -> str:

@@ -1,0 +1,96 @@
+"""Compilation of kernels for devices that aren't there, in a sandbox that runs no other part of a candidate's source.
+
+``/work/kernels.py`` holds the kernels, ``/work/launches.json`` the launches and targets; ``/work/outcome.json`` gets
+the first thing amiss, or nothing. Standard library, torch and triton alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    """The function that the sandbox runs."""
+    with open("/work/launches.json", encoding="utf-8") as file:
+        wanted = json.load(file)
+    # The zygote has triton as its interpreter imports it: its own functions are interpreted, too.
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
+        del sys.modules[name]
+    os.environ.pop("TRITON_INTERPRET", None)
+    importlib.import_module("triton.compiler")
+    outcome = first_failure(wanted["launches"], wanted["targets"])
+    with open("/work/outcome.json", "w", encoding="utf-8") as file:
+        json.dump(outcome, file)
+
+
+def first_failure(launches: list[dict[str, Any]], targets: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first launch that doesn't compile for a target, or needs more shared memory than it has; {}: none."""
+    try:
+        sys.path.insert(0, "/work")
+        module = importlib.import_module("kernels")
+    except Exception as error:  # its constants and decorators are the source's, too
+        return {"error": cause(error)}
+    done: set[str] = set()
+    for target in targets:
+        for launch in launches:
+            where = f"{target['name']}, {launch['kernel']}"
+            try:
+                shared = compiled(module, launch, target, done)
+            except Exception as error:  # the boundary to the compiler: whatever it raises is the source's
+                return {"error": f"{where}: {cause(error)}", "log": str(error)[:4000]}
+            if shared > (most := target["shared_bytes"]):
+                text = f"{where}: {shared} bytes of shared memory; at most {most}"
+                return {"error": text, "fault": "shared_memory_exceeded"}
+    return {}
+
+
+def compiled(module: Any, launch: dict[str, Any], target: dict[str, Any], done: set[str]) -> int:
+    """Compile one launch as Triton's own launcher does, with this target for the driver's; bytes of shared memory."""
+    compiler, jit = sys.modules["triton.compiler"], sys.modules["triton.runtime.jit"]
+    gpu = sys.modules["triton.backends.compiler"].GPUTarget(*target["gpu"])
+    kernel = getattr(module, launch["kernel"], None)
+    if kernel is None:
+        raise NameError("it isn't defined under @triton.jit at the module's top, with plain values as defaults")
+    backend = compiler.make_backend(gpu)
+    binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {name: argument(module, value) for name, value in launch["options"].items()} | {"debug": False}
+    arguments = {name: argument(module, value) for name, value in launch["arguments"].items()}
+    bound, specialization, _ = binder(**arguments, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
+    key = str((launch["kernel"], target["name"], signature, constants, attributes, options))
+    if key in done:
+        return 0
+    done.add(key)
+    source = compiler.ASTSource(kernel, signature, constants, attributes)
+    return compiler.compile(source, target=gpu, options=parsed.__dict__).metadata.shared
+
+
+def argument(module: Any, value: Any) -> Any:
+    """A launch's argument, from what the recorder has told of it."""
+    match value:
+        case {"tensor": dtype, "aligned": aligned}:
+            tensor = sys.modules["triton.runtime.jit"].MockTensor(getattr(torch, dtype))
+            if not aligned:
+                tensor.data_ptr = lambda: 4
+            return tensor
+        case {"dtype": name}:
+            return sys.modules["triton.language"].dtype(name)
+        case {"kernel": name}:
+            return getattr(module, name)
+        case {"tuple": parts}:
+            return tuple(argument(module, part) for part in parts)
+    return value
+
+
+def cause(error: BaseException) -> str:
+    """Summary of an error in a line: its class and the last line of what it, or the error behind it, says."""
+    while error.__cause__ is not None and str(error).rstrip().endswith("^"):
+        error = error.__cause__
+    last = str(error).strip().rpartition("\n")[2].strip()
+    return f"{type(error).__name__}: {last}"

@@ -1,0 +1,105 @@
+"""Triton kernels of a candidate's source: what their bodies may not name, and a module of the kernels alone, which a
+compiler may import though the source is hostile."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+from headway.kernels.operator_lists import WORDS
+from headway.kernels.source_check import OperatorFinding
+from headway.kernels.source_names import MODULES, TRITON_PATH, SourceNames
+
+_PLAIN = (
+    *(ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp, ast.IfExp),
+    *(ast.Name, ast.Attribute, ast.Call, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context),
+)
+_CALLED = re.compile(r"triton\.(cdiv|next_power_of_2|language\.constexpr)|math\.\w+|float|int|max|min")
+
+
+def kernel_findings(tree: ast.Module) -> Iterator[OperatorFinding]:
+    """Findings in the kernels of a module: names that no kernel needs. Interpreter and compiler follow attributes
+    of modules, wherever these lead."""
+    names = SourceNames(tree)
+    for kernel in ast.walk(tree):
+        if isinstance(kernel, ast.FunctionDef) and names.is_jit(kernel):
+            for node, what in _all_amiss(kernel, names):
+                yield OperatorFinding(line=getattr(node, "lineno", kernel.lineno), text=f"in a kernel: {what}")
+
+
+def _all_amiss(kernel: ast.FunctionDef, names: SourceNames) -> Iterator[tuple[ast.AST, str]]:
+    for node in (part for statement in kernel.body for part in ast.walk(statement)):
+        if what := _amiss(node, names):
+            yield node, what
+
+
+def _amiss(node: ast.AST, names: SourceNames) -> str:
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            return "an import"
+        case ast.Attribute(attr=name) if name in MODULES or name.startswith("_"):
+            return f"use of .{name}"
+        case ast.Name(id=name) if name in WORDS["builtins"] or name in ("getattr", "hasattr"):
+            return f"use of {name}"
+        case ast.Name() if (names.path(node) or "triton").split(".")[0] not in ("triton", "math"):
+            return f"use of {names.path(node)}"
+    return ""
+
+
+def kernel_module(source: str) -> str:
+    """A module with a source's kernels, their imports of triton and the constants at its top: nothing that runs when it
+    is imported, or compiled, but what a kernel may name."""
+    tree = ast.parse(source)
+    names, known, kept = SourceNames(tree), set[str](), list[ast.stmt]()
+
+    def is_fine(path: str) -> bool:
+        return path in ("math", "triton") or path.startswith("math.") or TRITON_PATH.fullmatch(path) is not None
+
+    def is_plain(value: ast.AST | None) -> bool:
+        for node in ast.walk(value) if value is not None else ():
+            path = names.path(node) if isinstance(node, (ast.Name, ast.Attribute)) else None
+            fine = isinstance(node, _PLAIN) and not (isinstance(node, ast.Attribute) and path is None)
+            if isinstance(node, ast.Call):
+                called = names.path(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")
+                fine = _CALLED.fullmatch(called) is not None
+            elif path is not None:
+                fine = is_fine(path)
+            elif isinstance(node, ast.Name):
+                fine = node.id in known or _CALLED.fullmatch(node.id) is not None
+            if not fine:
+                return False
+        return True
+
+    for node in tree.body:
+        match node:
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases, level=0):
+                begin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                node.names = [one for one in aliases if is_fine(begin + one.name)]
+                kept += [node] if node.names else []
+            case ast.FunctionDef() if names.is_jit(node):
+                defaults = ast.Tuple(elts=[*node.args.defaults, *filter(None, node.args.kw_defaults)])
+                if is_plain(defaults) and not any(_all_amiss(node, names)):
+                    _strip(node, names, is_plain)
+                    kept.append(node)
+                    known.add(node.name)
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ) if is_plain(value):
+                if isinstance(node, ast.AnnAssign) and not is_plain(node.annotation):
+                    node.annotation = ast.Constant(value=None)
+                kept.append(node)
+                known.add(name)
+    return ast.unparse(ast.fix_missing_locations(ast.Module(body=kept, type_ignores=[])))
+
+
+def _strip(node: ast.FunctionDef, names: SourceNames, is_plain: Callable[[ast.AST | None], bool]) -> None:
+    """Leave a kernel no decorator but triton.jit, and plain annotations."""
+    node.decorator_list = [part for part in node.decorator_list if names.is_triton_jit(part)]
+    for part in node.decorator_list:
+        if isinstance(part, ast.Call):
+            part.args, part.keywords = [], [one for one in part.keywords if one.arg and is_plain(one.value)]
+    for parameter in (one for one in ast.walk(node.args) if isinstance(one, ast.arg)):
+        parameter.annotation = parameter.annotation if is_plain(parameter.annotation) else None
+    node.returns = None
