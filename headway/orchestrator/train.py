@@ -113,7 +113,7 @@ async def _train(
         watching = watching_stalls(run.context, directory, interrupts.stop, STALLS)
         await stack.enter_async_context(watching)
         recorded = read_ledger(directory.path)
-        await stack.enter_async_context(watching_alerts(run.context, directory, ledger, recorded, ALERTS))
+        await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, recorded, ALERTS))
         observers.announce()
         await run.begin(recorded_steps(recorded), last_step(recorded))
         await run.train()

@@ -88,17 +88,13 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
 def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     """Alerts of a run, each in a sentence. A ledger without any may be older than the rules, or written without them:
     those about steps are then applied to its lines."""
-    recorded = [line for line in lines if isinstance(line, EventRecord) and line.event == EVENT_ALERT]
-    found = [(event.step, event.detail) for event in recorded]
-    if not found:
-        tracker = AlertTracker(["all"], min_interval_s=0.0)
-        found = [
-            (line.step, f"{change.rule}: {change.detail}")
-            for line in lines
-            for change in tracker.take(line)
-            if change.kind == "raised"
-        ]
-    return tuple(f"step {step}, {detail}" for step, detail in found)
+    tracker, recorded, replayed = AlertTracker(["all"], 0.0), list[str](), list[str]()
+    for line in lines:
+        if isinstance(line, EventRecord) and line.event == EVENT_ALERT:
+            recorded.append(f"step {line.step}, {line.detail}")
+        raised = [rule for rule, change in tracker.take(line) if change == "raised"]
+        replayed += [f"step {line.step}, {rule}: {tracker.raised[rule]}" for rule in raised]
+    return tuple(recorded or replayed)
 
 
 def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: float | None) -> DeviceCosts:

@@ -24,14 +24,7 @@ from headway.report.doctor import costs_of
 from headway.report.formats import duration, percent, quantity, score, shown_kernels
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
-from headway.telemetry.ledger import (
-    EVENT_ALERT,
-    EVENT_ALERT_CLEARED,
-    EVENT_END,
-    EVENT_PLAN_CHANGED,
-    EVENT_STALL_ENDED,
-    EVENT_STALLED,
-)
+from headway.telemetry.ledger import EVENT_ALERT, EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
 
 WINDOW = 20  # steps that "now" is averaged over
 REDRAW_EVERY_S = 0.5  # drawing takes the orchestrator's core a few milliseconds
@@ -92,10 +85,9 @@ class LiveState:
                 self.stalls[line.worker] = line.detail
             elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
                 self.stalls.pop(line.worker, None)
+            self.alerts.pop(rule := line.data.get("rule"), None)  # only alerts and their ends have one
             if line.event == EVENT_ALERT:
-                self.alerts[line.data.get("rule")] = line.detail
-            elif line.event == EVENT_ALERT_CLEARED:
-                self.alerts.pop(line.data.get("rule"), None)
+                self.alerts[rule] = line.detail
             self.ended = line.event == EVENT_END
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
@@ -200,7 +192,7 @@ def screen(state: LiveState) -> RenderableType:
     for stall in state.stalls.values():
         rows.add_row(Text("Stalled", style="bold red"), Text(stall, style="red"))
     for rule, alert in state.alerts.items():
-        if rule != "stall":
+        if rule != "stall":  # it has a row already
             rows.add_row(Text("Alert", style="bold red"), Text(alert, style="red"))
     for record in state.evaluations:
         rows.add_row("Evaluation", evaluation_line(record))

@@ -100,19 +100,15 @@ class LoopWatch:
         from headway.runtime.run_directory import RunDirectory
         from headway.telemetry.exporters.alerts import alert_fields, deliver
 
-        try:
+        with contextlib.suppress(HeadwayError, OSError):  # its configuration can't be read
             alerts = RunDirectory(self._ledger.parent).read_experiment().alerts
-        except (HeadwayError, OSError):  # not without its configuration
-            return
-        if not {"stall", "all"} & set(alerts.rules) or time.monotonic() - self._alerted_s < alerts.min_interval_s:
-            return
-        self._alerted_s = time.monotonic()
-        detail = f"stall: {stalled.detail}"
-        alert = EventRecord(
-            event=EVENT_ALERT, detail=detail, step=stalled.step, time_s=stalled.time_s, data=alert_fields("stall")
-        )
-        self._write(alert)
-        deliver(alert, alerts, self._ledger.parent.resolve())
+            rested = time.monotonic() - self._alerted_s >= alerts.min_interval_s
+            if rested and {"stall", "all"} & set(alerts.rules):
+                self._alerted_s = time.monotonic()
+                found, at = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
+                alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=found, **at)
+                self._write(alert)
+                deliver(alert, alerts, self._ledger.parent.resolve())
 
 
 def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:

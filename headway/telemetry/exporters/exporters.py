@@ -25,7 +25,7 @@ from headway.telemetry.metrics import Histogram, histograms, scalars
 
 PROMETHEUS = "prometheus"
 LOGGING = "logging"
-COMMAND, WEBHOOK = "alert command", "alert webhook"
+COMMAND, WEBHOOK = "alerts.command", "alerts.webhook_env"
 
 # name -> (module and class of its exporter, package it needs, what to install)
 EXPORTERS: dict[str, tuple[str, str, str]] = {
@@ -312,8 +312,8 @@ def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) 
 
 def _key(name: str) -> str:
     """The key of the experiment file that asks for an exporter."""
-    keys = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: "alerts.command"}
-    return {**keys, WEBHOOK: "alerts.webhook_env"}.get(name, "ledger.trackers")
+    keys = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: COMMAND, WEBHOOK: WEBHOOK}
+    return keys.get(name, "ledger.trackers")
 
 
 def _stored_ids(path: Path) -> dict[str, Any]:
