@@ -10,7 +10,7 @@ AlertRule = Literal["stall", "no_step", "skipped", "kl", "entropy", "reward_hack
 
 
 class AlertsConfig(Section):
-    """What a run raises an alarm about, and whom it tells: docs/alerts.md."""
+    """Alerts: the rules that raise them, and whom they reach: docs/alerts.md."""
 
     rules: Annotated[tuple[Literal[AlertRule, "all"], ...], named_once("rule")] = ("all",)  # (): none
     command: tuple[str, ...] = ()  # a program and its arguments: started for each alert, which it reads as JSON

@@ -37,7 +37,7 @@ _LENGTH_RATIO_ALONE, _LENGTH_BEFORE = 3.0, 64  # ... of cut ones or not, in so m
 
 
 @dataclass
-class RunHistory:
+class AlertHistory:
     """The steps and evaluations that the rules look at."""
 
     first: list[StepRecord] = field(default_factory=list[StepRecord])
@@ -62,14 +62,14 @@ def _metric(name: str, steps: Iterable[StepRecord]) -> list[float]:
     return [value for step in steps if math.isfinite(value := step.metrics.get(name, math.nan)) and not step.skipped]
 
 
-def skipped_steps(history: RunHistory) -> str:
+def skipped_steps(history: AlertHistory) -> str:
     """Steps in a row whose gradient, loss or divergence wasn't finite."""
     last = history.recent[-SKIPPED:]
     bad = (step.skipped or not all(math.isfinite(step.metrics.get(name, 0.0)) for name in _FINITE) for step in last)
     return f"{SKIPPED} steps in a row were skipped or not finite" if len(last) == SKIPPED and all(bad) else ""
 
 
-def divergence(history: RunHistory) -> str:
+def divergence(history: AlertHistory) -> str:
     """KL between the weights that sampled and those that train, or from the reference model."""
     for name, limit in _DIVERGENCE.items():
         values = [abs(value) for value in _metric(name, history.recent)][-RECENT // 2 :]
@@ -78,7 +78,7 @@ def divergence(history: RunHistory) -> str:
     return ""
 
 
-def entropy_collapse(history: RunHistory) -> str:
+def entropy_collapse(history: AlertHistory) -> str:
     """Entropy that has fallen to a small share of the first steps', though tasks are left to solve."""
     then, now = _metric("entropy", history.first)[:RECENT], _metric("entropy", history.recent)
     if len(history.steps) < 2 * RECENT or min(len(then), len(now)) < RECENT:
@@ -89,7 +89,7 @@ def entropy_collapse(history: RunHistory) -> str:
     return f"entropy fell from {median(then):.3g} to {median(now):.3g} nats per token; {solved:.0%} is solved"
 
 
-def reward_hacking(history: RunHistory) -> str:
+def reward_hacking(history: AlertHistory) -> str:
     """Training reward that rises while the evaluation on validation tasks doesn't.
 
     Of the last evaluations and the steps since the first of them, two halves are compared. Both changes are in standard
@@ -118,7 +118,7 @@ def reward_hacking(history: RunHistory) -> str:
     )
 
 
-def lengths_running_away(history: RunHistory) -> str:
+def lengths_running_away(history: AlertHistory) -> str:
     """Response lengths that have grown since the run's start until many are cut, or faster than learning makes them."""
     start = [step for step in history.first if step.length_mean > 0][:_LENGTH_START]
     measured = [step for step in history.steps if step.length_mean > 0][-RECENT - _LENGTH_BEFORE :]
@@ -147,7 +147,7 @@ def no_step(since_s: float, gaps_s: Sequence[float], times: float, least_s: floa
     return f"no step for {since_s:.0f} s; the last {len(gaps_s)} took {max(gaps_s):.3g} s at most"
 
 
-STEP_RULES: dict[AlertRule, Callable[[RunHistory], str]] = {
+STEP_RULES: dict[AlertRule, Callable[[AlertHistory], str]] = {
     "skipped": skipped_steps,
     "kl": divergence,
     "entropy": entropy_collapse,
@@ -171,7 +171,7 @@ class AlertTracker:
         """``rules``: names, or "all"."""
         wanted = set(rules)
         self.rules = [rule for rule in RULES if wanted & {rule, "all"}]
-        self.history = RunHistory()
+        self.history = AlertHistory()
         self.raised: dict[AlertRule, str] = {}  # rule -> what it found
         self._min_interval_s = min_interval_s
         self._raised_s: dict[AlertRule, float] = {}

@@ -92,8 +92,8 @@ def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     for line in lines:
         if isinstance(line, EventRecord) and line.event == EVENT_ALERT:
             recorded.append(f"step {line.step}, {line.detail}")
-        raised = [rule for rule, change in tracker.take(line) if change == "raised"]
-        replayed += [f"step {line.step}, {rule}: {tracker.raised[rule]}" for rule in raised]
+        for rule, change in tracker.take(line):
+            replayed += [f"step {line.step}, {rule}: {tracker.raised[rule]}"] if change == "raised" else []
     return tuple(recorded or replayed)
 
 

@@ -17,8 +17,6 @@ if __name__ == "__main__":
     journal, wanted, *command = sys.argv[1:]
     faulty_headway.note_workers(journal)
     train.STALLS = stalled_headway.SHORT
-    train.ALERTS = AlertSettings(
-        tick_s=0.2, no_step_s=2.0, no_step_times=3.0, disk_bytes=int(os.environ.get("ALERT_DISK_BYTES", "0"))
-    )
+    train.ALERTS = AlertSettings(tick_s=0.2, disk_bytes=int(os.environ.get("ALERT_DISK_BYTES", "0")))
     stalled_headway.install(wanted)
     sys.exit(main(command))

@@ -17,8 +17,8 @@ from headway.control.alerts import (
     RULES,
     STEP_RULES,
     WINDOW,
+    AlertHistory,
     AlertTracker,
-    RunHistory,
     divergence,
     entropy_collapse,
     full_disk,
@@ -48,8 +48,8 @@ def evaluation(number: int, rate: float, tasks: int = 256, split: str = "validat
     )  # fmt: skip
 
 
-def history(lines: Iterable[LedgerLine]) -> RunHistory:
-    found = RunHistory()
+def history(lines: Iterable[LedgerLine]) -> AlertHistory:
+    found = AlertHistory()
     for line in lines:
         found.take(line)
     return found
