@@ -34,7 +34,6 @@ from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
-from headway.telemetry.exporters.alerts import require_command, webhook_url
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.tokenizer import Tokenizer
 
@@ -411,12 +410,8 @@ def _cluster(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _exporters(inputs: _Inputs, findings: Findings) -> None:
-    """Packages of the trackers, the address of `/metrics`, whom alerts go to; no server is asked."""
-    address, alerts = inputs.experiment.ledger.prometheus, inputs.experiment.alerts
-    with findings.refused("alerts.command"):
-        require_command(alerts.command)
-    with findings.refused("alerts.webhook_env"):
-        webhook_url(alerts.webhook_env)
+    """Packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
+    address = inputs.experiment.ledger.prometheus
     for problem in missing_packages(inputs.experiment):
         key, _, message = problem.partition(": ")
         findings.error(key, message)
