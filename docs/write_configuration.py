@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headway.config import (
+    alerts,
     buffer,
     cluster,
     control,
@@ -54,6 +55,7 @@ def reference() -> str:
     """The whole page in Markdown. Pure: reads the schema and its source and nothing else."""
     modules = (
         schema,
+        alerts,
         buffer,
         curriculum,
         endpoint,

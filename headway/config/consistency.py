@@ -25,6 +25,7 @@ def require_consistent(experiment: Experiment) -> None:
     _require_environment(experiment)
     _require_reproducible_sampling(experiment)
     _require_group_sizes(experiment)
+    _require_variable_name(experiment)
     require_engine(experiment)
 
 
@@ -271,3 +272,9 @@ def _require_group_sizes(experiment: Experiment) -> None:
             f"queue.groups_per_step = {experiment.queue.groups_per_step} times rollout.group_size = {size} "
             "must be at least 2"
         )
+
+
+def _require_variable_name(experiment: Experiment) -> None:
+    name = experiment.alerts.webhook_env
+    if name and not name.isidentifier():  # not shown: it may be the URL itself
+        raise ValueError("alerts.webhook_env is no name: valid: that of an environment variable, which holds the URL")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headway.config.adapter import AdapterConfig, Quantization
+from headway.config.alerts import AlertsConfig
 from headway.config.buffer import BufferConfig
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
@@ -327,6 +328,7 @@ class Experiment(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     ledger: LedgerConfig = LedgerConfig()
+    alerts: AlertsConfig = AlertsConfig()
     control: ControlConfig = ControlConfig()
     cluster: ClusterConfig = ClusterConfig()
     sft: SftConfig = SftConfig()
@@ -418,6 +420,7 @@ RESUMABLE_KEYS = {
     "control": "*",
     "checkpoint": "*",
     "ledger": "*",
+    "alerts": "*",
     "cluster": "* nodes.* environment.*",
 }
 _RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys.split())

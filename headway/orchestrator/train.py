@@ -29,6 +29,7 @@ from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
+from headway.orchestrator.stalls.alerts import AlertSettings, watching_alerts
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
@@ -53,6 +54,7 @@ from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
 STALLS = WatchSettings()
+ALERTS = AlertSettings()
 OnLine = Callable[[LedgerLine], None]
 _SIGNALS = (*INTERRUPTS, signal.SIGUSR1)  # the last is what Slurm sends before a time limit
 
@@ -111,8 +113,9 @@ async def _train(
             raise
         watching = watching_stalls(run.context, directory, interrupts.stop, STALLS)
         await stack.enter_async_context(watching)
-        observers.announce()
         recorded = read_ledger(directory.path)
+        await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, recorded, ALERTS))
+        observers.announce()
         await run.begin(recorded_steps(recorded), last_step(recorded))
         await run.train()
         await run.conclude()

@@ -13,17 +13,18 @@ from rich.text import Text
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
+from headway.control.alerts import AlertTracker
 from headway.control.tuning.diagnosis import Diagnosis, Recommendation, device_splits, diagnose
 from headway.control.tuning.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import StepRecord
+from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
 from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import alike, parse_device, sharing
 from headway.runtime.run_directory import RunDirectory, placed_as_before
-from headway.telemetry.ledger import EVENT_SIMULATED
+from headway.telemetry.ledger import EVENT_ALERT, EVENT_SIMULATED
 from headway.telemetry.summary import undisturbed
 
 
@@ -46,6 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     costs: DeviceCosts
     diagnosis: Diagnosis
     recommended: str = ""  # by the run's own controller, the last time; "": nothing
+    alerts: tuple[str, ...] = ()  # in order: those in the ledger, or what today's rules find in an older run's
     kernels: str = ""  # of a run that writes some: what failed, and whether it waits for its evaluators
 
 
@@ -63,8 +65,9 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     apart = not lent and alike([*experiment.generator.devices, *ranks])
     splits = device_splits(experiment) if apart else ()
     found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free, splits)
+    alerts = alerts_of(view.lines)
     if isinstance(found, str):
-        raise ConfigurationError(f"{view.path}: {found}")
+        raise ConfigurationError("; ".join([f"{view.path}: {found}", *(f"alert at {alert}" for alert in alerts)]))
     costs = device_costs(view, experiment, usd_per_device_hour)
     kernels = ""
     if any(step.kernels.evaluations for step in view.steps):
@@ -77,8 +80,21 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
         costs=costs,
         diagnosis=found,
         recommended=view.verdict.plan_text,
+        alerts=alerts,
         kernels=kernels,
     )
+
+
+def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
+    """Alerts of a run, each in a sentence. A ledger without any may be older than the rules, or written without them:
+    those about steps are then applied to its lines."""
+    tracker, recorded, replayed = AlertTracker(["all"], 0.0), list[str](), list[str]()
+    for line in lines:
+        if isinstance(line, EventRecord) and line.event == EVENT_ALERT:
+            recorded.append(f"step {line.step}, {line.detail}")
+        for rule, change in tracker.take(line):
+            replayed += [f"step {line.step}, {rule}: {tracker.raised[rule]}"] if change == "raised" else []
+    return tuple(recorded or replayed)
 
 
 def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: float | None) -> DeviceCosts:
@@ -180,6 +196,8 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         rows["kernels"] = report.kernels
     if report.recommended:
         rows["re-planning"] = report.recommended
+    if report.alerts:
+        rows["alerts"] = "\n".join(report.alerts)
     print_rows(rows, console=console)
     if costs.lost_h:
         lost = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}

@@ -24,7 +24,7 @@ from headway.report.doctor import costs_of
 from headway.report.formats import duration, percent, quantity, score, shown_kernels
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
-from headway.telemetry.ledger import EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
+from headway.telemetry.ledger import EVENT_ALERT, EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
 
 WINDOW = 20  # steps that "now" is averaged over
 REDRAW_EVERY_S = 0.5  # drawing takes the orchestrator's core a few milliseconds
@@ -61,6 +61,7 @@ class LiveState:
         self.ended = False
         self.placement: EventRecord | None = None  # the last change of plan
         self.stalls: dict[str, str] = {}  # worker -> the line that names its stall, while it lasts
+        self.alerts: dict[object, str] = {}  # rule -> what it found, while it holds
 
     def take(self, line: LedgerLine) -> None:
         if isinstance(line, StepRecord):
@@ -84,6 +85,9 @@ class LiveState:
                 self.stalls[line.worker] = line.detail
             elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
                 self.stalls.pop(line.worker, None)
+            self.alerts.pop(rule := line.data.get("rule"), None)  # only alerts and their ends have one
+            if line.event == EVENT_ALERT:
+                self.alerts[rule] = line.detail
             self.ended = line.event == EVENT_END
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
@@ -187,6 +191,9 @@ def screen(state: LiveState) -> RenderableType:
             rows.add_row("Cost", cost_sentence(cost))
     for stall in state.stalls.values():
         rows.add_row(Text("Stalled", style="bold red"), Text(stall, style="red"))
+    for rule, alert in state.alerts.items():
+        if rule != "stall":  # it has a row already
+            rows.add_row(Text("Alert", style="bold red"), Text(alert, style="red"))
     for record in state.evaluations:
         rows.add_row("Evaluation", evaluation_line(record))
     for event in state.events:

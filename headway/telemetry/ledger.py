@@ -36,6 +36,8 @@ EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last ver
 EVENT_END = "end"  # the run ended in order
 EVENT_STALLED = "stalled"  # a wait is too long; detail names its cause, data: wait, expected_s, stacks of both sides
 EVENT_STALL_ENDED = "stall_ended"  # of the same worker
+EVENT_ALERT = "alert"  # a rule of [alerts] holds; data: rule, at (Unix time), host
+EVENT_ALERT_CLEARED = "alert_cleared"  # ... and no longer; data: rule
 EVENT_SIMULATED = "simulated"  # the run is a simulation: detail names the scenario
 
 _encoder = msgspec.json.Encoder()

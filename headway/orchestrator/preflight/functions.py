@@ -1,4 +1,4 @@
-"""Finds problems of the user's own functions before a run starts."""
+"""Finds problems of the user's own functions, and of what alerts go to, before a run starts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from headway.rollout.verifiers_environment import load as load_verifiers
 from headway.runtime.clock import RealClock
 from headway.runtime.hooks import load_hook
 from headway.runtime.imports import import_function, require_module
+from headway.telemetry.exporters.alerts import require_command, webhook_url
 from headway.telemetry.exporters.own import load_own_logging
 
 
 def function_findings(experiment: Experiment, task: Task | None) -> Findings:
-    """Errors of the user's functions. Advantages and hooks are imported as the run will, and called on made-up groups
-    of ``task``, where there is one; a loss lives in the trainer's process and needs torch, so only its module is looked
-    for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is really called, elsewhere."""
+    """Errors of the user's functions, and of what alerts go to. Advantages and hooks are imported as the run will, and
+    called on made-up groups of ``task``, where there is one; a loss lives in the trainer's process and needs torch, so
+    only its module is looked for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is
+    really called, elsewhere."""
     findings, algorithm = Findings(), experiment.algorithm
     with findings.refused(ADVANTAGE):
         resolve_advantage(algorithm.advantage)
@@ -42,6 +44,10 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
         if algorithm.loss not in LOSSES:
             require_module(algorithm.loss, "algorithm.loss", LOSSES)
     _look_at_agent(experiment.environment, findings)
+    with findings.refused("alerts.command"):
+        require_command(experiment.alerts.command)
+    with findings.refused("alerts.webhook_env"):
+        webhook_url(experiment.alerts.webhook_env)
     for short, names in HOOKS.items():
         name, key = getattr(experiment.hooks, short), f"hooks.{short}"
         if name in names:

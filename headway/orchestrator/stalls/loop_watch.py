@@ -8,6 +8,7 @@ handler writes without the interpreter's lock, and writes the line into the ledg
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ from headway.control.stalls import place_of
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Stack, WorkerStatus
 from headway.runtime.stalls.stacks import dump_of, parse_dump
-from headway.telemetry.ledger import EVENT_STALLED
+from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
 
 SUBJECT = "orchestrator"
 _AGAIN_S = 1.0  # a beat may be under way when a machine wakes up
@@ -43,6 +44,7 @@ class LoopWatch:
         self._limit_s = limit_s
         self._policy = policy
         self._last = b"0 0"  # the last beat: seconds since the run's start, and its version
+        self._alerted_s = -math.inf
 
     def run(self, beats: int) -> None:
         """Read beats from a descriptor until it is closed."""
@@ -80,12 +82,33 @@ class LoopWatch:
             lost_s=round(silent_s, 1),
             data={"stacks": stacks_text([(SUBJECT, stack) for stack in stacks])},
         )
+        self._write(event)
+        if self._policy == "end":  # it can't end itself; a run that is killed can be resumed
+            os.kill(self._pid, signal.SIGKILL)
+        self._alert(event)
+
+    def _write(self, event: EventRecord) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(self._ledger, os.O_WRONLY | os.O_APPEND)
             os.write(descriptor, msgspec.json.encode(event) + b"\n")
             os.close(descriptor)
-        if self._policy == "end":  # it can't end itself; a run that is killed can be resumed
-            os.kill(self._pid, signal.SIGKILL)
+
+    def _alert(self, stalled: EventRecord) -> None:
+        """Raise the alert that the orchestrator can't raise now."""
+        # Slow to import, and seldom needed.
+        from headway.records.errors import HeadwayError
+        from headway.runtime.run_directory import RunDirectory
+        from headway.telemetry.exporters.alerts import alert_fields, deliver
+
+        with contextlib.suppress(HeadwayError, OSError):  # its configuration can't be read
+            alerts = RunDirectory(self._ledger.parent).read_experiment().alerts
+            rested = time.monotonic() - self._alerted_s >= alerts.min_interval_s
+            if rested and {"stall", "all"} & set(alerts.rules):
+                self._alerted_s = time.monotonic()
+                found, at = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}
+                alert = EventRecord(event=EVENT_ALERT, detail=f"stall: {stalled.detail}", data=found, **at)
+                self._write(alert)
+                deliver(alert, alerts, self._ledger.parent.resolve())
 
 
 def stacks_text(stacks: Sequence[tuple[str, Stack]]) -> str:

@@ -25,6 +25,7 @@ from headway.telemetry.metrics import Histogram, histograms, scalars
 
 PROMETHEUS = "prometheus"
 LOGGING = "logging"
+COMMAND, WEBHOOK = "alerts.command", "alerts.webhook_env"
 
 # name -> (module and class of its exporter, package it needs, what to install)
 EXPORTERS: dict[str, tuple[str, str, str]] = {
@@ -34,6 +35,8 @@ EXPORTERS: dict[str, tuple[str, str, str]] = {
     "trackio": ("headway.telemetry.exporters.trackio:Trackio", "trackio", "headway[trackio]"),
     PROMETHEUS: ("headway.telemetry.exporters.prometheus:Prometheus", "prometheus_client", "prometheus-client"),
     LOGGING: ("headway.telemetry.exporters.own:OwnLogging", "headway", "headway"),
+    COMMAND: ("headway.telemetry.exporters.alerts:AlertCommand", "headway", "headway"),
+    WEBHOOK: ("headway.telemetry.exporters.alerts:AlertWebhook", "headway", "headway"),
 }
 
 CAPACITY = 1000  # lines that may wait for one exporter; more are dropped
@@ -71,6 +74,7 @@ class Exporter:
     run_id: str | None = None
     place: str = ""
     wants_pulses = False
+    only_event = ""  # name of the events that are all it gets; "": every line
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         """Export numbers of a step or of an evaluation; ``step``: version of the trainer."""
@@ -166,8 +170,10 @@ class Exports:
     def take(self, line: LedgerLine) -> None:
         """Queue a line of the ledger for every exporter."""
         self._newest = line
+        name = line.event if isinstance(line, EventRecord) else ""
         for lane in self._lanes:
-            lane.offer(lambda exporter: _export(exporter, line, self._sources))
+            if lane.exporter.only_event in ("", name):
+                lane.offer(lambda exporter: _export(exporter, line, self._sources))
             if lane.error and lane.name not in self._told:
                 self._told.add(lane.name)
                 self._tell(EVENT_EXPORTER_FAILED, f"{lane.name}: {lane.error}")
@@ -244,7 +250,8 @@ def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> N
 def wanted(experiment: Experiment) -> list[str]:
     """Names of the exporters that ``experiment`` asks for; `/metrics` first, because it fails fastest."""
     own = [LOGGING] if experiment.hooks.logging != "none" else []
-    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *own, *experiment.ledger.trackers]
+    alerts = [*([COMMAND] if experiment.alerts.command else []), *([WEBHOOK] if experiment.alerts.webhook_env else [])]
+    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *own, *alerts, *experiment.ledger.trackers]
 
 
 def missing_packages(experiment: Experiment) -> Iterator[str]:
@@ -305,7 +312,8 @@ def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) 
 
 def _key(name: str) -> str:
     """The key of the experiment file that asks for an exporter."""
-    return {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging"}.get(name, "ledger.trackers")
+    keys = {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging", COMMAND: COMMAND, WEBHOOK: WEBHOOK}
+    return keys.get(name, "ledger.trackers")
 
 
 def _stored_ids(path: Path) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candida
 from headway.control.tuning.ledger_model import estimate, shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, KernelScores, LedgerLine, StepRecord
-from headway.report.doctor import costs_of, examine, print_report
+from headway.report.doctor import alerts_of, costs_of, examine, print_report
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import Ledger
+from tests.support.kept_ledgers import kept_ledger
 from tests.support.simulated_run import Outcome, experiment_of, small_run
 
 DECODE = {"token_s": lambda running: 0.004 + 0.0003 * running}
@@ -226,3 +227,22 @@ def test_a_run_that_waits_for_its_evaluators_is_named(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     print_report(report, None, console)
     assert "evaluators" in console.export_text()
+
+
+def test_alerts_are_listed_as_recorded_or_found_in_an_older_ledger(tmp_path: Path) -> None:
+    outcome = run()
+    older = recorded(outcome, tmp_path / "older")
+    assert examine(older).alerts == ()
+    alert = EventRecord(event="alert", step=7, detail="disk: /runs has 0.10 GiB left", data={"rule": "disk"})
+    outcome.lines.insert(2, alert)
+    report = examine(recorded(outcome, tmp_path / "recorded"))
+    assert report.alerts == ("step 7, disk: /runs has 0.10 GiB left",)
+    console = Console(width=100, record=True)
+    print_report(report, None, console)
+    assert "step 7, disk: /runs has 0.10 GiB left" in console.export_text()
+    with pytest.raises(ConfigurationError, match=r"; alert at step 7, disk: /runs has 0\.10 GiB left"):
+        examine(recorded(outcome, tmp_path / "short", 5))
+    assert alerts_of(kept_ledger("collapsed")) == (
+        "step 5, kl: kl is 0.203 nats per token, over 0.15",
+        "step 14, length: responses grew from 293 to 461 tokens; 75% are cut, at the start 6%",
+    )

@@ -75,6 +75,15 @@ def test_screen_answers_the_three_questions() -> None:
     assert "trained 3,840 · filtered 960" in text
 
 
+def test_screen_shows_an_alert_until_it_is_over() -> None:
+    state = LiveState(experiment())
+    alert = EventRecord(event="alert", detail="kl: KL is 0.2 nats per token", data={"rule": "kl"})
+    state.take(alert)
+    assert [line.split()[1] for line in drawn(state).splitlines() if "KL is 0.2" in line] == ["Alert", "Event"]
+    state.take(EventRecord(event="alert_cleared", detail="kl: not found any more", data={"rule": "kl"}))
+    assert [line.split()[1] for line in drawn(state).splitlines() if "KL is 0.2" in line] == ["Event"]
+
+
 def test_screen_before_the_first_step_and_with_odd_numbers() -> None:
     state = LiveState(experiment())
     assert "Starting" in drawn(state)

@@ -1,0 +1,135 @@
+"""A run's alerts: its ledger and the time since its last step through the rules of ``control/alerts.py``, back into the
+ledger, from where exporters deliver them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import shutil
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from headway.config.alerts import AlertRule
+from headway.control.alerts import STEP_RULES, AlertTracker, Change, full_disk, no_step
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.preflight.cluster import LEAST_DISK_BYTES
+from headway.records.errors import HeadwayError
+from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.telemetry.exporters.alerts import alert_fields
+from headway.telemetry.ledger import EVENT_ALERT, EVENT_ALERT_CLEARED, EVENT_STALL_ENDED, EVENT_STALLED, Ledger
+
+
+class AlertSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the watch over alerts."""
+
+    tick_s: float = 15.0  # between two looks at the clock and the disk
+    no_step_times: float = 10.0  # of the longest of the last steps: checkpoints and evaluations come in between
+    no_step_s: float = 600.0  # at least
+    disk_bytes: int = LEAST_DISK_BYTES  # left at least, beside two checkpoints: a new one is whole before the oldest
+    # goes
+
+
+class AlertWatch:
+    """Finds alerts and records them.
+
+    Consumes: the ledger's lines (``take`` is a subscriber). Waits for: nothing but the clock. An alert that the ledger
+    can't record, on a full disk, is lost: the run ends by the next line anyway.
+    """
+
+    def __init__(self, run: RunContext, folder: Path, settings: AlertSettings) -> None:
+        self._run = run
+        self._folder = folder
+        self._settings = settings
+        self._tracker = AlertTracker(run.experiment.alerts.rules, run.experiment.alerts.min_interval_s)
+        self._stalls: dict[str, str] = {}  # worker -> the line that names its stall
+        self._gaps_s: deque[float] = deque(maxlen=64)
+        self._step_s = math.nan  # the run's time at its last step
+        self._checkpoint_bytes = 0
+
+    def restore(self, lines: Iterable[LedgerLine]) -> None:
+        """Go on from what a former process of the run recorded: what was raised then isn't again."""
+        for line in lines:
+            self._tracker.history.take(line)
+            rule = line.data.get("rule") if isinstance(line, EventRecord) else None
+            if rule in STEP_RULES and isinstance(line, EventRecord):  # the others are of that process
+                self._tracker.raised.pop(rule, None)
+                if line.event == EVENT_ALERT:
+                    self._tracker.raised[rule] = line.detail
+
+    def take(self, line: LedgerLine) -> None:
+        """Take in a line of the ledger, and record what changes by it."""
+        if isinstance(line, EventRecord):
+            if line.event == EVENT_STALLED:
+                self._stalls[line.worker] = line.detail
+            elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
+                self._stalls.pop(line.worker, None)
+            elif line.event == "checkpoint":
+                self._checkpoint_bytes = _newest_checkpoint_bytes(self._folder)
+            self._update("stall", next(iter(self._stalls.values()), ""))
+            return
+        for rule, change in self._tracker.take(line):
+            self._record(rule, change)
+        if isinstance(line, StepRecord):
+            if line.time_s > self._step_s:
+                self._gaps_s.append(line.time_s - self._step_s)
+            self._step_s = line.time_s
+
+    def look(self) -> None:
+        """Look at the clock and the disks, and record what changes."""
+        run, settings = self._run, self._settings
+        self._update("stall", next(iter(self._stalls.values()), ""))
+        found = ""
+        if not self._stalls and not run.state.draining:  # a stall says the same, and names the cause
+            found = no_step(run.time_s() - self._step_s, self._gaps_s, settings.no_step_times, settings.no_step_s)
+        self._update("no_step", found)
+        found = ""
+        with contextlib.suppress(OSError):
+            needed = settings.disk_bytes + 2 * self._checkpoint_bytes
+            found = full_disk(shutil.disk_usage(self._folder).free, needed, f"the file system of {self._folder}")
+        for node in run.nodes():
+            found = found or full_disk(node.disk_free_bytes, settings.disk_bytes, f"TMPDIR of the node {node.name!r}")
+        self._update("disk", found, misses=4)
+
+    async def loop(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await self._run.clock.sleep(self._settings.tick_s)
+            self.look()
+
+    def _update(self, rule: AlertRule, found: str, misses: int = 1) -> None:
+        self._record(rule, self._tracker.update(rule, found, self._run.time_s(), misses))
+
+    def _record(self, rule: AlertRule, change: Change) -> None:
+        with contextlib.suppress(HeadwayError):
+            if change == "raised":
+                self._run.event(EVENT_ALERT, f"{rule}: {self._tracker.raised[rule]}", **alert_fields(rule))
+            elif change == "cleared":
+                self._run.event(EVENT_ALERT_CLEARED, f"{rule}: not found any more", rule=rule)
+
+
+def _newest_checkpoint_bytes(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        newest = max((folder / "checkpoints").glob("step_*"), default=None)
+        return 0 if newest is None else sum(file.stat().st_size for file in newest.rglob("*"))
+    return 0
+
+
+@asynccontextmanager
+async def watching_alerts(
+    run: RunContext, folder: Path, ledger: Ledger, before: Iterable[LedgerLine], settings: AlertSettings
+) -> AsyncIterator[None]:
+    """Raise the alerts that ``alerts.rules`` name within the block. ``before``: lines of the run's former processes."""
+    watch = AlertWatch(run, folder, settings)
+    watch.restore(before)
+    ledger.subscribe(watch.take)
+    task = asyncio.create_task(watch.loop(), name="alerts")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
