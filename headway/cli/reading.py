@@ -107,7 +107,7 @@ def export(
     as_json: bool = typer.Option(False, "--json", help="Print the outcome as one JSON object."),
 ) -> None:
     """Write a run's rollouts with their texts and token columns: what the engine sampled, what the trainer saw."""
-    from headway.report.export import export as write
+    from headway.telemetry.rollouts.export import export as write
 
     outcome = write(run, to, output or None, decode=_decoder(run), ending=ending)
     if as_json:

@@ -44,7 +44,7 @@ _JSON = ("verdict", "failure", "pruned")  # null: there is none
 FINISHED = pa.schema(
     {
         **_SCALARS,
-        "task": pa.string(),  # its id
+        "task_id": pa.string(),  # its id
         "verified": pa.bool_(),  # False: its group ended before it had finished; it has no tokens here
         "tokens": pa.int64(),  # of all responses; of an unfinished one those it had reached
         **_SEQUENCE,
@@ -82,7 +82,7 @@ class Arrival(NamedTuple):
     """A rollout to be recorded."""
 
     rollout: Rollout
-    task: str  # id
+    task_id: str
     reached: int = -1  # response tokens where it hasn't finished; -1: it has
 
 
@@ -104,7 +104,7 @@ def finished_batch(arrivals: Sequence[Arrival]) -> pa.RecordBatch:
     columns: dict[str, Any] = {
         **{name: pa.array(values, kind) for values, (name, kind) in zip(scalars, _SCALARS.items(), strict=True)},
         **sequences,
-        "task": pa.array([arrival.task for arrival in arrivals], pa.string()),
+        "task_id": pa.array([arrival.task_id for arrival in arrivals], pa.string()),
         "verified": pa.array([arrival.reached < 0 for arrival in arrivals], pa.bool_()),
         "tokens": _token_counts(arrivals, sequences["response_ids"]),
         "turn_rewards": pa.array([rollout.turn_rewards for rollout in rollouts], pa.list_(pa.float64())),
@@ -154,7 +154,7 @@ def _sequence_arrays(sequences: Sequence[Rollout | Branch]) -> dict[str, pa.Arra
 
 
 def _lists(kind: type[TokenArray[Any]], parts: Sequence[Sequence[Any]]) -> pa.ListArray:
-    arrays = [part.array if isinstance(part, TokenArray) else kind(part).array for part in parts]
+    arrays = [part.array if type(part) is kind else kind(part).array for part in parts]  # isinstance would ask abc
     return listed(np.concatenate(arrays), list(map(len, arrays)))
 
 

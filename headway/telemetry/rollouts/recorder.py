@@ -56,14 +56,14 @@ class RolloutRecorder:
     def finished(self, group: FinishedGroup) -> None:
         """Record the members of a group that has been committed."""
         if self._takes(group.group.index):
-            self._guarded(self._arrive, [(rollout, -1) for rollout in group.rollouts], group.group.task.task_id)
+            task_id = group.group.task.task_id
+            self._guarded(self._arrive, [Arrival(rollout, task_id) for rollout in group.rollouts])
 
     def unfinished(self, index: int, task: str, reached: Mapping[int, int]) -> None:
         """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
         if self._takes(index):
-            members = [(Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort"), tokens)
-                       for m, tokens in reached.items()]  # fmt: skip
-            self._guarded(self._arrive, members, task)
+            members = {m: Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached}
+            self._guarded(self._arrive, [Arrival(members[m], task, tokens) for m, tokens in reached.items()])
 
     def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
         """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
@@ -86,7 +86,7 @@ class RolloutRecorder:
         self._finished = self._ended = None
 
     def _takes(self, index: int) -> bool:
-        return self._finished is not None and bool(takes(index, self._share))
+        return self._finished is not None and (self._share == 1 or bool(takes(index, self._share)))
 
     def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -114,10 +114,9 @@ class RolloutRecorder:
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
         self._written_s = self._clock.now()
 
-    def _arrive(self, members: Sequence[tuple[Rollout, int]], task: str) -> None:
-        for rollout, reached in members:
-            self._arrivals.append(Arrival(rollout, task, reached))
-            self._tokens += rollout.all_tokens
+    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
+        self._arrivals += arrivals
+        self._tokens += sum([len(arrival.rollout.response_ids) for arrival in arrivals])
         if self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S:
             self._write()
 

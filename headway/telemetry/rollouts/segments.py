@@ -24,21 +24,21 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an IPC stream
 _METADATA = b"headway"
 
 
-class Segment(NamedTuple):
-    """A file of a stream."""
+class StreamSegment(NamedTuple):
+    """The name of a stream's file, taken apart."""
 
     number: int
     first: int  # row, or step, that it begins with
     path: Path
 
 
-def list_segments(folder: Path) -> list[Segment]:
+def list_segments(folder: Path) -> list[StreamSegment]:
     """The segments of a stream, oldest first; none where there is no such folder."""
-    found: list[Segment] = []
+    found: list[StreamSegment] = []
     for path in folder.glob("*-*.arrow"):
         number, _, first = path.stem.partition("-")
         if number.isdigit() and first.isdigit():
-            found.append(Segment(int(number), int(first), path))
+            found.append(StreamSegment(int(number), int(first), path))
     return sorted(found)
 
 

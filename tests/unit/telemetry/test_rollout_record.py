@@ -55,7 +55,7 @@ def test_record_is_exact_and_in_order_of_arrival(tmp_path: Path) -> None:
     recorder.close()
     assert rollouts_in(tmp_path) == [rollout for group in groups for rollout in group.rollouts]
     tasks = [group.group.task.task_id for group in groups for _ in group.rollouts]
-    assert [row["task"] for row in rows_in(tmp_path)] == tasks
+    assert [row["task_id"] for row in rows_in(tmp_path)] == tasks
     tokens = [rollout.response_tokens for group in groups for rollout in group.rollouts]
     assert [row["tokens"] for row in rows_in(tmp_path)] == tokens
 
@@ -267,7 +267,7 @@ def test_resume_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
     again.close()
     rows = list(rows_in(tmp_path))
     assert [row["group"] for row in rows] == [g for g in (0, 1, 2, 3, 9) for _ in range(4)]
-    assert [(row["verified"], row["tokens"], row["task"]) for row in rows[16:]] == [
+    assert [(row["verified"], row["tokens"], row["task_id"]) for row in rows[16:]] == [
         (False, tokens, "task-2") for tokens in (0, 5, 0, 0)
     ]
     endings = RolloutRecord(tmp_path).endings()
