@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,15 +75,10 @@ TRAINED = pa.schema(
         "advantages": _FLOATS,
     }  # pyright: ignore[reportArgumentType]
 )
-_scalars_of = attrgetter(*_SCALARS)
-
-
-class Arrival(NamedTuple):
-    """A rollout to be recorded."""
-
-    rollout: Rollout
-    task_id: str
-    reached: int = -1  # response tokens where it hasn't finished; -1: it has
+_BRANCH = tuple(Branch.__struct_fields__)
+_ROLLOUT = (*_SCALARS, *_BRANCH, *_JSON, "turn_rewards", "branches")
+_of_branch, _of_rollout = attrgetter(*_BRANCH), attrgetter(*_ROLLOUT)
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Rollout) if field.name in _SCALARS}
 
 
 def share_of(settings: LedgerConfig) -> float:
@@ -96,21 +91,22 @@ def takes(groups: NDArray[np.int64] | int, share: float) -> Any:
     return np.floor(groups * share) > np.floor((groups - 1) * share)
 
 
-def finished_batch(arrivals: Sequence[Arrival]) -> pa.RecordBatch:
-    """The rollouts as a batch of `FINISHED`."""
-    rollouts = [arrival.rollout for arrival in arrivals]
-    scalars = zip(*map(_scalars_of, rollouts), strict=True)
-    sequences = _sequence_arrays(rollouts)
+def finished_batch(
+    rollouts: Sequence[Rollout], task_ids: Sequence[str], reached: Mapping[int, int] = {}
+) -> pa.RecordBatch:
+    """The rollouts as a batch of `FINISHED`, with the id of each one's task. ``reached``: response tokens of those that
+    haven't finished, by position."""
+    values = _values(_of_rollout, _ROLLOUT, rollouts)
     columns: dict[str, Any] = {
-        **{name: pa.array(values, kind) for values, (name, kind) in zip(scalars, _SCALARS.items(), strict=True)},
-        **sequences,
-        "task_id": pa.array([arrival.task_id for arrival in arrivals], pa.string()),
-        "verified": pa.array([arrival.reached < 0 for arrival in arrivals], pa.bool_()),
-        "tokens": _token_counts(arrivals, sequences["response_ids"]),
-        "turn_rewards": pa.array([rollout.turn_rewards for rollout in rollouts], pa.list_(pa.float64())),
-        **{name: _json_array([getattr(rollout, name) for rollout in rollouts]) for name in _JSON},
-        "branches": _branch_array([rollout.branches for rollout in rollouts]),
+        **{name: _scalar_array(name, values[name]) for name in _SCALARS},
+        **_sequence_arrays(values),
+        **{name: _json_array(values[name]) for name in _JSON},
+        "turn_rewards": _short_lists(values["turn_rewards"], pa.list_(pa.float64())),
+        "branches": _branch_array(values["branches"]),
+        "task_id": pa.array(task_ids, pa.string()),
+        "verified": pa.array([position not in reached for position in range(len(rollouts))], pa.bool_()),
     }
+    columns["tokens"] = _token_counts(rollouts, reached, columns["response_ids"])
     return pa.RecordBatch.from_arrays([columns[name] for name in FINISHED.names], schema=FINISHED)
 
 
@@ -137,20 +133,30 @@ def listed(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.Li
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def _sequence_arrays(sequences: Sequence[Rollout | Branch]) -> dict[str, pa.Array]:
-    spans = [s.versions for s in sequences]
-    ends = [s.turn_ends for s in sequences]
+def _values(
+    attributes: Callable[[Any], tuple[Any, ...]], names: Sequence[str], records: Sequence[Rollout | Branch]
+) -> dict[str, tuple[Any, ...]]:
+    """Each attribute's values, in one pass: records that were made a while ago are in no cache."""
+    return dict(zip(names, zip(*map(attributes, records), strict=True), strict=True))
+
+
+def _sequence_arrays(values: Mapping[str, tuple[Any, ...]]) -> dict[str, pa.Array]:
+    spans = values["versions"]
     counts = list(map(len, spans))
     return {
-        "prompt_ids": _lists(TokenIds, [s.prompt_ids for s in sequences]),
-        "response_ids": _lists(TokenIds, [s.response_ids for s in sequences]),
-        "response_logprobs": _lists(TokenLogprobs, [s.response_logprobs for s in sequences]),
-        "response_mask": _lists(TokenMask, [s.response_mask for s in sequences]),
+        "prompt_ids": _lists(TokenIds, values["prompt_ids"]),
+        "response_ids": _lists(TokenIds, values["response_ids"]),
+        "response_logprobs": _lists(TokenLogprobs, values["response_logprobs"]),
+        "response_mask": _lists(TokenMask, values["response_mask"]),
         "span_versions": listed(np.array([span.version for own in spans for span in own], np.int32), counts),
         "span_tokens": listed(np.array([span.tokens for own in spans for span in own], np.int32), counts),
-        "turn_ends": pa.array(ends, _INTS),
-        "finish_reason": pa.array([s.finish_reason for s in sequences], pa.string()),
+        "turn_ends": _short_lists(values["turn_ends"], _INTS),
+        "finish_reason": pa.array(values["finish_reason"], pa.string()),
     }
+
+
+def _short_lists(values: tuple[tuple[Any, ...], ...], kind: pa.DataType) -> pa.Array:
+    return pa.array(values, kind) if any(values) else pa.repeat(pa.scalar([], kind), len(values))
 
 
 def _lists(kind: type[TokenArray[Any]], parts: Sequence[Sequence[Any]]) -> pa.ListArray:
@@ -158,25 +164,29 @@ def _lists(kind: type[TokenArray[Any]], parts: Sequence[Sequence[Any]]) -> pa.Li
     return listed(np.concatenate(arrays), list(map(len, arrays)))
 
 
-def _token_counts(arrivals: Sequence[Arrival], responses: pa.ListArray) -> pa.Array:
+def _scalar_array(name: str, values: tuple[Any, ...]) -> pa.Array:
+    kind, default = _SCALARS[name], _DEFAULTS.get(name)
+    if values.count(default) == len(values):  # most are in most batches; the values themselves aren't looked at
+        return pa.nulls(len(values), kind) if default is None else pa.repeat(pa.scalar(default, kind), len(values))
+    return pa.array(values, kind)
+
+
+def _token_counts(rollouts: Sequence[Rollout], reached: Mapping[int, int], responses: pa.ListArray) -> pa.Array:
     counts = np.diff(responses.offsets.to_numpy()).astype(np.int64)
-    for index, (rollout, _, reached) in enumerate(arrivals):
-        if reached >= 0 or rollout.branches:
-            counts[index] = rollout.response_tokens if reached < 0 else reached
+    for position in [position for position, rollout in enumerate(rollouts) if rollout.branches]:
+        counts[position] = rollouts[position].response_tokens
+    counts[list(reached)] = list(reached.values())
     return pa.array(counts)
 
 
 def _branch_array(branches: Sequence[tuple[Branch, ...]]) -> pa.Array:
     if not any(branches):
         return pa.nulls(len(branches), FINISHED.field("branches").type)
-    arrays = _sequence_arrays([branch for own in branches for branch in own])
+    arrays = _sequence_arrays(_values(_of_branch, _BRANCH, [branch for own in branches for branch in own]))
     structs = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
-    offsets = [None if not own else 0 for own in branches]
-    position = 0
-    for index, own in enumerate(branches):
-        offsets[index] = position if own else None
-        position += len(own)
-    return pa.ListArray.from_arrays(pa.array([*offsets, position], pa.int32()), structs)
+    starts = np.cumsum([0, *map(len, branches)]).tolist()
+    offsets = [start if own else None for start, own in zip(starts, branches, strict=False)]
+    return pa.ListArray.from_arrays(pa.array([*offsets, starts[-1]], pa.int32()), structs)
 
 
 def _json_array(values: Sequence[Any]) -> pa.Array:

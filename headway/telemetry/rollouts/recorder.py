@@ -10,7 +10,7 @@ from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
 from headway.records.rollout import FinishedGroup, Rollout
 from headway.runtime.clock import Clock
-from headway.telemetry.rollouts.columns import ENDED, FINISHED, Arrival, ended_batch, finished_batch, share_of, takes
+from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, finished_batch, share_of, takes
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
 
@@ -42,7 +42,9 @@ class RolloutRecorder:
         self._finished: SegmentWriter | None = None  # None: not recording
         self._ended: SegmentWriter | None = None
         self._rows = 0  # written
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[Rollout] = []
+        self._task_ids: list[str] = []  # of each arrival
+        self._reached: dict[int, int] = {}  # position among the arrivals -> tokens, of those that haven't finished
         self._ends: list[tuple[int, str, str, int | None, float]] = []
         self._tokens = 0  # unwritten
         self._written_s = clock.now()
@@ -56,14 +58,14 @@ class RolloutRecorder:
     def finished(self, group: FinishedGroup) -> None:
         """Record the members of a group that has been committed."""
         if self._takes(group.group.index):
-            task_id = group.group.task.task_id
-            self._guarded(self._arrive, [Arrival(rollout, task_id) for rollout in group.rollouts])
+            self._guarded(self._arrive, group.rollouts, group.group.task.task_id)
 
     def unfinished(self, index: int, task: str, reached: Mapping[int, int]) -> None:
         """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
         if self._takes(index):
-            members = {m: Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached}
-            self._guarded(self._arrive, [Arrival(members[m], task, tokens) for m, tokens in reached.items()])
+            members = [Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached]
+            self._reached |= dict(enumerate(reached.values(), start=len(self._arrivals)))
+            self._guarded(self._arrive, members, task)
 
     def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
         """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
@@ -114,9 +116,10 @@ class RolloutRecorder:
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
         self._written_s = self._clock.now()
 
-    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        self._arrivals += arrivals
-        self._tokens += sum([len(arrival.rollout.response_ids) for arrival in arrivals])
+    def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
+        self._arrivals += rollouts
+        self._task_ids += [task] * len(rollouts)
+        self._tokens += sum([len(rollout.response_ids) for rollout in rollouts])
         if self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S:
             self._write()
 
@@ -124,9 +127,10 @@ class RolloutRecorder:
         assert self._finished is not None, "it records"
         assert self._ended is not None, "it records"
         arrivals, self._arrivals, ends, self._ends = self._arrivals, [], self._ends, []
+        task_ids, self._task_ids, reached, self._reached = self._task_ids, [], self._reached, {}
         self._tokens, self._written_s = 0, self._clock.now()
         if arrivals:
-            self._finished.append(finished_batch(arrivals), self._rows)
+            self._finished.append(finished_batch(arrivals, task_ids, reached), self._rows)
             self._rows += len(arrivals)
         if ends:
             self._ended.append(ended_batch(ends), 0)
