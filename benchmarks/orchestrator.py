@@ -139,8 +139,8 @@ def prepare(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def experiment(folder: Path, name: str) -> Experiment:
-    """A run as a user would configure it, without evaluation."""
+def experiment(folder: Path, name: str, rollouts: str = "all") -> Experiment:
+    """A run as a user would configure it, without evaluation. ``rollouts``: which are recorded."""
     return validate_experiment(
         {
             "run": {"directory": str(folder / name), "steps": 1_000_000},
@@ -155,7 +155,7 @@ def experiment(folder: Path, name: str) -> Experiment:
             "generator": {"devices": ["cpu:0"] * REPLICAS, "slots": SLOTS},
             "queue": {"groups_per_step": GROUPS_PER_STEP, "budget": 4},
             "trainer": {"devices": ["cpu:1"]},
-            "ledger": {"trackers": ()},
+            "ledger": {"trackers": (), "rollouts": rollouts},
             "checkpoint": {"every_steps": 1_000_000},
             "evaluation": {"before": False, "after": False},
         },
@@ -183,6 +183,7 @@ async def wire(settings: Experiment, directory: RunDirectory, ledger: Ledger, st
         train_tasks=load_task_sets(settings)["train"],
         record=ledger.record,
         observe=observers.observe,
+        recorder=observers.recorder,
     )
     run = assemble(settings, actors, clock, directory.buffer, stack)
     for actor in (trainer, generator, verifier):
@@ -197,13 +198,15 @@ async def wire(settings: Experiment, directory: RunDirectory, ledger: Ledger, st
     return run
 
 
-def one_run(folder: Path, name: str, samples: int, at: Callable[[bool], None] = lambda begins: None) -> Mark:
+def one_run(
+    folder: Path, name: str, samples: int, at: Callable[[bool], None] = lambda begins: None, rollouts: str = "all"
+) -> Mark:
     """What ``samples`` trained samples cost this process. ``at`` is told when they begin and end."""
     selector = CountingSelector()
     watch = Watch(selector, samples, at)
 
     async def main() -> None:
-        settings = experiment(folder, name)
+        settings = experiment(folder, name, rollouts)
         directory = RunDirectory(settings.run.directory)
         directory.begin(settings, resume=False)
         try:

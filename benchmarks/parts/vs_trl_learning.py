@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -13,8 +12,8 @@ from typing import Any
 
 from headway.orchestrator.train import train
 from headway.records.ledger import StepRecord
-from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import read_ledger
+from headway.telemetry.rollouts.reader import RolloutRecord
 from parts.vs_trl_sides import BATCH, BETA2, CLIP, GROUP, HERE, experiment, headway, run_peer
 
 ARITHMETIC = HERE.parent / "examples" / "arithmetic"
@@ -93,7 +92,7 @@ def learn_headway(
         budget=arguments.budget,
         changes={
             "run": {"seed": seed},
-            "ledger": {"trackers": [], "samples_per_step": BATCH},
+            "ledger": {"trackers": []},
             "trainer": {"learning_rate": LEARNING_RATE, "warmup_steps": WARMUP_STEPS},
         },
     )
@@ -102,8 +101,10 @@ def learn_headway(
     staleness = statistics.mean(record.trajectory_staleness.mean for record in records)
     oldest = summary.max_trajectory_staleness
     note = f"{summary.trained_per_s:.1f} samples/s, staleness mean {staleness:.1f}, max {oldest}"
-    with RunDirectory(directory).samples.open(encoding="utf-8") as lines:
-        samples = sorted((line["group"], line["reward"]) for line in map(json.loads, lines))
+    record = RolloutRecord(directory)
+    trained = {group for group, end in record.endings().items() if end.ending == "trained"}
+    rows = [row for _, batch in record.batches(["group", "reward"]) for row in batch.to_pylist()]
+    samples = sorted((row["group"], row["reward"]) for row in rows if row["group"] in trained)
     assert len(samples) == steps * BATCH, f"{len(samples)} samples were trained"
     rewards = [reward for _, reward in samples]
     return [statistics.mean(rewards[i : i + BATCH]) for i in range(0, len(rewards), BATCH)], note

@@ -81,6 +81,7 @@ class FlatBatch:
     version_runs: tuple[IntArray, IntArray]
     lengths_s: IntArray
     groups_s: IntArray
+    members_s: IntArray  # [S] of each sequence's rollout
     weights_s: NDArray[np.float64] | None
     rollouts_s: IntArray | None
 
@@ -147,6 +148,7 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         version_runs=_runs(versions, np.int64),
         lengths_s=lengths_s,
         groups_s=_count([sample.rollout.group for sample in owners]),
+        members_s=_count([sample.rollout.member for sample in owners]),
         weights_s=None if weights.count(1.0) == len(weights) else np.array(weights),
         rollouts_s=None if len(owners) == len(batch.samples) else _owned(batch.samples),
     )

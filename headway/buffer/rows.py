@@ -14,7 +14,7 @@ from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
 from headway.records.errors import BufferCorrupt
-from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, decoder
 
@@ -108,6 +108,30 @@ def rollout_row(rollout: Rollout) -> tuple[object, ...]:
     )
 
 
+def end_rows(connection: sqlite3.Connection, index: int, ending: Ending, reason: str, step: int | None) -> None:
+    """End a group and its members that haven't ended; only one that was trained keeps its payloads."""
+    connection.execute(
+        "UPDATE groups SET state = 'ended', ending = ?, reason = ?, step = ? WHERE idx = ?",
+        (ending, reason, step, index),
+    )
+    connection.execute(
+        "UPDATE rollouts SET ending = ?, reason = ? WHERE grp = ? AND ending IS NULL", (ending, reason, index)
+    )
+    if ending != "trained":
+        delete_payloads(connection, index)
+        delete_partials(connection, index)
+
+
+def delete_partials(connection: sqlite3.Connection, index: int) -> None:
+    connection.execute("DELETE FROM partials WHERE id BETWEEN ? AND ?", payload_ids(index))
+
+
+def delete_payloads(connection: sqlite3.Connection, index: int) -> None:
+    """Delete the rollouts, the task and the prompt of a group."""
+    connection.execute("DELETE FROM payloads WHERE id BETWEEN ? AND ?", payload_ids(index))
+    connection.execute("UPDATE groups SET task = NULL, prompt_ids = NULL WHERE idx = ?", (index,))
+
+
 def read_group(connection: sqlite3.Connection, index: int) -> Group:
     """The group at ``index`` with its task and prompt. Raises BufferCorrupt when they were released."""
     row = connection.execute(
@@ -163,6 +187,13 @@ def read_counts(connection: sqlite3.Connection) -> dict[str, int]:
     admitted = connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
     ended = connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
     return {"admitted": admitted, "open_now": admitted - ended}
+
+
+def count_members(connection: sqlite3.Connection, share: float) -> int:
+    """Rollouts with a row, finished or ended, of the groups that a recorder takes of a ``share``."""
+    taken = "grp = 0 OR CAST(grp * ?1 AS INTEGER) > CAST((grp - 1) * ?1 AS INTEGER)"
+    query = f"SELECT count(*) FROM rollouts WHERE {taken}"
+    return connection.execute(query, (share,)).fetchone()[0]
 
 
 def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:

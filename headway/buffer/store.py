@@ -23,9 +23,12 @@ from headway.buffer.rows import (
     LoggedBatch,
     OpenRecord,
     Outcome,
+    count_members,
+    delete_partials,
+    delete_payloads,
+    end_rows,
     parts_of,
     payload_id,
-    payload_ids,
     read_books,
     read_consumed,
     read_counts,
@@ -44,6 +47,7 @@ from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, E
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
+from headway.telemetry.rollouts.recorder import RolloutRecorder
 
 
 @dataclass
@@ -51,6 +55,7 @@ class _Entry:
     """The in-memory state of a group that has not ended."""
 
     size: int
+    task_id: str
     state: Literal["open", "buffered", "batched"] = "open"
     parked: bool = False  # there may be partial rollouts of its members on disk
 
@@ -80,9 +85,10 @@ class GroupBuffer:
         clock: Clock | None = None,
         fence: Callable[[], None] = lambda: None,
         journal: Callable[[Sequence[Statement]], None] | None = None,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
-        """Open or create the buffer. ``fence``, ``journal``: of each `transaction`. Raises BufferCorrupt, StorageFailed
-        (see ``open_database``)."""
+        """Open or create the buffer. ``fence``, ``journal``: of each `transaction`. ``recorder`` is told of what was
+        committed. Raises BufferCorrupt, StorageFailed (see ``open_database``)."""
         if capacity_groups < 1:
             raise ValueError(f"capacity_groups {capacity_groups} must be at least 1")
         self.path = Path(path)
@@ -101,6 +107,9 @@ class GroupBuffer:
             self._connection.close()
             raise
         self._peak = len(self._entries)
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.begin(lambda share: count_members(self._connection, share))
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class GroupBuffer:
         )
         self._admissions.append(row)
         self._next_index += 1
-        self._entries[group.index] = _Entry(size=group.size)
+        self._entries[group.index] = _Entry(size=group.size, task_id=group.task.task_id)
         self._peak = max(self._peak, len(self._entries))
 
     def finish_group(
@@ -187,14 +196,16 @@ class GroupBuffer:
                     (index, evidence.solved, evidence.valid, evidence.zero_variance, evidence.version),
                 )
             if entry.parked:
-                self._delete_partials(connection, index)
+                delete_partials(connection, index)
             if ending is not None:
-                self._end(connection, index, ending, reason, None)
+                end_rows(connection, index, ending, reason, None)
+        if self._recorder is not None:
+            self._recorder.finished(finished)
         if ending is None:
             entry.state = "buffered"
             self._buffered_s[index] = self._clock.now()
         else:
-            del self._entries[index]
+            self._forget([index], ending, reason)
 
     def park(self, parked: PartialRollout) -> None:
         """Store the partial rollout of a member of an open group, until its group finishes or ends; replaces an earlier
@@ -224,8 +235,11 @@ class GroupBuffer:
             rows.append((index, member, 0, ending, reason, *[None] * 4, tokens, int(own_end), -1, *[None] * 4))
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
-            self._end(connection, index, ending, reason, None)
-        del self._entries[index]
+            end_rows(connection, index, ending, reason, None)
+        if self._recorder is not None and unfinished:
+            reached = {member: (lengths or {}).get(member, (0, False))[0] for member in unfinished}
+            self._recorder.unfinished(index, entry.task_id, reached)
+        self._forget([index], ending, reason)
         self._buffered_s.pop(index, None)
 
     def commit_batch(self, batch: Batch, *, further: bool = False) -> int:
@@ -272,9 +286,8 @@ class GroupBuffer:
             query = "UPDATE batches SET outcome = ? WHERE step = ? AND attempt = ?"
             connection.execute(query, (outcome, step, attempt))
             for index in groups:
-                self._end(connection, index, ending, text, step)
-        for index in groups:
-            del self._entries[index]
+                end_rows(connection, index, ending, text, step)
+        self._forget(groups, ending, text, step)
         self._pending = None
         if outcome == "trained":
             self._completed_steps = step + 1
@@ -296,7 +309,7 @@ class GroupBuffer:
             ).fetchall()
             indices = [index for (groups,) in rows for part in parts_of(groups) for index in part]
             for index in indices:
-                self._delete_payloads(connection, index)
+                delete_payloads(connection, index)
             connection.execute("REPLACE INTO meta VALUES ('released_version', ?)", (version,))
         self._released_version = version
         return len(indices)
@@ -448,9 +461,10 @@ class GroupBuffer:
         for step, attempt, groups in pending:
             self._pending = (step, attempt, parts_of(groups))
         now_s = self._clock.now()
-        rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
-        for index, size, state in rows:
-            self._entries[index] = _Entry(size=size, state=state, parked=True)  # may be: the disk isn't asked
+        rows = execute("SELECT idx, size, task_id, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
+        for index, size, task_id, state in rows:
+            # It may be parked: the disk isn't asked.
+            self._entries[index] = _Entry(size=size, task_id=task_id, state=state, parked=True)
             if state == "buffered":
                 self._buffered_s[index] = now_s
 
@@ -478,21 +492,9 @@ class GroupBuffer:
                 [(payload_id(r.group, r.member), self._encoder.encode(r)) for r in rollouts],
             )
 
-    def _end(self, connection: sqlite3.Connection, index: int, ending: Ending, reason: str, step: int | None) -> None:
-        connection.execute(
-            "UPDATE groups SET state = 'ended', ending = ?, reason = ?, step = ? WHERE idx = ?",
-            (ending, reason, step, index),
-        )
-        connection.execute(
-            "UPDATE rollouts SET ending = ?, reason = ? WHERE grp = ? AND ending IS NULL", (ending, reason, index)
-        )
-        if ending != "trained":
-            self._delete_payloads(connection, index)
-            self._delete_partials(connection, index)
-
-    def _delete_partials(self, connection: sqlite3.Connection, index: int) -> None:
-        connection.execute("DELETE FROM partials WHERE id BETWEEN ? AND ?", payload_ids(index))
-
-    def _delete_payloads(self, connection: sqlite3.Connection, index: int) -> None:
-        connection.execute("DELETE FROM payloads WHERE id BETWEEN ? AND ?", payload_ids(index))
-        connection.execute("UPDATE groups SET task = NULL, prompt_ids = NULL WHERE idx = ?", (index,))
+    def _forget(self, groups: Sequence[int], ending: Ending, reason: str, step: int | None = None) -> None:
+        """Drop groups whose end is committed."""
+        for index in groups:
+            del self._entries[index]
+        if self._recorder is not None:
+            self._recorder.ended(groups, ending, reason, step)

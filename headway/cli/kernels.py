@@ -152,7 +152,8 @@ def evaluate(
 ) -> None:
     """Score answers to kernel tasks: pass@k of compiling and of being correct, fast_p, by level, with intervals.
 
-    The answers come from a file, which a run's samples.jsonl may be (single turns); nothing is sampled here.
+    The answers come from a file, which a run's may be that `headway export --to jsonl` writes (single turns); nothing
+    is sampled here.
     """
     import msgspec
 

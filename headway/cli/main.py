@@ -18,7 +18,7 @@ SECTIONS = {  # of the experiment file -> anchors of docs/configuration.md
     "tasks": "taskstrain-required-tasksvalidation-taskstest",
     **{name: name for name in ("verifier", "rollout", "environment", "sandbox", "endpoint", "generator", "router")},
     **{name: name for name in ("queue", "hooks", "curriculum", "pruning", "algorithm", "trainer", "weights")},
-    **{name: name for name in ("checkpoint", "evaluation", "ledger", "control", "cluster", "sft")},
+    **{name: name for name in ("checkpoint", "evaluation", "ledger", "alerts", "control", "cluster", "sft")},
 }
 _FILES = r"(?!(?:jsonl?|toml|db|py|md|html|log|safetensors)\b)"
 _KEY = re.compile(rf"(?<![\w./-])({'|'.join(SECTIONS)})\.{_FILES}[a-z_]+")

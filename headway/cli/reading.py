@@ -1,8 +1,10 @@
-"""`headway runs`, `report`, `doctor`, `show`, `trace`, `explain-task`: readers of runs' folders, at any time."""
+"""`headway runs`, `report`, `doctor`, `show`, `export`, `trace`, `explain-task`: readers of a run's folder."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
@@ -20,6 +22,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("doctor", epilog="Example: headway doctor runs/arithmetic/rl --usd-per-device-hour 2.5")(doctor)
     app.command("trace", epilog="Example: headway trace runs/arithmetic/rl --from-step 40 --to-step 45")(trace)
     app.command("show", epilog="Example: headway show runs/arithmetic/rl --step 40 --unsolved")(show)
+    app.command("export", epilog="Example: headway export runs/arithmetic/rl --to hf")(export)
     app.command("explain-task", epilog="Example: headway explain-task runs/arithmetic/rl 3f2a")(explain_task)
 
 
@@ -102,7 +105,7 @@ def _compare(run_dirs: list[str], price: float | None, output: str, as_json: boo
         print_json(compare_json(run_dirs))
         return
     with ProgressBar("plots") as bar:
-        left_out = compare(run_dirs, output, price, bar)
+        left_out = compare(run_dirs, output, price, bar, _decoder)
     for path, why in left_out.items():
         typer.echo(f"left out: {path}: {why}", err=True)
     typer.echo(f"report: {output}")
@@ -139,13 +142,51 @@ def show(
     step: int | None = typer.Option(None, "--step", help="Only rollouts trained in this step."),
     group: int | None = typer.Option(None, "--group", help="Only rollouts of this group."),
     solved: bool | None = typer.Option(None, "--solved/--unsolved", help="Only those that did, or didn't, solve it."),
-    limit: int | None = typer.Option(None, "--limit", "-n", min=1, help="At most this many, the newest."),
+    ending: str | None = typer.Option(
+        None, "--ending", help="Only those that ended so: trained, filtered, ..., or open."
+    ),
+    limit: int = typer.Option(100, "--limit", "-n", min=1, help="At most this many, the newest."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a line."),
 ) -> None:
-    """Page through prompts, responses, rewards and versions of rollouts: ledger.samples_per_step of each step."""
+    """Page through prompts, responses, rewards and versions of rollouts."""
     from headway.report.show import SampleSelection, show_samples
 
-    show_samples(run, SampleSelection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)
+    selection = SampleSelection(step=step, group=group, solved=solved, ending=ending, limit=limit)
+    show_samples(run, selection, decode=_decoder(run), as_json=as_json)
+
+
+def export(
+    run: str = RUN,
+    to: str = typer.Option(..., "--to", help="jsonl, parquet (one file), or hf (a folder that `datasets` loads)."),
+    output: str = typer.Option("", "--output", "-o", metavar="PATH", help="The file or folder; default RUN/export*."),
+    ending: str = typer.Option("", "--ending", help="Only rollouts that ended so: trained, filtered, ..., or open."),
+    as_json: bool = typer.Option(False, "--json", help="Print the outcome as one JSON object."),
+) -> None:
+    """Write a run's rollouts with their texts and token columns: what the engine sampled, what the trainer saw."""
+    from headway.telemetry.rollouts.export import export as write
+
+    outcome = write(run, to, output or None, decode=_decoder(run), ending=ending)
+    if as_json:
+        print_json(outcome)
+        return
+    for problem in outcome.problems:
+        typer.echo(f"left out: {problem}", err=True)
+    typer.echo(f"{outcome.rollouts:,} rollouts, {outcome.size_bytes / 1e6:,.1f} MB: {outcome.path}")
+
+
+def _decoder(run: str) -> Callable[[Sequence[int]], str] | None:
+    """The decoder of a run's tokenizer, out of its model's folder or else a checkpoint's; None: none can be read."""
+    from headway.records.errors import HeadwayError
+    from headway.runtime.run_directory import RunDirectory
+    from headway.tokens.tokenizer import Tokenizer
+
+    directory = RunDirectory(run)
+    with contextlib.suppress(HeadwayError):
+        folders = [directory.read_experiment().model.path, directory.best, *directory.checkpoints.glob("step_*/model")]
+        for folder in folders:
+            with contextlib.suppress(HeadwayError):
+                return Tokenizer.load(folder).decode
+    return None
 
 
 def explain_task(

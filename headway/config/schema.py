@@ -249,6 +249,9 @@ class EvaluationConfig(Section):
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
 
 
+Recorded = Literal["all", "none"] | Annotated[float, Field(gt=0, le=1)]
+
+
 class LedgerConfig(Section):
     """Reports of a run in addition to RUN/ledger.jsonl: docs/monitoring.md."""
 
@@ -261,7 +264,9 @@ class LedgerConfig(Section):
     prometheus: Address = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
     trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
     pass_at: Annotated[tuple[Positive, ...], named_once("k")] = ()  # k of pass@k; (): 1, 2, 4, ... up to a group
-    samples_per_step: NonNegative = 2  # rollouts kept per step for `headway show`
+    samples_per_step: NonNegative = 2  # trackers: kept rollouts of a step
+    rollouts: Recorded = "all"  # in RUN/rollouts with all tokens, for `headway show` and `export`; a number: that share
+    rollouts_max_bytes: Positive | None = 100 * 10**9  # of RUN/rollouts: at that size it ends; None: without limit
 
 
 class SftConfig(Section):

@@ -36,6 +36,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback
+from headway.telemetry.rollouts.recorder import RolloutRecorder
 
 WrapGenerate = Callable[[Generate], Generate]
 
@@ -51,7 +52,8 @@ class Actors:
     train_tasks: Sequence[Task]
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     record: Callable[[LedgerLine], None]  # the ledger
-    keep_sample: Callable[[dict[str, object]], None] = lambda line: None
+    keep_sample: Callable[[dict[str, object]], None] = lambda line: None  # for trackers' tables
+    recorder: RolloutRecorder | None = None  # of all rollouts
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
     rollouts: Callable[[TurnSampler], RolloutMaker] | None = None  # None: as the experiment says
@@ -87,7 +89,7 @@ def assemble(
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
-    buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal)
+    buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal, actors.recorder)
     stack.enter_context(closing(buffer))
     drawing = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,12 +40,12 @@ from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
-from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory, placed_as_before, placement_of
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import Ledger, read_ledger
+from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import last_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
@@ -145,7 +145,8 @@ class Observers:
     """Observers of a run beside its ledger; the run waits for none of them."""
 
     observe: Callable[[TraceLine], None] | None = None  # receives the trace
-    sample: Callable[[dict[str, object]], None] = lambda row: None  # receives every kept rollout
+    sample: Callable[[dict[str, object]], None] = lambda row: None  # receives rollouts for trackers' tables
+    recorder: RolloutRecorder | None = None  # of all rollouts
     announce: Callable[[], None] = lambda: None  # says in the ledger where to look
 
 
@@ -158,13 +159,16 @@ def observing(
     *,
     resume: bool = False,
 ) -> Observers:
-    """Start the trackers, `/metrics` and the trace that ``experiment`` asks for; ``stack`` ends them.
+    """Start the trackers, `/metrics`, the trace and the record that ``experiment`` asks for; ``stack`` ends them.
     Raises ConfigurationError when one can't be started."""
     exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))
     trace = None
     if experiment.ledger.trace:
         trace = stack.enter_context(TraceFile(directory.path, clock, time.time(), on_failure=ledger.event))
         ledger.subscribe(trace.on_line)
+
+    recorder = RolloutRecorder(directory.path, experiment.ledger, clock, ledger.event)
+    stack.enter_context(closing(recorder))
 
     def observe(line: TraceLine) -> None:
         if trace is not None:
@@ -173,7 +177,9 @@ def observing(
             exports.pulse(line)
 
     wanted = trace is not None or exports.wants_pulses
-    return Observers(observe=observe if wanted else None, sample=exports.sample, announce=exports.announce)
+    return Observers(
+        observe=observe if wanted else None, sample=exports.sample, recorder=recorder, announce=exports.announce
+    )
 
 
 @dataclass
@@ -262,12 +268,6 @@ async def wire(
     launcher, configured = machines.launcher, machines.experiment
     require_movable(configured)
     experiment = placed_as_before(configured, directory)
-    samples = stack.enter_context(LineFile(directory.samples))
-
-    def keep_sample(line: dict[str, object]) -> None:
-        samples.append(json.dumps(line, ensure_ascii=False).encode())
-        observers.sample(line)
-
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
     generator = GeneratorPool(
@@ -293,7 +293,8 @@ async def wire(
         train_tasks=sets.pop("train"),
         evaluation_tasks=sets,
         record=ledger.record,
-        keep_sample=keep_sample,
+        keep_sample=observers.sample,
+        recorder=observers.recorder,
         observe=observe,
         host=host,
         wrap_generate=wrap_generate,

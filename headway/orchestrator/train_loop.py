@@ -25,6 +25,7 @@ from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
 from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBatch
 from headway.runtime.bounded_queue import BoundedQueue
+from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
 Result = TypeVar("Result")
@@ -197,6 +198,8 @@ class TrainLoop:
             time_s=run.time_s(),
             useful_samples=0 if report.skipped else useful_samples(batch),
         )
+        if report.unrecorded:
+            run.event(EVENT_ROLLOUTS_ENDED, report.unrecorded)
         self.completed_steps += 1
         with run.waits.on("the control loop", LOOPS, "the train loop"):
             await self._completed.put(record)
@@ -312,7 +315,7 @@ class TrainLoop:
 
 
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:
-    """A line of ``samples.jsonl``, which `headway show` pages through."""
+    """A row of the trackers' tables."""
     rollout = sample.rollout
     return {
         "step": step,

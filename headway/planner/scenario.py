@@ -176,7 +176,7 @@ class Scenario(Experiment):
     tasks: TasksConfig = TasksConfig.model_validate({"train": {"path": "simulated"}})
     evaluation: EvaluationConfig = EvaluationConfig(before=False, after=False)
     checkpoint: CheckpointConfig = CheckpointConfig(every_steps=1_000_000)
-    ledger: LedgerConfig = LedgerConfig(trackers=(), trace=False)
+    ledger: LedgerConfig = LedgerConfig(trackers=(), trace=False, rollouts=0.0625)
     hardware: Hardware = Hardware()
     workload: Workload = Workload()
     environment: ScenarioEnvironment = ScenarioEnvironment()
@@ -195,7 +195,10 @@ class Scenario(Experiment):
         for key in endpoint.EnvironmentConfig.model_fields:
             if isinstance(given, dict) and key in given:
                 raise ValueError(f"environment.{key} has no place in a scenario: turns are described by [workload]")
-        defaults = {"run": {"directory": "runs/simulated"}, "ledger": {"trackers": [], "trace": False}}
+        defaults = {
+            "run": {"directory": "runs/simulated"},
+            "ledger": {"trackers": [], "trace": False, "rollouts": 0.0625},
+        }
         defaults["checkpoint"] = {"every_steps": 1_000_000}
         for section, keys in defaults.items():
             given = filled.get(section, {})

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.fake import FakeRollout, FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
-from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import EVENT_SIMULATED, Ledger, read_ledger
+from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import summarise
 from headway.telemetry.trace_file import TraceFile
 from headway.trainer.fake import FakeTrainer
@@ -98,18 +98,14 @@ async def _simulate(
     ledger = stack.enter_context(Ledger(directory.path, clock))
     if on_line is not None:
         ledger.subscribe(on_line)
-    samples = stack.enter_context(LineFile(directory.samples))
+    recorder = stack.enter_context(closing(RolloutRecorder(directory.path, scenario.ledger, clock, ledger.event)))
     world = World(scenario, clock)
     observe = None
     if scenario.ledger.trace:
         trace = stack.enter_context(TraceFile(directory.path, clock, 0.0, on_failure=ledger.event))
         ledger.subscribe(trace.on_line)
         observe = trace.write
-    actors = world.actors(
-        record=ledger.record,
-        keep_sample=lambda line: samples.append(json.dumps(line).encode()),
-        observe=observe,
-    )
+    actors = world.actors(record=ledger.record, observe=observe, recorder=recorder)
     run = assemble(scenario.experiment(), actors, clock, directory.buffer, stack)
     generator, trainer = scenario.hardware.generator, scenario.hardware.trainer
     run.context.meter.peak_flops_per_s = trainer.peak_flops_per_s
@@ -158,6 +154,7 @@ class World:
         record: Callable[[LedgerLine], None],
         keep_sample: Callable[[dict[str, object]], None] = lambda line: None,
         observe: Any = None,
+        recorder: RolloutRecorder | None = None,
     ) -> Actors:
         """The fake actors, as ``orchestrator.assembly.assemble`` takes them."""
         several, hardware = self.scenario.workload.multi_turn, self.scenario.hardware.generator
@@ -170,6 +167,7 @@ class World:
             record=record,
             keep_sample=keep_sample,
             observe=observe,
+            recorder=recorder,
             shared=range(hardware.replicas if hardware.shares_devices else 0),
             cpu_s=lambda: 0.0,  # the simulation's own time is none of the run's
             rollouts=functools.partial(FakeRollout, environment=self.environment) if several else None,

@@ -57,6 +57,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float = 0.0
     rank_compute_s: tuple[float, ...] = ()  # of every rank; compute_s is the first one's
     flops: float = 0.0  # model FLOP of forward and backward over the computed tokens: what MFU counts
+    unrecorded: str = ""  # why the record of trained tokens ended in this step
     # loss, entropy, grad_norm, clip_fraction, ratio_*, learning_rate, mismatch_k3, mismatch_max, ...
     metrics: dict[str, float] = {}
 

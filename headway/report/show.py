@@ -1,11 +1,12 @@
-"""`headway show`: the rollouts that a run kept as samples, one by one."""
+"""`headway show`: the rollouts of a run, one by one."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -15,20 +16,21 @@ from rich.text import Text
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Pruned
 from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.rollouts.joined import Decode, JoinedRollouts
 from headway.telemetry.trace_file import decoded_lines
 
 
 class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A kept rollout: a line of ``RUN/samples.jsonl``."""
+    """A rollout to show: of a run's record, or a line of ``RUN/samples.jsonl``, which earlier versions wrote."""
 
-    step: int  # trainer version before the step that trained it
+    step: int | None  # trainer version before the step that trained it; None: none did
     group: int
     member: int
     prompt: str
     response: str
     reward: float
     solved: bool
-    advantage: float
+    advantage: float | None  # None: the trainer recorded none
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
@@ -40,75 +42,133 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which samples to show; None doesn't filter."""
+    """Which rollouts to show; None doesn't filter."""
 
     step: int | None = None
     group: int | None = None
     solved: bool | None = None
+    ending: str | None = None
     limit: int | None = None  # at most this many, the newest
 
-    def takes(self, sample: KeptSample) -> bool:
+    def takes(self, *, step: int | None, group: int, solved: bool, ending: str) -> bool:
+        """Whether a rollout with these properties is shown."""
         return (
-            self.step in (None, sample.step)
-            and self.group in (None, sample.group)
-            and self.solved in (None, sample.solved)
+            self.step in (None, step)
+            and self.group in (None, group)
+            and self.solved in (None, solved)
+            and self.ending in (None, ending)
         )
 
 
-def read_samples(run_dir: str | Path) -> list[KeptSample]:
-    """Read every kept sample, oldest first; of one recorded again after a resume only the last. Skips a torn last line.
+class KeptSamples:
+    """The rollouts that a run has kept, oldest first; each is read when it is shown.
 
-    Raises ConfigurationError when the run kept none or a line is damaged.
+    Of a run that began under an earlier version and was resumed, the lines of samples.jsonl come first.
     """
-    path = RunDirectory(run_dir).samples
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        hint = "ledger.samples_per_step may be 0, or nothing was trained yet"
-        raise ConfigurationError(f"{run_dir} holds no samples: there is no {path} ({hint})") from None
-    samples: dict[tuple[int, int, int], KeptSample] = {}
-    for sample in decoded_lines(path, data, msgspec.json.Decoder(KeptSample).decode):
+
+    def __init__(self, run_dir: str | Path, decode: Decode | None = None) -> None:
+        """``decode``: the tokenizer's. Raises ConfigurationError when the run kept none, or a line is damaged."""
+        path = RunDirectory(run_dir).samples
+        self._rollouts = JoinedRollouts(run_dir, decode)
+        self._lines = _read_lines(path) if path.is_file() else []
+        if not self._lines and not self._rollouts.record.exists():
+            hint = "ledger.rollouts may be none, or no rollout was finished yet"
+            folder = self._rollouts.record.folder
+            raise ConfigurationError(f"{run_dir} holds no rollouts: there is neither {folder} nor {path} ({hint})")
+
+    def select(self, selection: SampleSelection) -> tuple[list[KeptSample | int], list[int]]:
+        """The rollouts that are chosen, those of the record by row, and all steps that rollouts were trained in."""
+        chosen: list[KeptSample | int] = []
+        steps: set[int | None] = set()
+        for line in self._lines:
+            steps.add(line.step)
+            if selection.takes(step=line.step, group=line.group, solved=line.solved, ending=line.ending):
+                chosen.append(line)
+        for start, batch in self._rollouts.record.batches(["group", "solved", "left", "left_reason", "failure"]):
+            for row, one in enumerate(batch.to_pylist(), start=start):
+                ending, _, step = self._rollouts.end_of(one)
+                steps.add(step)
+                if selection.takes(step=step, group=one["group"], solved=one["solved"], ending=ending):
+                    chosen.append(row)
+        return chosen if selection.limit is None else chosen[-selection.limit :], sorted(
+            step for step in steps if step is not None
+        )
+
+    def read(self, chosen: Iterable[KeptSample | int]) -> Iterator[KeptSample]:
+        """The chosen rollouts, one after another."""
+        for one in chosen:
+            if isinstance(one, KeptSample):
+                yield one
+            else:
+                for batch in self._rollouts.batches(one, one + 1):
+                    yield _sample_of(batch.to_pylist()[0])
+
+
+def _read_lines(path: Path) -> list[KeptSample]:
+    """Every line; of a rollout recorded again after a resume only the last. Skips a torn last line."""
+    samples: dict[tuple[int | None, int, int], KeptSample] = {}
+    for sample in decoded_lines(path, path.read_bytes(), msgspec.json.Decoder(KeptSample).decode):
         samples.pop((sample.step, sample.group, sample.member), None)
         samples[(sample.step, sample.group, sample.member)] = sample
     return list(samples.values())
 
 
-def select(samples: Sequence[KeptSample], selection: SampleSelection) -> list[KeptSample]:
-    chosen = [sample for sample in samples if selection.takes(sample)]
-    return chosen if selection.limit is None else chosen[-selection.limit :]
+def _sample_of(row: dict[str, Any]) -> KeptSample:
+    advantages = row["trainer_advantages"]
+    unread = "({} tokens: the run's tokenizer can't be read)"
+    return KeptSample(
+        step=row["step"],
+        group=row["group"],
+        member=row["member"],
+        prompt=unread.format(len(row["prompt_ids"])) if row["prompt"] is None else row["prompt"],
+        response=unread.format(len(row["response_ids"])) if row["response"] is None else row["response"],
+        reward=row["reward"],
+        solved=row["solved"],
+        advantage=round(sum(advantages) / len(advantages), 6) if advantages else None,
+        versions=list(zip(row["span_versions"], row["span_tokens"], strict=True)),
+        finish_reason=row["finish_reason"],
+        ending=row["ending"],
+        pruned=None if row["pruned"] is None else msgspec.json.decode(row["pruned"], type=Pruned),
+    )
 
 
 def show_samples(
-    run_dir: str | Path, selection: SampleSelection, *, as_json: bool = False, console: Console | None = None
+    run_dir: str | Path,
+    selection: SampleSelection,
+    *,
+    decode: Decode | None = None,
+    as_json: bool = False,
+    console: Console | None = None,
 ) -> None:
-    """Print the selected samples; on a terminal, through its pager. Raises ConfigurationError when none matches."""
-    samples = read_samples(run_dir)
-    chosen = select(samples, selection)
+    """Print the selected rollouts; on a terminal, through its pager. Raises ConfigurationError when none matches."""
+    kept = KeptSamples(run_dir, decode)
+    chosen, steps = kept.select(selection)
     if as_json:
-        for sample in chosen:
+        for sample in kept.read(chosen):
             sys.stdout.write(msgspec.json.encode(sample).decode() + "\n")
         return
     if not chosen:
-        steps = sorted({sample.step for sample in samples})
-        held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds none"
-        raise ConfigurationError(f"no kept sample matches; {held} ({len(samples)} samples)")
+        held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "no step has been trained"
+        raise ConfigurationError(f"no rollout matches; {held}")
     console = console or Console(highlight=False)
     with console.pager(styles=True) if console.is_terminal else nullcontext():
-        for panel in _panels(chosen):
+        for panel in _panels(kept.read(chosen), len(chosen)):
             console.print(panel)
 
 
-def _panels(samples: Sequence[KeptSample]) -> Iterator[Panel]:
+def _panels(samples: Iterable[KeptSample], count: int) -> Iterator[Panel]:
     for position, sample in enumerate(samples, start=1):
-        title = Text(f"{position}/{len(samples)} · step {sample.step} · group {sample.group}, member {sample.member}")
+        step = "no step" if sample.step is None else f"step {sample.step}"
+        title = Text(f"{position}/{count} · {step} · group {sample.group}, member {sample.member}")
         yield Panel(_body(sample), title=title, title_align="left", border_style="green" if sample.solved else "red")
 
 
 def _body(sample: KeptSample) -> Text:
     body = Text()
+    advantage = "" if sample.advantage is None else f" · advantage {sample.advantage:+.3f}"
     body.append("solved" if sample.solved else "not solved", style="bold green" if sample.solved else "bold red")
     body.append(
-        f" · reward {sample.reward:g} · advantage {sample.advantage:+.3f} · {sample.tokens} tokens · "
+        f" · reward {sample.reward:g}{advantage} · {sample.tokens} tokens · "
         f"{_versions(sample)} · finish {sample.finish_reason} · {sample.ending}\n\n",
         style="dim",
     )
@@ -126,7 +186,7 @@ def _versions(sample: KeptSample) -> str:
         return "no version"
     spans = ", ".join(f"{version} (×{tokens})" for version, tokens in sample.versions)
     word = "version" if len(sample.versions) == 1 else "versions"
-    return f"{word} {spans}, staleness {sample.step - sample.versions[0][0]}"
+    return f"{word} {spans}" + ("" if sample.step is None else f", staleness {sample.step - sample.versions[0][0]}")
 
 
 def _pruned(pruned: Pruned) -> str:

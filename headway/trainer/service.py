@@ -32,6 +32,7 @@ from headway.trainer.policy import PolicyGradient
 from headway.trainer.progress import Progress
 from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
+from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.shared_memory import Publisher
 
 MODEL_FOLDER = "model"  # of a checkpoint
@@ -126,6 +127,8 @@ class TrainerService(ModelService):
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
+        # After their sum every rank has the values of all; the first can write to the run's folder: it checkpoints.
+        self._recorder = TokenRecorder(validated.run.directory, validated.ledger) if rank == 0 else None
 
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises StepRefused when its step isn't the present version."""
@@ -134,6 +137,8 @@ class TrainerService(ModelService):
         started = time.perf_counter()
         arrays, settings = batch.arrays(), self._settings()
         progress = self.policy.run(arrays, settings, batch.step)
+        if self._recorder is not None:
+            self._recorder.record(batch, arrays, progress)
         return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
 
     def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
@@ -141,7 +146,10 @@ class TrainerService(ModelService):
         StepRefused when its step isn't the present version."""
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
-        done = self.policy.forward_backward(part.arrays(), part.step, loss, divisor)
+        arrays = part.arrays()
+        done = self.policy.forward_backward(arrays, part.step, loss, divisor)
+        if self._recorder is not None:
+            self._recorder.record(part, arrays, done.progress)
         return PartReport(
             samples=done.samples,
             tokens=done.progress.tokens,
@@ -184,7 +192,13 @@ class TrainerService(ModelService):
             compute_s=time.perf_counter() - started,
             flops=progress.flops,
             metrics=metrics | rest,
+            unrecorded="" if self._recorder is None else self._recorder.take_error(),
         )
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        super().close()
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
         """Write atomically everything a resume needs; afterwards delete older checkpoints beyond ``keep_last``.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import audited, events_of, refused, steps_of, train, write_experiment, write_inputs
+from tiny_run import audited, events_of, output_of, refused, steps_of, train, write_experiment, write_inputs
 
 from headway.records.rollout import Rollout
 from headway.rollout.makers.custom import Attempt
@@ -42,7 +42,6 @@ def test_a_run_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             "logging": "test_hooks:to_file",
         },
         algorithm={"turn_discount": 0.5, "aggregation": "seq_mean_token_mean"},
-        ledger={"samples_per_step": 100},
     )
     ended = train(config)
     assert ended.process.returncode == 0, ended.output
@@ -53,7 +52,8 @@ def test_a_run_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [step.version for step in steps] == [1, 2, 3, 4, 5, 6]
     assert sum(step.filtered.get("user:first of a third", 0) for step in steps) > 0
     assert all(step.metrics["grad_norm"] > 0 for step in steps)
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    shown = output_of("show", run, "--ending", "trained", "--limit", "1000", "--json").splitlines()
+    samples = [json.loads(line) for line in shown]
     assert all("+1=" in sample["response"] for sample in samples)
     assert {sample["step"] for sample in samples} == set(range(6))
     assert (tmp_path / "logged.txt").read_text().count("StepRecord") == 6

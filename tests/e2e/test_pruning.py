@@ -32,7 +32,6 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
         tmp_path,
         **paths,
         rollout={"max_response_tokens": LONGEST, "temperature": 0.05},
-        ledger={"samples_per_step": 100},
         pruning={"every_tokens": 8, "audit_share": 0.2},
         **{
             "pruning.repetition": {"loop_tokens": 200, "longest_period": 24, "repeated_share": 1.0},

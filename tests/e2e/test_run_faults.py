@@ -98,13 +98,14 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
         generator={"update_mode": mode},
         trainer={"learning_rate": 1e-4},
         queue={"budget": 3},
-        ledger={"samples_per_step": 16},
         **inputs,
     )
     run = tmp_path / "run"
     command = tiny_run.train(config)
     assert command.process.returncode == 0, command.output
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    shown = tiny_run.output_of("show", run, "--ending", "trained", "--limit", "1000", "--json").splitlines()
+    samples = [json.loads(line) for line in shown]
+    assert all(sample["advantage"] is not None for sample in samples)
     assert len(samples) == 20 * 16
     crossed = [sample for sample in samples if len(sample["versions"]) > 1]
     assert bool(crossed) is (mode != "drain")

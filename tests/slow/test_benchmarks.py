@@ -59,6 +59,17 @@ def test_orchestrator_in_short() -> None:
         assert f"{name}: {result[name]} (target: at most" in done.stdout
 
 
+def test_recording_in_short() -> None:
+    command = [sys.executable, str(BENCHMARKS / "recording.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["recording_cost"] == max(result["orchestrator"], result["trainer"])
+    assert result["recorder_us"] > 0
+    assert result["trainer_us"] > 0
+    assert 8 * 128 < result["trainer_bytes_per_sample"] < 12 * 128
+
+
 def test_many_nodes_in_short() -> None:
     """No timing is asserted, but nodes that fail and come back, or others in their place, and books that balance."""
     sizes = ["--rounds=1", "--nodes=12", "--few=4", "--hours=0.1", "--lost-per-hour=3"]

@@ -196,9 +196,9 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "headway/buffer/store.py",
         """            if entry.parked:
-                self._delete_partials(connection, index)""",
+                delete_partials(connection, index)""",
         """            if not entry.parked:
-                self._delete_partials(connection, index)""",
+                delete_partials(connection, index)""",
         "partial rollouts outlive their group",
     ),
     (

@@ -22,6 +22,7 @@ from headway.records.task import Task
 from headway.records.trace import TraceLine
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
+from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import last_step, recorded_steps
 from headway.trainer.fake import FakeTrainer, Latency
 
@@ -123,13 +124,15 @@ def simulate(
     spoil: Callable[[FakeTrainer], None] = lambda trainer: None,
     observe: Callable[[Clock], Callable[[TraceLine], None]] | None = None,
     look: Callable[[Clock], Decide] | None = None,
+    record_to: Path | None = None,
 ) -> Outcome:
     """Run ``experiment`` to its end in virtual time.
 
     ``interrupt_s``: Ctrl-C so long after the start. ``kills_s``: the orchestrator is killed so long after each of its
     starts, and resumed, with other settings where ``resumed`` gives them. ``spoil``: changes the first trainer, say
     into one that dies. ``shared``: replicas and trainer take turns on their devices. ``observe``: makes, for each
-    process of the run, what is told who ran when; ``look``: what asks the controller's model.
+    process of the run, what is told who ran when; ``look``: what asks the controller's model. ``record_to``: a folder
+    that the rollouts are recorded in.
     """
     longest = experiment.rollout.max_response_tokens
 
@@ -162,6 +165,7 @@ def simulate(
                     shared=range((generator_options or {}).get("replicas", 1) if shared else 0),
                     observe=observe and observe(clock),
                     look=look and look(clock),
+                    recorder=record_to and RolloutRecorder(record_to, now.ledger, clock, _event_of(lines)),
                 )
                 outcome = await _session(resolved, actors, clock, lines, trainer, kill_s, interrupt_s)
                 if outcome is not None:
@@ -170,6 +174,10 @@ def simulate(
             raise AssertionError("every session was killed")
 
     return run_virtual(main)
+
+
+def _event_of(lines: list[LedgerLine]) -> Callable[..., None]:
+    return lambda name, detail, **data: lines.append(EventRecord(step=0, event=name, detail=detail, data=data))
 
 
 async def _session(
@@ -209,6 +217,8 @@ async def _session(
             if interruption is not None:
                 interruption.cancel()
         context = run.context
+        if actors.recorder is not None:
+            actors.recorder.close()
         return Outcome(
             experiment=experiment,
             lines=lines,

@@ -16,7 +16,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
 from headway.tasks.rows import read_objects, short
 
-_TEXTS = ("text", "response")  # of a model's answer; the second is that of a run's samples.jsonl
+_TEXTS = ("text", "response")  # of a model's answer; the second is that of a run's exported rollouts
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   system shows them once more in every process that reads them
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
+- the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8)
+  and 400 a rollout, up to ``ledger.rollouts_max_bytes``
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ GIB = 2**30
 FULL = 0.9  # of what is free: beyond it, a warning
 
 # Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
-# torch's CPU build: 246, 692 (a replica with vLLM), 331, 82, 44 and 38 MiB, and rounded up (a CUDA build adds the
+# torch's CPU build: 246, 692 (a replica with vLLM), 360, 110, 44 and 38 MiB, and rounded up (a CUDA build adds the
 # libraries it loads).
 BASE_BYTES = {
     "generator": 280 << 20,
     "vllm": 700 << 20,
-    "trainer": 350 << 20,
-    "orchestrator": 110 << 20,
+    "trainer": 380 << 20,
+    "orchestrator": 140 << 20,
     "verifier": 60 << 20,
     "controller": 50 << 20,
 }
@@ -61,6 +63,7 @@ _LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient;
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
 _TOKEN_BYTES_ON_DISK = 14
+_RECORDED_TOKEN_BYTES, _RECORDED_ROLLOUT_BYTES = 17, 400
 
 
 _OF_NODE = " of node "  # in the name of a place
@@ -98,9 +101,19 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         *(("published weights", place, {"versions": published}) for place in _published_to(experiment)),
         ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
         ("buffer", run, {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}),
+        *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
     others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *others]
+
+
+def _recorded_bytes(experiment: Experiment) -> int:
+    """Size of RUN/rollouts at the run's end, as far as it is trained."""
+    share, most = experiment.ledger.rollouts, experiment.ledger.rollouts_max_bytes
+    rollouts = experiment.run.steps * experiment.queue.groups_per_step * experiment.largest_group
+    each = experiment.max_sequence_tokens * _RECORDED_TOKEN_BYTES + _RECORDED_ROLLOUT_BYTES
+    size = round(rollouts * each * (share if isinstance(share, float) else 1))
+    return size if most is None else min(size, most)
 
 
 def _published_to(experiment: Experiment) -> list[str]:
@@ -335,8 +348,9 @@ def _look_at_disk(uses: list[MemoryUse], place: MemoryPlace, free: int, findings
     if checkpoints > free:
         findings.error("run.directory", f"{gibibytes(free)} free at {at}, but checkpoints need {needed}")
     elif place.needed_bytes > FULL * free:
-        buffer = gibibytes(place.needed_bytes - checkpoints)
-        message = f"only {gibibytes(free)} free at {at}; checkpoints need {needed}, the buffer up to {buffer}"
+        rest = gibibytes(place.needed_bytes - checkpoints)
+        what = "the buffer and the record of rollouts (ledger.rollouts)"
+        message = f"only {gibibytes(free)} free at {at}; checkpoints need {needed}, {what} up to {rest}"
         findings.warning("run.directory", message)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from headway.report.progress import OnDone, unheard
 from headway.report.run_view import RunView, as_json, view_run
 from headway.report.series import Column, Series, metric, smoothed
 from headway.report.several.axes import AXES, places_of
-from headway.report.show import KeptSample, read_samples, visible
+from headway.report.show import KeptSample, KeptSamples, SampleSelection, visible
 from headway.report.tables import summary_rows
 from headway.runtime.run_directory import write_whole
+from headway.telemetry.rollouts.joined import Decode
 
 _COLOURS = ("#2166ac", "#d6730f", "#2a8a55", "#c0392b", "#7b4fa3", "#8a8f98", "#8c564b", "#17a2b8")
 _CURVES: dict[str, tuple[str, Column | None]] = {
@@ -33,6 +34,7 @@ _CURVES: dict[str, tuple[str, Column | None]] = {
     "Staleness": ("Versions between sampling and the gradient, mean.", lambda step: step.trajectory_staleness.mean),
 }
 _MOST_TASKS, _MOST_CHARACTERS = 3, 20_000  # of rollouts side by side
+_MOST_ROLLOUTS = 1_000  # of a run, among which those of one task are looked for
 _STYLE = """
 .left { display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 0; list-style: none; }
 .left i { display: inline-block; width: 22px; height: 4px; margin-right: 6px; vertical-align: middle; }
@@ -57,9 +59,10 @@ def compare(
     output: str | Path,
     price: float | None = None,
     on_progress: OnDone = unheard,
+    decoder: Callable[[str], Decode | None] = lambda run: None,
 ) -> dict[str, str]:
     """Write the page of several runs to ``output``; returns the runs that are left out with what is wrong with each.
-    ``price``: dollars of a device's hour, for the axis of dollars.
+    ``price``: dollars of a device's hour, for the axis of dollars. ``decoder(run)``: of its tokens.
 
     Raises ConfigurationError when none of the runs can be read, HeadwayError when the page can't be written.
     """
@@ -82,7 +85,7 @@ def compare(
         _plots(runs, on_progress),
         "<h2>Numbers</h2>" + _numbers(runs, price),
         "<h2>Configuration: the keys that differ</h2>" + _configuration(runs),
-        _rollouts(runs),
+        _rollouts(runs, decoder),
     ]
     title = "Headway: " + ", ".join(visible(run.name) for run in runs)
     write_whole(Path(output), html_page(title, body, _STYLE).encode("utf-8", "replace"))
@@ -223,18 +226,18 @@ def _flat(value: Any, name: str) -> dict[str, str]:
     }
 
 
-def _rollouts(runs: Sequence[ComparedRun]) -> str:
+def _rollouts(runs: Sequence[ComparedRun], decoder: Callable[[str], Decode | None]) -> str:
     """The newest kept rollouts of the same task, side by side; "" where no two runs have kept one."""
     kept: dict[str, dict[str, KeptSample]] = {}  # prompt -> run -> the newest
     for run in runs:
         try:
-            samples = read_samples(run.view.path)
+            samples = KeptSamples(run.view.path, decoder(str(run.view.path)))
+            for sample in samples.read(samples.select(SampleSelection(limit=_MOST_ROLLOUTS))[0]):
+                kept.setdefault(sample.prompt, {})[run.name] = sample
         except (HeadwayError, OSError):
             continue
-        for sample in samples:
-            kept.setdefault(sample.prompt, {})[run.name] = sample
     shared = [(prompt, found) for prompt, found in kept.items() if len(found) > 1]
-    shared.sort(key=lambda entry: (-len(entry[1]), -min(sample.step for sample in entry[1].values())))
+    shared.sort(key=lambda entry: (-len(entry[1]), -min(sample.step or 0 for sample in entry[1].values())))
     parts = []
     for prompt, found in shared[:_MOST_TASKS]:
         sides = "".join(_rollout(name, sample) for name, sample in found.items())
@@ -244,7 +247,8 @@ def _rollouts(runs: Sequence[ComparedRun]) -> str:
 
 def _rollout(name: str, sample: KeptSample) -> str:
     solved = "solved" if sample.solved else "not solved"
-    said = f"{solved}, reward {sample.reward:g}, step {sample.step}, {sample.tokens} tokens, {sample.finish_reason}"
+    step = "in no step" if sample.step is None else f"step {sample.step}"
+    said = f"{solved}, reward {sample.reward:g}, {step}, {sample.tokens} tokens, {sample.finish_reason}"
     return f"<figure><h3>{escape(visible(name))}</h3><p>{escape(said)}</p>{_pre(sample.response)}</figure>"
 
 

@@ -104,7 +104,7 @@ def test_tasks_of_kernelbench_and_jsonl_are_written(tmp_path: Path, capsys: Capt
         (["tasks", "t.jsonl", "--jsonl", "raw.jsonl", "--level", "2"], "--level 2: valid: 1"),
         (["tasks", "t.jsonl", "--backend", "rust"], "--backend rust: valid: torch, cpp, triton, cuda"),
         (["tasks", "t.jsonl", "--kernelbench", "nowhere"], "nowhere: not a checkout of KernelBench"),
-        (["tasks", "t.jsonl", "--jsonl", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
+        (["tasks", "t.jsonl", "--jsonl", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
         (["tasks", "t.jsonl", "--jsonl", "raw.jsonl", "--kernelbench", "x"], "valid: one of them"),
         (["tasks", "t.jsonl", "--held-out", "1.0"], "--held-out 1: valid: from 0 to below 1"),
         (["tasks", "t.jsonl", "--held-out", "0.01"], "leaves a file without any"),

@@ -21,7 +21,7 @@ from headway.report.dry_run import dry_run_rows
 from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
 from headway.report.printing import print_rows
 from headway.report.progress import SftProgress
-from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
+from headway.report.show import KeptSample, KeptSamples, SampleSelection, show_samples, visible
 from headway.report.tables import mapping_rows, print_summary, sft_rows, summary_rows
 from headway.report.verdict import judge_learning
 from headway.telemetry.metrics import scalars
@@ -189,13 +189,21 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def read_samples(run: Path, selection: SampleSelection = SampleSelection()) -> list[KeptSample]:
+    samples = KeptSamples(run)
+    return list(samples.read(samples.select(selection)[0]))
+
+
 def test_selection(kept: Path) -> None:
-    samples = read_samples(kept)
-    assert [s.group for s in samples] == [10, 11, 12, 13]
-    assert [s.group for s in select(samples, SampleSelection(step=1))] == [10, 11]
-    assert [s.group for s in select(samples, SampleSelection(group=12))] == [12]
-    assert [s.group for s in select(samples, SampleSelection(solved=False))] == [11]
-    assert [s.group for s in select(samples, SampleSelection(solved=True, limit=2))] == [12, 13]
+    for selection, groups in (
+        (SampleSelection(), [10, 11, 12, 13]),
+        (SampleSelection(step=1), [10, 11]),
+        (SampleSelection(group=12), [12]),
+        (SampleSelection(solved=False), [11]),
+        (SampleSelection(solved=True, limit=2), [12, 13]),
+        (SampleSelection(ending="filtered"), []),
+    ):
+        assert [sample.group for sample in read_samples(kept, selection)] == groups
 
 
 def test_a_sample_recorded_again_counts_once(kept: Path) -> None:
@@ -240,7 +248,7 @@ def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_says_what_there_is(kept: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="it holds steps 1 to 3"):
         show_samples(kept, SampleSelection(step=99))
-    with pytest.raises(ConfigurationError, match="samples_per_step"):
+    with pytest.raises(ConfigurationError, match="rollouts may be none"):
         read_samples(tmp_path / "nothing")
     (kept / "samples.jsonl").write_text('{"step": 1}\n{}\n')
     with pytest.raises(ConfigurationError, match="line 1 is damaged"):

@@ -1,0 +1,195 @@
+"""Columns of the record: rollouts, endings and trained tokens as Arrow batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+
+from headway.config.schema import LedgerConfig
+from headway.records.rollout import Branch, Rollout
+from headway.records.tokens import TokenArray, TokenIds, TokenLogprobs, TokenMask, plain
+
+_INTS, _FLOATS, _MASK = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.bool_())
+_SEQUENCE = {
+    "prompt_ids": _INTS,
+    "response_ids": _INTS,
+    "response_logprobs": _FLOATS,  # of the engine, nats; 0 where masked
+    "response_mask": _MASK,  # True: sampled by the policy
+    "span_versions": _INTS,  # version of each span of the response
+    "span_tokens": _INTS,  # its tokens
+    "turn_ends": _INTS,
+    "finish_reason": pa.string(),
+}
+_INT32 = "copies resumes reprefills turns attempts environment_version calls rewritten"
+_INT64 = "judge_tokens abandoned_tokens"
+_FLOAT64 = "reward trained_reward opened_s first_token_s generated_s finished_s verify_s judge_cost environment_s"
+_SCALARS: dict[str, pa.DataType] = {
+    "group": pa.int64(),
+    "member": pa.int32(),
+    "solved": pa.bool_(),
+    "left": pa.string(),  # how it left its group before training; null: it didn't
+    "left_reason": pa.string(),
+    **dict.fromkeys(_INT32.split(), pa.int32()),
+    **dict.fromkeys(_INT64.split(), pa.int64()),
+    **dict.fromkeys(_FLOAT64.split(), pa.float64()),
+}
+_JSON = ("verdict", "failure", "pruned")  # null: there is none
+
+FINISHED = pa.schema(
+    {
+        **_SCALARS,
+        "task_id": pa.string(),  # its id
+        "verified": pa.bool_(),  # False: its group ended before it had finished; it has no tokens here
+        "tokens": pa.int64(),  # of all responses; of an unfinished one those it had reached
+        **_SEQUENCE,
+        "turn_rewards": pa.list_(pa.float64()),
+        **dict.fromkeys(_JSON, pa.string()),
+        "branches": pa.list_(pa.struct(_SEQUENCE)),  # sequences beside the trunk; null: none
+    }  # pyright: ignore[reportArgumentType]
+)
+ENDED = pa.schema(
+    {
+        "group": pa.int64(),
+        "ending": pa.string(),  # of its members that had not left before
+        "reason": pa.string(),
+        "step": pa.int32(),  # that trained or skipped it; null: none
+        "time_s": pa.float64(),  # clock
+    }  # pyright: ignore[reportArgumentType]
+)
+TRAINED = pa.schema(
+    {
+        "step": pa.int32(),  # trainer version before it
+        "group": pa.int64(),
+        "member": pa.int32(),
+        "sequence": pa.int32(),  # 0: the trunk; then branches
+        "weight": pa.float64(),  # share of its loss that counts: below 1 for the copies of a padded member
+        "logprobs": _FLOATS,  # of each response token under the weights it was trained with; NaN: not computed
+        "clipped": _MASK,
+        "trained": _MASK,  # loss was taken of it: neither masked for staleness or importance nor left out
+        "advantages": _FLOATS,
+    }  # pyright: ignore[reportArgumentType]
+)
+_BRANCH = tuple(Branch.__struct_fields__)
+_ROLLOUT = (*_SCALARS, *_BRANCH, *_JSON, "turn_rewards", "branches")
+_of_branch, _of_rollout = attrgetter(*_BRANCH), attrgetter(*_ROLLOUT)
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Rollout) if field.name in _SCALARS}
+
+
+def share_of(settings: LedgerConfig) -> float:
+    """The share of the groups that is recorded."""
+    return {"all": 1.0, "none": 0.0}[rollouts] if isinstance(rollouts := settings.rollouts, str) else rollouts
+
+
+def takes(groups: NDArray[np.int64] | int, share: float) -> Any:
+    """Whether each of ``groups`` is among the share that is recorded: the first, and evenly from there."""
+    return np.floor(groups * share) > np.floor((groups - 1) * share)
+
+
+def finished_batch(
+    rollouts: Sequence[Rollout], task_ids: Sequence[str], reached: Mapping[int, int] = {}
+) -> pa.RecordBatch:
+    """The rollouts as a batch of `FINISHED`, with the id of each one's task. ``reached``: response tokens of those that
+    haven't finished, by position."""
+    values = _values(_of_rollout, _ROLLOUT, rollouts)
+    columns: dict[str, Any] = {
+        **{name: _scalar_array(name, values[name]) for name in _SCALARS},
+        **_sequence_arrays(values),
+        **{name: _json_array(values[name]) for name in _JSON},
+        "turn_rewards": _short_lists(values["turn_rewards"], pa.list_(pa.float64())),
+        "branches": _branch_array(values["branches"]),
+        "task_id": pa.array(task_ids, pa.string()),
+        "verified": pa.array([position not in reached for position in range(len(rollouts))], pa.bool_()),
+    }
+    columns["tokens"] = _token_counts(rollouts, reached, columns["response_ids"])
+    return pa.RecordBatch.from_arrays([columns[name] for name in FINISHED.names], schema=FINISHED)
+
+
+def ended_batch(rows: Sequence[tuple[int, str, str, int | None, float]]) -> pa.RecordBatch:
+    """Rows of `ENDED`, as it orders their fields, as a batch."""
+    columns = zip(*rows, strict=True)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(values, field.type) for values, field in zip(columns, ENDED, strict=True)], schema=ENDED
+    )
+
+
+def trained_batch(**columns: ArrayLike | pa.Array) -> pa.RecordBatch:
+    """Columns of `TRAINED` as a batch."""
+    return pa.RecordBatch.from_arrays(
+        [pa.array(columns[field.name], field.type) for field in TRAINED],  # pyright: ignore[reportArgumentType]
+        schema=TRAINED,
+    )
+
+
+def listed(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.ListArray:
+    """``values`` cut into lists of these ``lengths``."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(np.asarray(lengths, np.int32), out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _values(
+    attributes: Callable[[Any], tuple[Any, ...]], names: Sequence[str], records: Sequence[Rollout | Branch]
+) -> dict[str, tuple[Any, ...]]:
+    """Each attribute's values, in one pass: records that were made a while ago are in no cache."""
+    return dict(zip(names, zip(*map(attributes, records), strict=True), strict=True))
+
+
+def _sequence_arrays(values: Mapping[str, tuple[Any, ...]]) -> dict[str, pa.Array]:
+    spans = values["versions"]
+    counts = list(map(len, spans))
+    return {
+        "prompt_ids": _lists(TokenIds, values["prompt_ids"]),
+        "response_ids": _lists(TokenIds, values["response_ids"]),
+        "response_logprobs": _lists(TokenLogprobs, values["response_logprobs"]),
+        "response_mask": _lists(TokenMask, values["response_mask"]),
+        "span_versions": listed(np.array([span.version for own in spans for span in own], np.int32), counts),
+        "span_tokens": listed(np.array([span.tokens for own in spans for span in own], np.int32), counts),
+        "turn_ends": _short_lists(values["turn_ends"], _INTS),
+        "finish_reason": pa.array(values["finish_reason"], pa.string()),
+    }
+
+
+def _short_lists(values: tuple[tuple[Any, ...], ...], kind: pa.DataType) -> pa.Array:
+    return pa.array(values, kind) if any(values) else pa.repeat(pa.scalar([], kind), len(values))
+
+
+def _lists(kind: type[TokenArray[Any]], parts: Sequence[Sequence[Any]]) -> pa.ListArray:
+    arrays = [part.array if type(part) is kind else kind(part).array for part in parts]  # isinstance would ask abc
+    return listed(np.concatenate(arrays), list(map(len, arrays)))
+
+
+def _scalar_array(name: str, values: tuple[Any, ...]) -> pa.Array:
+    kind, default = _SCALARS[name], _DEFAULTS.get(name)
+    if values.count(default) == len(values):  # most are in most batches; the values themselves aren't looked at
+        return pa.nulls(len(values), kind) if default is None else pa.repeat(pa.scalar(default, kind), len(values))
+    return pa.array(values, kind)
+
+
+def _token_counts(rollouts: Sequence[Rollout], reached: Mapping[int, int], responses: pa.ListArray) -> pa.Array:
+    counts = np.diff(responses.offsets.to_numpy()).astype(np.int64)
+    for position in [position for position, rollout in enumerate(rollouts) if rollout.branches]:
+        counts[position] = rollouts[position].response_tokens
+    counts[list(reached)] = list(reached.values())
+    return pa.array(counts)
+
+
+def _branch_array(branches: Sequence[tuple[Branch, ...]]) -> pa.Array:
+    if not any(branches):
+        return pa.nulls(len(branches), FINISHED.field("branches").type)
+    arrays = _sequence_arrays(_values(_of_branch, _BRANCH, [branch for own in branches for branch in own]))
+    structs = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
+    starts = np.cumsum([0, *map(len, branches)]).tolist()
+    offsets = [start if own else None for start, own in zip(starts, branches, strict=False)]
+    return pa.ListArray.from_arrays(pa.array([*offsets, starts[-1]], pa.int32()), structs)
+
+
+def _json_array(values: Sequence[Any]) -> pa.Array:
+    if not any(values):
+        return pa.nulls(len(values), pa.string())
+    return pa.array([msgspec.json.encode(v, enc_hook=plain) if v else None for v in values], pa.string())

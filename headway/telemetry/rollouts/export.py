@@ -1,0 +1,135 @@
+"""`headway export`: a run's rollouts with their token columns, for other programs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from headway.records.errors import ConfigurationError, StorageFailed
+from headway.telemetry.rollouts.joined import JOINED, Decode, JoinedRollouts
+
+SHARD_BYTES = 500 << 20  # of a data set's files
+OUTPUTS = {"jsonl": "export.jsonl", "parquet": "export.parquet", "hf": "export"}  # in the run's folder
+_CARD = """---
+configs:
+- config_name: default
+  data_files: data/*.parquet
+---
+{rollouts} rollouts of the Headway run {run}, in the order of their arrival, with the columns of `docs/rollouts.md`.
+"""
+
+
+class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an export."""
+
+    path: str
+    rollouts: int
+    size_bytes: int
+    problems: list[str]  # parts of the record that can't be read
+
+
+def export(
+    run_dir: str | Path, to: str, output: str | Path | None = None, *, decode: Decode | None = None, ending: str = ""
+) -> ExportReport:
+    """Write the rollouts of a run (those with this ``ending``; "": all) as JSON lines, one Parquet file, or a folder
+    that `datasets.load_dataset` takes. An earlier output is replaced when the new one is whole. Raises
+    ConfigurationError, StorageFailed."""
+    if to not in OUTPUTS:
+        raise ConfigurationError(f"--to {to}: valid: {', '.join(OUTPUTS)}")
+    joined = JoinedRollouts(run_dir, decode)
+    if not joined.record.exists():
+        raise ConfigurationError(f"{run_dir} holds no record of rollouts: there is no {joined.record.folder}/finished")
+    path = Path(output or Path(run_dir) / OUTPUTS[to])
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    batches = (batch for batch in map(lambda b: _with(b, ending), joined.batches()) if batch.num_rows)
+    try:
+        rollouts = _WRITERS[to](partial, batches)
+        if to == "hf":
+            (partial / "README.md").write_text(_CARD.format(rollouts=rollouts, run=Path(run_dir).name))
+        _replace(partial, path)
+    except OSError as error:
+        raise StorageFailed(f"{path} can't be written: {error.strerror or error}") from None
+    finally:
+        _remove(partial)
+    size = sum(one.stat().st_size for one in ([path] if path.is_file() else path.rglob("*")) if one.is_file())
+    problems = sorted(joined.record.problems.values())
+    return ExportReport(path=str(path), rollouts=rollouts, size_bytes=size, problems=problems)
+
+
+def _with(batch: pa.RecordBatch, ending: str) -> pa.RecordBatch:
+    return batch.filter(pc.field("ending") == ending) if ending else batch
+
+
+def _write_jsonl(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
+    count, encoder = 0, msgspec.json.Encoder()
+    with open(path, "wb") as file:
+        for batch in batches:
+            for row in batch.to_pylist():
+                for name in ("verdict", "failure", "pruned"):
+                    row[name] = None if row[name] is None else msgspec.Raw(row[name].encode())
+                file.write(encoder.encode(row) + b"\n")
+            count += batch.num_rows
+    return count
+
+
+def _write_parquet(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
+    count = 0
+    with pq.ParquetWriter(path, JOINED, compression="zstd") as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+            count += batch.num_rows
+    return count
+
+
+def _write_dataset(path: Path, batches: Iterator[pa.RecordBatch]) -> int:
+    data, shards, count = path / "data", 0, 0
+    data.mkdir(parents=True)
+    rest: list[pa.RecordBatch] = []
+    while (first := next(batches, None)) is not None or not shards:
+        rest = [] if first is None else [first]
+        count += _write_parquet(data / f"{shards}", _until(rest, batches, SHARD_BYTES))
+        shards += 1
+    for number in range(shards):
+        os.rename(data / f"{number}", data / f"train-{number:05d}-of-{shards:05d}.parquet")
+    return count
+
+
+def _until(first: list[pa.RecordBatch], rest: Iterator[pa.RecordBatch], most_bytes: int) -> Iterator[pa.RecordBatch]:
+    """``first`` and so many of ``rest`` that together they have about ``most_bytes``."""
+    size = 0
+    for batch in first:
+        size += batch.nbytes
+        yield batch
+    while size < most_bytes and (batch := next(rest, None)) is not None:
+        size += batch.nbytes
+        yield batch
+
+
+def _replace(partial: Path, path: Path) -> None:
+    if path.is_dir() and not partial.is_dir():
+        raise ConfigurationError(f"{path} is a folder: name a file that may be written")
+    if path.is_dir():
+        if not (path / "data").is_dir() and any(path.iterdir()):
+            raise ConfigurationError(f"{path} holds something else than an export: name another folder")
+        shutil.rmtree(path)
+    os.replace(partial, path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+_WRITERS: dict[str, Callable[[Path, Iterator[pa.RecordBatch]], int]] = {
+    "jsonl": _write_jsonl,
+    "parquet": _write_parquet,
+    "hf": _write_dataset,
+}

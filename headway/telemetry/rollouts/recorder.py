@@ -1,0 +1,136 @@
+"""The recorder of a run's rollouts, which the buffer's commits feed: ``RUN/rollouts/finished`` and ``ended``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.config.schema import LedgerConfig
+from headway.records.errors import StorageFailed
+from headway.records.rollout import FinishedGroup, Rollout
+from headway.runtime.clock import Clock
+from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, finished_batch, share_of, takes
+from headway.telemetry.rollouts.reader import RolloutRecord
+from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
+
+FLUSH_S = 2.0  # the most that lies unwritten while groups finish
+FLUSH_TOKENS = 1 << 18  # ... and about 4 MB
+EVENT_ROLLOUTS_ENDED = "rollouts_ended"  # nothing more is recorded, and why
+EVENT_ROLLOUTS_LOST = "rollouts_lost"  # data: rollouts that an earlier process finished and didn't record
+
+Counted = Callable[[float], int]  # rollouts in the books of the groups that a share takes
+
+
+class RolloutRecorder:
+    """Records each rollout once, in the order in which the buffer commits them, and each group's end.
+
+    Lifecycle: *made* -> ``begin`` (a segment of its own) -> *recording* -> *ended*, by ``close`` or an error, which
+    calls ``on_event``. Never raises: what fails here must not reach the run. Batches are written every FLUSH_S,
+    FLUSH_TOKENS or step.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, settings: LedgerConfig, clock: Clock, on_event: Callable[..., None], **limits: int
+    ) -> None:
+        """``on_event(name, detail, **data)``. ``limits``: those of `SegmentWriter`."""
+        self._folder = Path(run_dir) / FOLDER
+        self._share = share_of(settings)
+        self._limits: dict[str, Any] = {"max_bytes": settings.rollouts_max_bytes, **limits}
+        self._clock = clock
+        self._on_event = on_event
+        self._finished: SegmentWriter | None = None  # None: not recording
+        self._ended: SegmentWriter | None = None
+        self._rows = 0  # written
+        self._arrivals: list[Rollout] = []
+        self._task_ids: list[str] = []  # of each arrival
+        self._reached: dict[int, int] = {}  # position among the arrivals -> tokens, of those that haven't finished
+        self._ends: list[tuple[int, str, str, int | None, float]] = []
+        self._tokens = 0  # unwritten
+        self._written_s = clock.now()
+
+    def begin(self, counted: Counted) -> None:
+        """Begin to record, after what an earlier process of the run has recorded, and report how much of what it
+        finished is missing."""
+        if self._share:
+            self._guarded(self._begin, counted)
+
+    def finished(self, group: FinishedGroup) -> None:
+        """Record the members of a group that has been committed."""
+        if self._takes(group.group.index):
+            self._guarded(self._arrive, group.rollouts, group.group.task.task_id)
+
+    def unfinished(self, index: int, task: str, reached: Mapping[int, int]) -> None:
+        """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
+        if self._takes(index):
+            members = [Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached]
+            self._reached |= dict(enumerate(reached.values(), start=len(self._arrivals)))
+            self._guarded(self._arrive, members, task)
+
+    def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
+        """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
+        now_s = self._clock.now()
+        self._ends += [(index, ending, reason, step, now_s) for index in groups if self._takes(index)]
+        if step is not None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has arrived."""
+        if self._finished is not None:
+            self._guarded(self._write)
+
+    def close(self) -> None:
+        """Write the rest and seal both segments; a second call is a no-op."""
+        self.flush()
+        for writer in (self._finished, self._ended):
+            if writer is not None:
+                writer.close()
+        self._finished = self._ended = None
+
+    def _takes(self, index: int) -> bool:
+        return self._finished is not None and (self._share == 1 or bool(takes(index, self._share)))
+
+    def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # the boundary to the record: it must not cost the run anything but itself
+            self._finished = self._ended = None
+            self._arrivals, self._ends = [], []
+            cause = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
+            self._on_event(EVENT_ROLLOUTS_ENDED, f"no further rollout is recorded: {cause}")
+
+    def _begin(self, counted: Counted) -> None:
+        record = RolloutRecord(self._folder.parent)
+        self._rows = record.count()
+        before = record.session()
+        books = counted(self._share)
+        if before is not None:
+            then = counted(before["share"]) - before["books"]
+            if (lost := then - (self._rows - before["rows"])) > 0:
+                detail = f"{lost} rollouts that had finished before this resume were not written yet, or not recorded"
+                self._on_event(EVENT_ROLLOUTS_LOST, detail, rollouts=lost)
+        metadata = {"share": self._share, "books": books, "rows": self._rows}
+        self._finished = SegmentWriter(
+            self._folder / "finished", FINISHED, first=self._rows, metadata=metadata, **self._limits
+        )
+        self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
+        self._written_s = self._clock.now()
+
+    def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
+        self._arrivals += rollouts
+        self._task_ids += [task] * len(rollouts)
+        self._tokens += sum([len(rollout.response_ids) for rollout in rollouts])
+        if self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._finished is not None, "it records"
+        assert self._ended is not None, "it records"
+        arrivals, self._arrivals, ends, self._ends = self._arrivals, [], self._ends, []
+        task_ids, self._task_ids, reached, self._reached = self._task_ids, [], self._reached, {}
+        self._tokens, self._written_s = 0, self._clock.now()
+        if arrivals:
+            self._finished.append(finished_batch(arrivals, task_ids, reached), self._rows)
+            self._rows += len(arrivals)
+        if ends:
+            self._ended.append(ended_batch(ends), 0)

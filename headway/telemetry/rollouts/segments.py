@@ -1,0 +1,184 @@
+"""Segments of a record: Arrow IPC streams that are only appended to, and read while they are written.
+
+A stream of a run is a folder of segments, ``NUMBER-FIRST.arrow``: NUMBER counts them, FIRST says where the segment
+begins (docs/rollouts.md). No file is ever truncated or replaced: a reader may have it mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from headway.records.errors import StorageFailed
+
+FOLDER = "rollouts"  # of a run's
+SEGMENT_BYTES = 64 << 20
+RESERVE_BYTES = 1 << 30  # of the disk, left to checkpoints and the books
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an IPC stream
+_METADATA = b"headway"
+
+
+class StreamSegment(NamedTuple):
+    """The name of a stream's file, taken apart."""
+
+    number: int
+    first: int  # row, or step, that it begins with
+    path: Path
+
+
+def list_segments(folder: Path) -> list[StreamSegment]:
+    """The segments of a stream, oldest first; none where there is no such folder."""
+    found: list[StreamSegment] = []
+    for path in folder.glob("*-*.arrow"):
+        number, _, first = path.stem.partition("-")
+        if number.isdigit() and first.isdigit():
+            found.append(StreamSegment(int(number), int(first), path))
+    return sorted(found)
+
+
+class SegmentWriter:
+    """The writer of a stream.
+
+    Lifecycle: *open* (``append``; a segment of ``segment_bytes`` is sealed, and the next one begun) -> *closed*. Each
+    batch is one ``write``, so that a kill tears at most the last one, which readers leave out.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        schema: pa.Schema,
+        *,
+        first: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        max_bytes: int | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
+        """Begin a segment after those in ``folder``, at ``first``. ``metadata``: JSON types, in each segment.
+        ``max_bytes``: of all streams beside this one together. Raises StorageFailed."""
+        self._folder = folder
+        self._schema = schema.with_metadata({_METADATA: json.dumps(dict(metadata or {}))})
+        self._max_bytes, self._segment_bytes, self._reserve_bytes = max_bytes, segment_bytes, reserve_bytes
+        self._fd = -1
+        self._size = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageFailed(f"{folder} can't be made: {error.strerror}") from None
+        self._begin(first)
+
+    def append(self, batch: pa.RecordBatch, first: int) -> None:
+        """Write ``batch``, which begins at ``first``. Raises StorageFailed; the writer is closed then."""
+        if self._size >= self._segment_bytes:
+            self.close()
+            self._begin(first)
+        self._write(batch.serialize())
+
+    def close(self) -> None:
+        """Seal the segment; a second call is a no-op. Never raises: an unsealed segment is read all the same."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._fd, _END)
+            self._release()
+
+    def _begin(self, first: int) -> None:
+        self._require_room()
+        segments = list_segments(self._folder)
+        number = segments[-1].number + 1 if segments else 1
+        path = self._folder / f"{number:06d}-{first:010d}.arrow"
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StorageFailed(f"{path} can't be made: {error.strerror}") from None
+        self._size = 0
+        self._write(self._schema.serialize())
+
+    def _require_room(self) -> None:
+        root = self._folder.parent
+        if self._max_bytes is not None and (stored := stored_bytes(root)) >= self._max_bytes:
+            raise StorageFailed(f"{root} has {stored} bytes, and ledger.rollouts_max_bytes = {self._max_bytes}")
+
+    def _write(self, data: pa.Buffer) -> None:
+        written, reason = 0, "no space left"
+        try:
+            disk = os.fstatvfs(self._fd)
+            if (free := disk.f_bavail * disk.f_frsize) < self._reserve_bytes + data.size:
+                reason = f"{free >> 20} MiB are free, and {self._reserve_bytes >> 20} MiB are left to checkpoints"
+            else:
+                written = os.write(self._fd, data)  # pyright: ignore[reportArgumentType]  # it has the buffer protocol
+        except OSError as error:
+            reason = error.strerror or str(error)
+        self._size += written
+        if written < data.size:
+            self._release()
+            raise StorageFailed(f"{self._folder} can't be written to: {reason}")
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+def stored_bytes(root: Path) -> int:
+    """Size of all segments of a record."""
+    return sum(path.stat().st_size for path in root.glob("*/*.arrow"))
+
+
+class SegmentFile:
+    """A segment to read, also while it is written. A batch that is torn, damaged or not there yet ends it; ``problem``
+    says so then."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        """``schema``: of its stream. A column that the segment has otherwise, or not at all, is null."""
+        self.path = path
+        self.problem = ""
+        self._known = schema
+
+    def batches(self, columns: Sequence[str] | None = None, offset: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield (offset, batch) of the whole batches from byte ``offset`` on (0: all), with these ``columns`` (None:
+        all). Arrays are views of the mapped file: of other columns nothing is read."""
+        self.problem = ""
+        kept = pa.schema([self._known.field(name) for name in (columns or self._known.names)])
+        try:
+            with pa.memory_map(str(self.path)) as file:
+                schema = pa.ipc.read_schema(file)
+                if offset:
+                    file.seek(offset)
+                offset = file.tell()
+                places = [_place(schema, field) for field in kept]
+                if -1 in places:
+                    missing = ", ".join(field.name for field, at in zip(kept, places, strict=True) if at < 0)
+                    self.problem = f"{self.path} has no column {missing} of the kind that this Headway writes"
+                while offset < file.size():
+                    whole = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+                    arrays = [
+                        whole.column(at) if at >= 0 else pa.nulls(whole.num_rows, field.type)
+                        for field, at in zip(kept, places, strict=True)
+                    ]
+                    batch = pa.RecordBatch.from_arrays(arrays, schema=kept)
+                    batch.validate(full=True)  # offsets out of bounds would be followed all the same
+                    yield offset, batch
+                    offset = file.tell()
+        except EOFError:
+            pass  # sealed
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self.problem = f"{self.path}: no whole batch from byte {offset} on: {str(error).splitlines()[0]}"
+
+    def metadata(self) -> dict[str, Any]:
+        """The writer's metadata; {} where the segment can't be read."""
+        try:
+            with pa.memory_map(str(self.path)) as file:
+                return dict(json.loads((pa.ipc.read_schema(file).metadata or {}).get(_METADATA, b"{}")))
+        except (pa.ArrowException, OSError, ValueError):
+            return {}
+
+
+def _place(schema: pa.Schema, field: pa.Field) -> int:
+    """Index of a field in a segment's schema; -1: not there, or of another kind."""
+    at = schema.get_field_index(field.name)
+    return at if at >= 0 and schema.field(at).type == field.type else -1

@@ -1,0 +1,102 @@
+"""Rollouts out of a record, and random ones to put into it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.records.generation import VersionSpan
+from headway.records.rollout import Branch, Failure, FinishedGroup, Group, Pruned, Rollout
+from headway.records.task import Task
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.telemetry.rollouts.reader import RolloutRecord
+
+
+def rollouts_in(run: Path) -> list[Rollout]:
+    """Every recorded rollout that has finished, in the order of arrival, as the record that was committed."""
+    return [rollout_of(row) for row in rows_in(run) if row["verified"]]
+
+
+def rows_in(run: Path) -> Iterator[dict[str, Any]]:
+    for _, batch in RolloutRecord(run).batches():
+        yield from batch.to_pylist()
+
+
+def rollout_of(row: dict[str, Any]) -> Rollout:
+    """The rollout of a row."""
+    known = {name: row[name] for name in Rollout.__struct_fields__ if name in row} | _sequence(row)
+    known["turn_rewards"] = tuple(row["turn_rewards"])
+    known["branches"] = tuple(Branch(**_sequence(branch)) for branch in row["branches"] or ())
+    known["verdict"] = json.loads(row["verdict"] or "{}")
+    for name, kind in (("failure", Failure), ("pruned", Pruned)):
+        known[name] = None if row[name] is None else msgspec.json.decode(row[name], type=kind)
+    return Rollout(**known)
+
+
+def _sequence(row: dict[str, Any]) -> dict[str, Any]:
+    spans = zip(row["span_versions"], row["span_tokens"], strict=True)
+    return {
+        "prompt_ids": TokenIds(row["prompt_ids"]),
+        "response_ids": TokenIds(row["response_ids"]),
+        "response_logprobs": TokenLogprobs(row["response_logprobs"]),
+        "response_mask": TokenMask(row["response_mask"]),
+        "versions": tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in spans),
+        "turn_ends": tuple(row["turn_ends"]),
+        "finish_reason": row["finish_reason"],
+    }
+
+
+def random_group(index: int, size: int, seed: int = 0) -> FinishedGroup:
+    """A finished group with everything that a rollout may have, now and then."""
+    chance = random.Random(f"{seed}-{index}")
+    prompt = TokenIds([chance.randrange(1000) for _ in range(chance.randrange(1, 9))])
+    group = Group(index=index, task=Task(task_id=f"task-{index % 7}", prompt="p"), prompt_ids=prompt, size=size,
+                  admitted_version=0, admitted_s=chance.random())  # fmt: skip
+    return FinishedGroup(group=group, rollouts=tuple(random_rollout(chance, group, m) for m in range(size)))
+
+
+def random_rollout(chance: random.Random, group: Group, member: int) -> Rollout:
+    first = _random_sequence(chance)
+    many = chance.random() < 0.2
+    failed = chance.random() < 0.1
+    return Rollout(
+        group=group.index,
+        member=member,
+        prompt_ids=group.prompt_ids,
+        **first,
+        reward=chance.random(),
+        trained_reward=chance.choice([None, 0.25]),
+        turn_rewards=tuple(chance.random() for _ in first["turn_ends"]),
+        solved=chance.random() < 0.5,
+        verdict=chance.choice([{}, {"ended": "é\x00\n", "n": [1, None]}]),
+        failure=Failure(boundary="engine", cause="dead", infrastructure=True) if failed else None,
+        left=None if failed else chance.choice([None, "pruned"]),
+        left_reason=chance.choice(["", "loop"]),
+        pruned=chance.choice([None, Pruned(pruner="loop", why="x", at_tokens=3)]),
+        opened_s=chance.random(),
+        finished_s=chance.random(),
+        judge_tokens=1 << 40,
+        judge_cost=0.1,
+        turns=chance.randrange(4),
+        environment_version=chance.randrange(-1, 3),
+        branches=tuple(Branch(prompt_ids=TokenIds([1, 2]), **_random_sequence(chance)) for _ in range(2 * many)),
+    )
+
+
+def _random_sequence(chance: random.Random) -> dict[str, Any]:
+    tokens = chance.choice([0, 1, chance.randrange(200)])
+    cut = chance.randrange(tokens + 1)
+    spans = [VersionSpan(version=v, tokens=n) for v, n in ((3, cut), (4, tokens - cut)) if n]
+    return {
+        "response_ids": TokenIds([chance.randrange(150_000) for _ in range(tokens)]),
+        "response_logprobs": TokenLogprobs([-chance.random() for _ in range(tokens)]),
+        "response_mask": TokenMask([chance.random() < 0.8 for _ in range(tokens)]),
+        "versions": tuple(spans),
+        "turn_ends": chance.choice([(), (tokens,)]),
+        "finish_reason": chance.choice(["stop", "length"]),
+    }
