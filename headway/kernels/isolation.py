@@ -270,10 +270,16 @@ class GuestProcess:
         except ProcessLookupError:
             raise GuestEnded("its process has ended") from None
 
-    def _states(self) -> str:
-        """A letter for each thread."""
+    def computes_beside(self) -> bool:
+        """Whether a thread beside the first runs or waits for a core."""
+        return "R" in self._states(beside=str(self.pid))
+
+    def _states(self, beside: str = "") -> str:
+        """A letter for each thread but ``beside``."""
         states = ""
         for thread in self.threads():
+            if thread == beside:
+                continue
             with contextlib.suppress(OSError), open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
                 states += file.read().rpartition(b") ")[2][:1].decode()
         return states
