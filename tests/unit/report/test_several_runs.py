@@ -115,7 +115,7 @@ def test_hundred_long_runs_are_listed_from_their_ends(tmp_path: Path) -> None:
     began_s = time.process_time()
     found = list_runs(find_runs([tmp_path]))
     assert {(run.step, run.problems) for run in found} == {(300, ())}
-    assert time.process_time() - began_s < 10.0  # 0.7 s on a quiet core
+    assert time.process_time() - began_s < 10.0
 
 
 def test_runs_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
