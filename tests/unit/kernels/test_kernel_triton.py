@@ -15,9 +15,9 @@ from kernel_triton_sources import BODY, LAUNCH, TRITON, TRITON_CHEATS, TRITON_FA
 from benchmarks.parts.kernel_solutions_triton import TRITON as SOLVED
 from benchmarks.parts.kernel_solutions_triton import triton_source
 from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
-from headway.kernels.operators import called_operator, check_operators
+from headway.kernels.operators import check_operators
 from headway.kernels.reward import kernel_reward
-from headway.kernels.tasks import builtin_tasks, resized_source
+from headway.kernels.tasks import builtin_tasks
 from headway.kernels.triton_source import kernel_module
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelTask
@@ -31,7 +31,7 @@ installed = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reaso
 def shared(tmp_path_factory):
     """Runs a function with an evaluator that all tests here share. It checks the operators that run, no sources."""
     settings, folder = EvaluatorSettings(concurrent=2), tmp_path_factory.mktemp("evaluator")
-    with opened(folder, settings, operators=called_operator, resize=resized_source) as run:
+    with opened(folder, settings) as run:
         yield run
 
 
