@@ -77,7 +77,10 @@ def measure_orchestrator(rounds: int, samples: int) -> dict[str, Any]:
         orchestrator.prepare(folder)
         for number in range(rounds):
             marks: list[float] = []
-            at = lambda begins, marks=marks: marks.append(watch.seconds)  # noqa: E731
+
+            def at(begins: bool, marks: list[float] = marks) -> None:
+                marks.append(watch.seconds)
+
             spent = {}
             for rollouts in ("all", "none") if number % 2 else ("none", "all"):
                 marks.clear()

@@ -87,7 +87,7 @@ def test_verifier_that_writes_to_a_full_pipe_is_named_with_its_line(
 ) -> None:
     verifier = VERIFIER | {"name": "stall_functions:fills_pipe"}
     with running(tmp_path, monkeypatch, "fakes-verifier", verifier=verifier) as command:
-        stall = named(command, of="verifier-0")
+        stall = named(command, of="verifier-0", laggards=True)
         assert re.search(
             r"verifier\.score for verifier-0, which is in support/stall_functions\.py:\d+ fills_pipe", stall.detail
         )

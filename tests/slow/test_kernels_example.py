@@ -14,9 +14,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_example_runs_from_tasks_to_scores(tmp_path: Path):
-    short = ("--sft-steps", "60", "--answers", "2", "--run.steps=2", "--queue.groups_per_step=2")
+    short = ("--sft-steps", "250", "--answers", "2", "--run.steps=2", "--queue.groups_per_step=2")
     command = [sys.executable, str(EXAMPLE / "run.py"), "--directory", str(tmp_path / "run"), *short]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]

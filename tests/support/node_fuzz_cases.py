@@ -19,7 +19,7 @@ from headway.runtime.nodes.nodes import Nodes
 from headway.weights.mirror import MirrorService
 from headway.weights.shared_memory import Publisher, Subscriber
 
-FLAT_BYTES = 96 << 20  # the heap of a process that has run other tests settles late; 10,000 leaks of 10 kB are more
+FLAT_BYTES = 48 << 20
 
 
 async def attack_the_orchestrator(folder: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
