@@ -43,9 +43,7 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run in the list of `headway runs`."""
 
     run: str
-    state: RunState = (
-        "unknown"  # died: nobody holds it, it neither ended nor was interrupted; unknown: no line is whole
-    )
+    state: RunState = "unknown"  # died: nobody holds it, it neither ended nor was interrupted; unknown: no whole line
     holder: str = ""  # process that runs it
     step: int = 0  # completed
     steps: int | None = None  # configured
