@@ -45,12 +45,14 @@ def running(
         yield command
 
 
-def named(command: Command, *, of: str = "", laggards: bool = False) -> EventRecord:
-    """The first stall that is reported, of worker ``of`` if given; there may be no other before. ``laggards``: but for
-    the orchestrator's, whose loop has short limits here and lags beside other tests."""
+def named(command: Command, *, of: str = "") -> EventRecord:
+    """The first stall that is reported, of worker ``of`` if given; there may be no other worker's before. The
+    orchestrator's loops may have one: their limits are short here, and they lag beside other tests."""
+
+    own = of in ("", "orchestrator")
 
     def stalls() -> list[EventRecord]:
-        return [e for e in events_of(command.run, "stalled") if not (laggards and e.worker == "orchestrator")]
+        return [event for event in events_of(command.run, "stalled") if own or event.worker != "orchestrator"]
 
     command.until(stalls, "a stall's name")
     stall = stalls()[0]
@@ -87,7 +89,7 @@ def test_verifier_that_writes_to_a_full_pipe_is_named_with_its_line(
 ) -> None:
     verifier = VERIFIER | {"name": "stall_functions:fills_pipe"}
     with running(tmp_path, monkeypatch, "fakes-verifier", verifier=verifier) as command:
-        stall = named(command, of="verifier-0", laggards=True)
+        stall = named(command, of="verifier-0")
         assert re.search(
             r"verifier\.score for verifier-0, which is in support/stall_functions\.py:\d+ fills_pipe", stall.detail
         )
@@ -165,7 +167,7 @@ def test_sandbox_host_out_of_pids_is_named_with_the_limit(tmp_path: Path, monkey
         ) as command,
         without_pids(command.pid_of("environment-0")),
     ):
-        stall = named(command, of="environment-0", laggards=True)
+        stall = named(command, of="environment-0")
         assert re.search(
             r"(rollout \S+ waits in environment\.reply for environment-0, which|"
             r"the train loop waits for a batch, while environment-0) reports: "
