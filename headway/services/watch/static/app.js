@@ -4,8 +4,8 @@ import * as api from "./api.js";
 import { el, fill, problems } from "./dom.js";
 
 const VIEWS = {
-  runs: { title: "Runs", key: "n", module: "./views/runs.js" },
-  now: { title: "Now", key: "w", module: "./views/now.js" },
+  runs: { title: "Runs", key: "l", module: "./views/runs.js" },
+  now: { title: "Now", key: "n", module: "./views/now.js" },
   run: { title: "Run", key: "r", module: "./views/run.js" },
   rollouts: { title: "Rollouts", key: "o", module: "./views/rollouts.js" },
   tasks: { title: "Tasks", key: "t", module: "./views/tasks.js" },
