@@ -20,7 +20,9 @@ _NOTED = {"error", "warning"}  # of the console
 _UNREADY = re.compile(r"\bundefined\b|\bNaN\b|\[object |Invalid Date")
 _OBSERVER = """
 window.__violations = [];
-document.addEventListener('securitypolicyviolation', (e) => window.__violations.push(`${e.violatedDirective} ${e.blockedURI}`));
+document.addEventListener('securitypolicyviolation', (event) => {
+  window.__violations.push(`${event.violatedDirective} ${event.blockedURI}`);
+});
 """
 
 

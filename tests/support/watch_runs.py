@@ -194,9 +194,14 @@ def write_damaged_runs(root: Path, whole: Path) -> list[str]:
         shutil.copytree(whole, root / name)
         spoil(root / name)
     for name in ("ended", "interrupted", "killed"):
-        shutil.copytree(RECORDED / name, root / f"older-{name}")  # of the format before rollouts/
+        copy_recorded(name, root / f"older-{name}")
     (root / "only-an-epoch" / "epoch").mkdir(parents=True)
     return sorted(path.name for path in root.iterdir())
+
+
+def copy_recorded(name: str, folder: Path) -> None:
+    """A run of the format before rollouts/, out of tests/fixtures."""
+    shutil.copytree(RECORDED / name, folder)
 
 
 def _append(name: str, data: bytes) -> Callable[[Path], None]:
