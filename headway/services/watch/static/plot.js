@@ -185,12 +185,23 @@ export function plot(host, spec) {
         spec.lines.length > 1 && ` ${line.name}`, " ", el("b", {}, withUnit(smooth ?? raw, shortUnit(spec.unit))),
         spec.smoothing > 0 && el("span", { class: "muted" }, ` (${withUnit(raw, shortUnit(spec.unit))})`));
     });
-    fill(reading, el("span", { class: "muted" }, `${quantity(u.data[0][at])} ${spec.xLabel ?? ""}`), items);
+    const x = u.data[0][at];
+    fill(reading, el("span", { class: "muted" }, `${quantity(x)} ${spec.xLabel ?? ""}`), items, pointItems(x));
     const left = u.cursor.left ?? -1;
     const near = (x) => left >= 0 && Math.abs(u.valToPos(x, "x") - left) <= NEAR_PX;
     const texts = [...(spec.marks ?? []), ...(spec.points ?? [])].filter((of) => near(of.x)).map((of) => of.text);
     note.hidden = !texts.length;
     note.textContent = texts.slice(0, 4).join("\n") + (texts.length > 4 ? `\nand ${texts.length - 4} more` : "");
+  }
+
+  /** The last point of each kind up to x. */
+  function pointItems(x) {
+    const kinds = new Map((spec.points ?? []).filter((of) => of.label && of.colour).map((of) => [of.label + of.colour, of]));
+    return [...kinds].map(([kind, last]) => {
+      const point = spec.points.filter((of) => of.label + of.colour === kind && of.x <= x).at(-1);
+      return el("span", {}, el("i", { class: "swatch round", style: { "background-color": `var(${last.colour})` } }), ` ${last.label} `,
+        el("b", {}, withUnit(point?.y, shortUnit(spec.unit))));
+    });
   }
 
   /** The value at an index, or the last one before it: joined lines have holes. */

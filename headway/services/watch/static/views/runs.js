@@ -1,0 +1,75 @@
+// Runs: every run that is found, live; several can be chosen to be compared.
+
+import { ago, bar, bytes, count, dollars, duration, el, empty, fill, moment, problems, quantity, score, table } from "../dom.js";
+
+export const STATE_CLASS = { running: "good", finished: "muted", stopped: "warn" };
+
+export async function show(root, params, context) {
+  const chosen = new Set();
+  let found = { runs: [], roots: [], problems: [] };
+  const search = el("input", { type: "search", placeholder: "Name or state", "aria-label": "Search runs", oninput: draw });
+  const compare = el("a", { class: "button", role: "link" });
+  const place = el("div", { class: "runs" });
+  fill(root, el("h1", {}, "Runs"), el("div", { class: "controls" }, search, compare), place);
+
+  function draw() {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = found.runs.filter((run) => words.every((word) => `${run.name} ${run.id} ${run.state}`.toLowerCase().includes(word)));
+    const focused = document.activeElement?.dataset?.id;
+    const list = shown.length
+      ? table(["Run", "", "Step", "Solve rate", "Reward", "Device time", "Cost", "Disk", "Started", "Heard", { text: "Problems", class: "text" }],
+        shown.map(row), { textColumns: 2, label: "Runs" })
+      : empty(found.runs.length ? "No run has these words." :
+        `No run lies in ${found.roots.join(", ") || "the folders that are watched"}. \`headway train FILE\` begins one; it appears here by itself.`);
+    fill(place, problems(found.problems), list);
+    if (focused) place.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
+    drawCompare();
+  }
+
+  function row(run) {
+    const box = el("input", {
+      type: "checkbox", checked: chosen.has(run.id), "aria-label": `Choose ${run.name}`, tabindex: -1, onchange: () => choose(run.id),
+    });
+    const name = el("a", {
+      href: context.hashOf("now", { run: run.id }), "data-item": "", "data-id": run.id, title: run.id,
+      onkeydown: (event) => event.key === "x" && choose(run.id),
+    }, run.name);
+    const step = el("span", { class: "step" }, `${count(run.step)} of ${count(run.steps)}`,
+      bar(run.steps ? run.step / run.steps : 0, `${count(run.step)} of ${count(run.steps)} steps`));
+    const state = el("span", { class: `chip ${STATE_CLASS[run.state] ?? ""}`, title: run.holder ? `process ${run.holder}` : null }, run.state);
+    const warnings = run.problems?.length ? problems(run.problems) : "";
+    return [el("span", { class: "pick" }, box, name), state, step,
+      el("span", { title: run.solve_rate_of ?? null }, score(run.solve_rate, run.standard_error)), quantity(run.reward),
+      Number.isFinite(run.device_hours) ? duration(run.device_hours * 3600) : "–", dollars(run.usd), bytes(run.disk_bytes),
+      moment(run.started_unix_s), ago(run.last_unix_s), warnings];
+  }
+
+  function choose(id) {
+    if (!chosen.delete(id)) chosen.add(id);
+    context.announce(`${chosen.size} chosen`);
+    draw();
+  }
+
+  function drawCompare() {
+    const enough = chosen.size > 1;
+    fill(compare, enough ? `Compare ${chosen.size} runs` : "Choose two or more to compare them");
+    compare.classList.toggle("muted", !enough);
+    if (enough) compare.setAttribute("href", context.hashOf("compare", { runs: [...chosen] }));
+    else compare.removeAttribute("href");
+    compare.setAttribute("aria-disabled", String(!enough));
+  }
+
+  await context.api.attempt(place, async () => {
+    found = await context.api.get("runs");
+    draw();
+  });
+  const close = context.api.stream({}, { runs: (data) => {
+    found = data;
+    draw();
+  } });
+  const timer = setInterval(draw, 10_000); // "12 s ago" grows
+  return () => {
+    close();
+    clearInterval(timer);
+  };
+}
