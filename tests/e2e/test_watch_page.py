@@ -27,6 +27,7 @@ pytestmark = [
 
 HOSTILE_RUN = "hostile"
 STEPS = 1_000_000
+SHOWS_STEP = "(least) => Number(/\\bstep (\\d+)/.exec(document.querySelector('main').innerText)?.[1]) >= least"
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +111,11 @@ def steps_beyond(command: tiny_run.Command, steps: int) -> None:
 def test_views_of_a_run_that_lives_is_killed_and_is_resumed(
     folder: Path, chromium: Any, opened: Callable[..., WatchedPage]
 ) -> None:
-    tiny_run.write_inputs(folder)
-    config = tiny_run.write_experiment(folder, run={"directory": str(folder / "run"), "steps": STEPS})
-    with watch(folder / "run", cache=folder / "cache-live") as server:
+    live = folder / "live"
+    live.mkdir()
+    tiny_run.write_inputs(live)
+    config = tiny_run.write_experiment(live, run={"directory": str(live / "run"), "steps": STEPS})
+    with watch(live, cache=folder / "cache-live") as server:
         page = opened(server)
         page.require_sound(page.open("runs"))  # nothing is there yet
         with training(config) as command:
@@ -120,19 +123,17 @@ def test_views_of_a_run_that_lives_is_killed_and_is_resumed(
             (found,) = server.read("/api/runs")["runs"]
             assert found["state"] == "running"
             run = found["id"]
-            texts = walk(page, run, other=run)
-            before = server.read("/api/now", run=run)["step"]
+            walk(page, run, other=run)
             page.open("now", run=run)
-            shown = page.page.locator("main").inner_text()
-            steps_beyond(command, before + 4)
-            page.page.wait_for_function("(text) => document.querySelector('main').innerText !== text", arg=shown)
-            page.require_sound(page.page.locator("main").inner_text())  # by itself, as the server's events come
+            step = len(tiny_run.steps_of(command.run)) + 4
+            page.page.wait_for_function(SHOWS_STEP, arg=step)  # by itself, as the server's events come
+            page.require_sound(page.page.locator("main").inner_text())
             command.process.send_signal(signal.SIGKILL)
             command.wait()
             tiny_run.wait_for_exits(command)
         assert server.read("/api/runs")["runs"][0]["state"] == "died"
         assert "died" in walk(page, run, other=run)["runs"]
-        steps = len(tiny_run.steps_of(folder / "run"))
+        steps = len(tiny_run.steps_of(live / "run"))
         with training(config, "--resume") as command:
             steps_beyond(command, steps + 3)
             assert server.read("/api/now", run=run)["state"] == "running"
@@ -311,6 +312,20 @@ def test_the_colours_are_kept(server: WatchServer, chromium: Any) -> None:
     page.require_sound(page.settled("runs"))
     assert page.page.evaluate(theme) == "dark"
     page.close()
+
+
+def test_a_key_in_the_address_lets_a_browser_in(root: Path, folder: Path, chromium: Any) -> None:
+    key = "a-key-of-enough-characters"
+    (folder / "keys").write_text(key + "\n")
+    with watch(root, cache=folder / "cache", options=["--key-file", str(folder / "keys")]) as server:
+        page = WatchedPage(chromium, server)
+        page.page.goto(f"{server.address}/?key={key}")
+        page.require_sound(page.open("runs"))
+        assert key not in page.page.url
+        stranger = WatchedPage(chromium, server)
+        assert stranger.page.goto(f"{server.address}/").status == 401
+        page.close()
+        stranger.close()
 
 
 @pytest.mark.slow

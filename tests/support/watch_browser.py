@@ -51,18 +51,12 @@ class WatchedPage:
     """A page of its own user, with an empty store. ``faults``: console errors and warnings, exceptions, requests that
     failed or left the server, dialogs, in the order they came."""
 
-    def __init__(
-        self, chromium: Any, server: WatchServer, scheme: Literal["light", "dark"] = "light", key: str = ""
-    ) -> None:
+    def __init__(self, chromium: Any, server: WatchServer, scheme: Literal["light", "dark"] = "light") -> None:
         self.server = server
         self.faults: list[str] = []
         self._under_way = 0
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.context = chromium.new_context(
-            color_scheme=scheme,
-            reduced_motion="reduce",
-            viewport={"width": 1280, "height": 860},
-            extra_http_headers=headers,
+            color_scheme=scheme, reduced_motion="reduce", viewport={"width": 1280, "height": 860}
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(SETTLE_S * 1000)
