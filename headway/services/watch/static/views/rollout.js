@@ -52,7 +52,7 @@ function lifeCard(life) {
 function groupCard(one, { run, context, query, beside, choose }) {
   const rows = [...one.siblings].sort((a, b) => a.member - b.member).map((other) => {
     const own = other.row === one.row;
-    return { "aria-selected": own ? "true" : null, cells: [
+    return { "aria-current": own ? "true" : null, cells: [
       own ? el("b", {}, `member ${other.member}`) : el("a", { href: rolloutHash(context, run, other.row, query) }, `member ${other.member}`),
       verdictChip(other), quantity(other.reward), count(other.tokens), other.ending,
       own ? "shown" : el("button", { type: "button", class: "small", "aria-pressed": String(other.row) === beside ? "true" : "false",
@@ -226,7 +226,7 @@ export async function show(root, params, context) {
     jump.max = sequence.total_tokens - 1;
     fill(legend, pane.legend);
     fill(place, el("div", { class: "conversation", id: "sequence", role: tabs.childNodes.length ? "tabpanel" : null, "aria-labelledby": tabs.childNodes.length ? `sequence-${number}` : null }, pane.body),
-      el("aside", { class: "values", "aria-label": "Values of a token" }, el("div", { class: "card" }, pane.token, pane.list)));
+      el("section", { class: "values", "aria-label": "Values of a token" }, el("div", { class: "card" }, pane.token, pane.list)));
   }
 
   if (one.sequences.length > 1) {

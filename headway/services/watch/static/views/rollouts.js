@@ -35,7 +35,7 @@ export async function more(context, run, query, signal) {
 export const verdictChip = ({ solved, failure, ending }) => {
   const [kind, text] = failure ? ["warn", "! failed"] : ending === "open" && solved === null ? ["", "open"]
     : solved ? ["good", "✓ solved"] : ["bad", "✗ not solved"];
-  return el("span", { class: `verdict ${kind}` }, text);
+  return el("span", { class: `outcome ${kind}` }, text);
 };
 
 const versions = ({ first_version: from, last_version: to }) =>

@@ -53,7 +53,7 @@ export async function show(root, params, context) {
   const answer = await context.api.get("tasks", { run, bins: 24 });
   const tasks = answer.tasks.map((task) => {
     const of = ends(task.by_time);
-    return { ...task, change: of ? of[1] - of[0] : null, said: `${task.task_id}\n${task.prompt ?? ""}`.toLowerCase() };
+    return { ...task, change: of ? of[1] - of[0] : null, searched: `${task.task_id}\n${task.prompt ?? ""}`.toLowerCase() };
   });
   const search = el("input", { type: "search", value: filter, placeholder: "id or prompt", oninput: () => {
     filter = search.value;
@@ -74,7 +74,7 @@ export async function show(root, params, context) {
   function draw() {
     const [name, down] = sort.startsWith("-") ? [sort.slice(1), true] : [sort, false];
     const wanted = filter.trim().toLowerCase();
-    const rows = tasks.filter((task) => task.said.includes(wanted));
+    const rows = tasks.filter((task) => task.searched.includes(wanted));
     const known = (task) => task[name] !== null && task[name] !== undefined;
     const order = (a, b) => (typeof a[name] === "string" ? a[name].localeCompare(b[name], "en", { numeric: true }) : a[name] - b[name]);
     rows.sort((a, b) => (known(b) - known(a)) || (known(a) ? (down ? order(b, a) : order(a, b)) : 0));
