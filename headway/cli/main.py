@@ -9,7 +9,7 @@ from importlib.metadata import version as distribution_version
 
 import typer
 
-from headway.cli import cost, kernels, models, nodes, planning, reading, sandboxes, serving, training
+from headway.cli import cost, kernels, models, nodes, planning, reading, sandboxes, serving, training, watch
 from headway.records.errors import HeadwayError, Interrupted
 
 EXIT_INTERRUPTED = 130
@@ -38,6 +38,7 @@ app = typer.Typer(
 models.add_commands(app)
 training.add_commands(app)
 reading.add_commands(app)
+watch.add_commands(app)
 planning.add_commands(app)
 cost.add_commands(app)
 serving.add_commands(app)

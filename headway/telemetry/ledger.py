@@ -121,33 +121,45 @@ def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
 
 
 def resolve_replays(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
-    """Keep the last record of each step and of each evaluation, and all other lines, in order.
+    """Keep the last record of each step and of each evaluation, and all other lines, in order (`Replays`)."""
+    kept: dict[int, LedgerLine] = {}  # line number -> line
+    replays = Replays()
+    for number, line in enumerate(lines):
+        for old in replays.take(number, line):
+            del kept[old]
+        kept[number] = line
+    return list(kept.values())
+
+
+class Replays:
+    """Finds the lines that later ones replace.
 
     Several records of one step are one history when all but the last were skipped (a skipped step makes no version
     and is tried again); the same step after a resume, or after a later step, is a replay and replaces it.
     """
-    kept: dict[int, LedgerLine] = {}  # line number -> line
-    of_step: dict[int, tuple[int, list[int]]] = {}  # step -> (session, line numbers)
-    of_evaluation: dict[tuple[str, str, int], int] = {}
-    session, version = 0, -1
-    for number, line in enumerate(lines):
-        kept[number] = line
+
+    def __init__(self) -> None:
+        self._of_step: dict[int, tuple[int, list[int]]] = {}  # step -> (session, line numbers)
+        self._of_evaluation: dict[tuple[str, str, int], int] = {}
+        self._session, self._version = 0, -1
+
+    def take(self, number: int, line: LedgerLine) -> list[int]:
+        """Numbers of the earlier lines that ``line`` replaces; ``number``: its own."""
+        replaced: list[int] = []
         if isinstance(line, EventRecord):
-            session += line.event in (EVENT_START, EVENT_RESUME)
+            self._session += line.event in (EVENT_START, EVENT_RESUME)
         elif isinstance(line, EvaluationRecord):
             key = (line.split, line.phase, line.step)
-            kept.pop(of_evaluation.get(key, -1), None)
-            of_evaluation[key] = number
+            replaced = [self._of_evaluation[key]] if key in self._of_evaluation else []
+            self._of_evaluation[key] = number
         else:
-            session += line.step < version
-            version = line.version
-            recorded_in, numbers = of_step.get(line.step, (session, []))
-            if recorded_in != session:
-                for old in numbers:
-                    del kept[old]
-                numbers = []
-            of_step[line.step] = (session, [*numbers, number])
-    return [kept[number] for number in sorted(kept)]
+            self._session += line.step < self._version
+            self._version = line.version
+            recorded_in, numbers = self._of_step.get(line.step, (self._session, []))
+            if recorded_in != self._session:
+                replaced, numbers = numbers, []
+            self._of_step[line.step] = (self._session, [*numbers, number])
+        return replaced
 
 
 def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -19,6 +18,7 @@ from headway.report.progress import OnDone, unheard
 from headway.report.run_view import RunView, as_json, view_run
 from headway.report.series import Column, Series, metric, smoothed
 from headway.report.several.axes import AXES, places_of
+from headway.report.several.configurations import differences
 from headway.report.show import KeptSample, KeptSamples, SampleSelection, visible
 from headway.report.tables import summary_rows
 from headway.runtime.run_directory import write_whole
@@ -203,27 +203,6 @@ def _configuration(runs: Sequence[ComparedRun]) -> str:
         return said + "<p>None.</p>"
     rows = [[key, *map(visible, values)] for key, values in found.items()]
     return said + html_table(["key", *(visible(run.name) for run in runs)], rows, text_columns=len(runs) + 1)
-
-
-def differences(configurations: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """Key -> its value in each configuration as JSON, – where it has none; only of keys that differ, run.directory left
-    out."""
-    flat = [_flat(configuration, "") for configuration in configurations]
-    keys = dict.fromkeys(key for one in flat for key in one if key != "run.directory")
-    rows = {key: [one.get(key, "–") for one in flat] for key in keys}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def _flat(value: Any, name: str) -> dict[str, str]:
-    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        value = {str(number): entry for number, entry in enumerate(value)}
-    if not isinstance(value, dict) or not value:
-        return {name: json.dumps(value, ensure_ascii=False)}
-    return {
-        key: text
-        for part, entry in value.items()
-        for key, text in _flat(entry, f"{name}.{part}" if name else part).items()
-    }
 
 
 def _rollouts(runs: Sequence[ComparedRun], decoder: Callable[[str], Decode | None]) -> str:

@@ -101,8 +101,8 @@ def _listed(path: Path, price: float | None) -> ListedRun:
     raw = _object(directory.config, problems)
     # All sessions count in its hours: of a run that was resumed, as the epoch's number says, the whole ledger is read.
     lines = _lines(directory.ledger, TAIL_BYTES if any(path.glob("epoch/1-*")) else None, problems)
-    holder = _holder(directory)
-    state = _state(lines, holder)
+    holder = holder_of(directory)
+    state = state_of(lines, holder)
     if holder and state != "running":
         problems.append("it is being started or resumed: this session has recorded nothing yet")
     steps = [line for line in lines if isinstance(line, StepRecord)]
@@ -128,7 +128,7 @@ def _listed(path: Path, price: float | None) -> ListedRun:
         device_hours=hours,
         usd=None if hours is None or price is None else step_usd(hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
-        started_unix_s=None if last_s is None else _traced_s(path, last_s - seconds),
+        started_unix_s=None if last_s is None else traced_s(path, last_s - seconds),
         last_unix_s=last_s,
         problems=tuple(problems),
     )
@@ -170,7 +170,7 @@ def _lines(path: Path, most_bytes: int | None, problems: list[str]) -> list[Ledg
     return resolve_replays(lines)
 
 
-def _state(lines: Sequence[LedgerLine], holder: str) -> RunState:
+def state_of(lines: Sequence[LedgerLine], holder: str) -> RunState:
     """The state that the ledger's end tells; ``running``: ``holder`` is in a session that has begun."""
     last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END, EVENT_BOOKS, _INTERRUPT)
     name = last.event if last is not None else ""
@@ -181,7 +181,7 @@ def _state(lines: Sequence[LedgerLine], holder: str) -> RunState:
     return "unknown" if not lines else "running" if holder else "died"
 
 
-def _holder(directory: RunDirectory) -> str:
+def holder_of(directory: RunDirectory) -> str:
     """The process that runs it: by its lock, or by another machine's renewals of the epoch; "": none."""
     if (pid := directory.holder()) is not None:
         return f"process {pid}"
@@ -210,7 +210,7 @@ def _solve_rate(
     return rate, None, "training" if recent else ""
 
 
-def _traced_s(path: Path, otherwise_s: float) -> float:
+def traced_s(path: Path, otherwise_s: float) -> float:
     """When the trace of a run begins, seconds since 1970."""
     for name in ("trace.old.jsonl", "trace.jsonl"):
         try:

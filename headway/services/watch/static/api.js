@@ -34,8 +34,8 @@ export async function get(path, params = {}, { signal } = {}) {
   return body;
 }
 
-/** Listen to the server: `handlers` by event name get its data; `onState(connected)` hears of lost connections, which
- * are tried again. Returns a function that ends it. */
+/** Listen to the server: `handlers` by event name get its data; `onState(connected, error)` hears of lost
+ * connections, which are tried again, and of what the server couldn't read. Returns a function that ends it. */
 export function stream(params, handlers, onState = () => {}) {
   let source = null;
   let again = null;
@@ -48,7 +48,11 @@ export function stream(params, handlers, onState = () => {}) {
       if (source.readyState === EventSource.CLOSED && !closed) again = setTimeout(open, 5000);
     };
     for (const [name, handle] of Object.entries(handlers)) {
-      source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
+      source.addEventListener(name, (event) => {
+        const data = JSON.parse(event.data);
+        if (data.error) onState(true, data.error);
+        else handle(data);
+      });
     }
   };
   open();

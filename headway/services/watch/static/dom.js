@@ -72,7 +72,7 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 const separated = (text) => text.replace(/\B(?=(\d{3})+(?!\d))/g, THIN);
 
 /** A whole number: 12 345. */
-export const count = (value) => (known(value) ? separated(String(Math.round(value))) : "–");
+export const count = (value) => (known(value) ? separated(String(Math.round(value))).replace("-", "−") : "–");
 
 /** A count with its noun: `plural(1, "group")`. */
 export const plural = (value, noun) => `${count(value)}${THIN}${noun}${value === 1 ? "" : "s"}`;
@@ -81,7 +81,7 @@ export const plural = (value, noun) => `${count(value)}${THIN}${noun}${value ===
 export function quantity(value) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e7) return `${quantity(value / 1e6)}${THIN}M`;
+  if (size >= 1e6) return `${quantity(value / 1e6)}${THIN}M`;
   if (size >= 1e4) return `${quantity(value / 1e3)}${THIN}k`;
   if (size >= 1000) return count(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("-", "−");
@@ -96,7 +96,7 @@ export const dollars = (value) => (known(value) ? `$${separated(value.toFixed(2)
 export function duration(seconds) {
   if (!known(seconds)) return "–";
   if (seconds < 0) return `−${duration(-seconds)}`;
-  if (seconds < 0.9995) return `${count(seconds * 1000)}${THIN}ms`;
+  if (seconds > 0 && seconds < 0.9995) return `${count(seconds * 1000)}${THIN}ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)}${THIN}s`;
   const s = Math.round(seconds);
   if (s < 60) return `${s}${THIN}s`;

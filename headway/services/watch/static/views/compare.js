@@ -1,6 +1,6 @@
 // Compare: runs over each other, what their configurations differ in, their last numbers, two rollouts of one task.
 
-import { count, el, empty, fill, problems, quantity, table } from "../dom.js";
+import { el, empty, fill, problems, table } from "../dom.js";
 import { colourOf, plot } from "../plot.js";
 import { AXES, axisAndSmoothing, chooser, plotsOf } from "../series.js";
 
@@ -148,13 +148,13 @@ export async function show(root, params, context) {
     if (ids.length < 2) return;
     const select = (at, label) => el("select", { "aria-label": label }, ids.map((id, number) => el("option", { value: id, selected: number === at }, nameOf(id))));
     const [left, right] = [select(0, "First run"), select(1, "Second run")];
-    const place = el("div", { class: "split" });
+    const place = el("div");
     const tasks = el("datalist", { id: "tasks-of-run" });
     const task = el("input", { type: "search", list: "tasks-of-run", placeholder: "Task", "aria-label": "Task", onfocus: offer });
     const form = el("form", { class: "controls", onsubmit: (event) => {
       event.preventDefault();
       context.api.attempt(place, () => showSame(place, [left.value, right.value], task.value));
-    } }, left, right, task, tasks, el("button", {}, "Show both"));
+    } }, left, right, task, tasks, el("button", {}, "Side by side"));
     fill(rollouts, el("h2", {}, "Two rollouts of one task"), form, place);
 
     async function offer() {
@@ -166,23 +166,9 @@ export async function show(root, params, context) {
 
   async function showSame(place, runs, task) {
     const { rollouts: found } = await context.api.get("same_task", { runs: runs.join(","), task });
-    if (!found.length) return void fill(place, empty(`Neither run has a rollout of the task ${task}.`));
-    const all = await Promise.all(runs.map(async (run) => {
-      const at = found.find((of) => of.run === run && of.row !== null);
-      return [run, at && await context.api.get("rollout", { run, row: at.row })];
-    }));
-    fill(place, all.map(([run, rollout]) => rollout ? oneRollout(run, rollout) : el("section", { class: "card" }, el("h3", {}, nameOf(run)), empty(`It has no rollout of the task ${task}.`))));
-    return undefined;
-  }
-
-  function oneRollout(run, rollout) {
-    const [trunk] = rollout.sequences ?? [];
-    const text = (part) => trunk.tokens.slice(Math.max(0, part.from - trunk.offset), Math.max(0, part.to - trunk.offset)).map((token, i) => token ?? `⟨${trunk.ids[i] ?? ""}⟩`).join("");
-    const solved = rollout.solved === null ? "not judged" : rollout.solved ? "solved" : "not solved";
-    return el("section", { class: "card" }, el("h3", {}, el("i", { class: "swatch", style: { "background-color": `var(${colourOf(indexOf(run))})` } }), ` ${nameOf(run)}`),
-      el("p", { class: "muted" }, `Step ${count(rollout.step)}, reward ${quantity(rollout.reward)}, ${solved}, ${rollout.ending ?? "open"}. `,
-        el("a", { href: context.hashOf("rollout", { run, row: rollout.row }) }, "All of it, by token")),
-      problems(rollout.problems), trunk?.parts.map((part) => el("pre", { class: `part ${part.kind}` }, el("span", { class: "part-kind muted" }, `${part.kind}\n`), text(part))));
+    const [left, right] = runs.map((run) => found.find((of) => of.run === run));
+    if (left && right) context.navigate(context.hashOf("rollout", { run: left.run, row: left.row, beside: right.row, beside_run: right.run }));
+    else fill(place, empty(`${[left, right].every((of) => !of) ? "Neither run" : nameOf(left ? runs[1] : runs[0])} has no rollout of this task.`.replace("Neither run has no", "Neither run has a")));
   }
 
   let again = () => {};

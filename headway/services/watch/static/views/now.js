@@ -6,6 +6,10 @@ import { drawQueue, drawStaleness } from "./queue.js";
 import { STATE_CLASS } from "./runs.js";
 
 const SILENT_S = 60; // a run that runs says something at least this often
+const ENDS = {
+  ended: "The run has ended", interrupted: "The run was interrupted and can be resumed", died: "The run died and can be resumed",
+  unknown: "Nothing can be read of the run's state",
+};
 const SAY_EVERY_MS = 20_000; // to who can't see the page
 
 export async function show(root, params, context) {
@@ -14,10 +18,11 @@ export async function show(root, params, context) {
   let connected = true;
   let said = { text: "", at: 0 };
   const place = Object.fromEntries(
-    ["title", "sentence", "heard", "problems", "tiles", "queue", "stale", "rates", "waits", "wrong", "workers", "latest"].map((name) => [name, el("div")]));
+    ["sentence", "heard", "problems", "tiles", "queue", "stale", "rates", "waits", "wrong", "workers", "latest"].map((name) => [name, el("div")]));
   const card = (title, name, wide = "") => el("section", { class: `card ${wide} now-${name}` }, el("h2", {}, title), place[name]);
   const rates = el("div", { class: "now-plot" });
-  fill(root, el("h1", { class: "unseen" }, "Now"), place.title, place.sentence, place.heard, place.problems,
+  place.title = el("h1", {}, context.run);
+  fill(root, place.title, place.sentence, place.heard, place.problems,
     el("section", { class: "card hero", "aria-label": "The queue" }, el("h2", {}, "The queue"), place.queue,
       el("h2", {}, "How stale they would be, if they were trained now"), place.stale),
     place.tiles,
@@ -36,9 +41,8 @@ export async function show(root, params, context) {
   function draw() {
     if (!now) return;
     const steps = now.steps ? `step ${count(now.step)} of ${count(now.steps)}` : `step ${count(now.step)}`;
-    fill(place.title, el("p", { class: "line" }, el("strong", {}, now.name), " ",
-      el("span", { class: `chip ${STATE_CLASS[now.state] ?? ""}` }, now.state), ` ${steps}`,
-      now.left_s > 0 && now.state === "running" && ` · about ${duration(now.left_s)} left`));
+    fill(place.title, now.name, " ", el("span", { class: `chip ${STATE_CLASS[now.state] ?? ""}` }, now.state), " ",
+      el("span", { class: "steps" }, steps, now.left_s > 0 && now.state === "running" && ` · about ${duration(now.left_s)} left`));
     fill(place.sentence, el("p", {}, now.sentence || "Nothing is recorded yet: workers start, and the first step comes when its batch is full."));
     fill(place.problems, problems(now.problems));
     fill(place.tiles, tiles());
@@ -68,7 +72,8 @@ export async function show(root, params, context) {
     const of = {
       "Is it learning?": now.learning, Balance: now.balance,
       "Version trained": count(now.version) + (behind > 0 ? `, ${behind} ahead of the generator` : ""),
-      "Cost so far": typeof now.cost === "number" ? dollars(now.cost) : now.cost,
+      "Cost so far": now.cost && dollars(now.cost.usd),
+      "of it, of waits": now.cost && dollars(now.cost.trainer_waits_usd + now.cost.generator_waits_usd),
     };
     return Object.entries(of).filter(([, value]) => value).map(([label, value]) => el("div", {}, el("span", {}, label), el("b", {}, String(value))));
   }
@@ -101,7 +106,7 @@ export async function show(root, params, context) {
   function wrong() {
     const stalls = (now.stalls ?? []).map((stall) => el("p", { class: "problem" }, el("strong", {}, `${stall.worker} stalls`),
       stall.since_unix_s ? ` since ${moment(stall.since_unix_s, "time")}` : "", `: ${stall.detail}`));
-    const alerts = (now.alerts ?? []).map((alert) => el("p", { class: "problem" }, el("strong", {}, `Alert, ${alert.rule}`),
+    const alerts = (now.alerts ?? []).map((alert) => el("p", { class: "problem" }, el("strong", {}, `Alert ${alert.rule.replaceAll("_", " ")}`),
       ` at step ${count(alert.step)}: ${alert.detail}`));
     return stalls.length + alerts.length ? [stalls, alerts] : el("p", { class: "muted" }, "No stall, no alert.");
   }
@@ -125,8 +130,7 @@ export async function show(root, params, context) {
     const silent_s = Date.now() / 1000 - (now.updated_unix_s ?? NaN);
     const heard = now.updated_unix_s ? `${ago(now.updated_unix_s)}, ${moment(now.updated_unix_s)}` : "never";
     let text = `Last heard ${heard}.`;
-    if (now.state === "finished") text = `The run has finished: ${heard}.`;
-    else if (now.state !== "running") text = `The run stopped ${heard}. It can be resumed.`;
+    if (ENDS[now.state]) text = `${ENDS[now.state]}: last heard ${heard}.`;
     else if (silent_s > SILENT_S) text = `Nothing has been heard for ${duration(silent_s)}. What is drawn is as old as that.`;
     const bad = !connected || (now.state === "running" && silent_s > SILENT_S);
     fill(place.heard, el("p", { class: bad ? "problem" : "muted" }, connected ? text : `The connection to \`headway watch\` is lost; it is tried again. ${text}`));
@@ -145,8 +149,9 @@ export async function show(root, params, context) {
     draw();
   };
   await context.api.attempt(place.problems, async () => take(await context.api.get("now", { run: context.run })));
-  const close = context.api.stream({ run: context.run }, { now: take }, (state) => {
+  const close = context.api.stream({ run: context.run }, { now: take }, (state, error) => {
     connected = state;
+    if (error) fill(place.problems, problems([error]));
     drawHeard();
   });
   const timer = setInterval(drawHeard, 1000);

@@ -2,7 +2,7 @@
 
 import { ago, bar, bytes, count, dollars, duration, el, empty, fill, moment, problems, quantity, score, table } from "../dom.js";
 
-export const STATE_CLASS = { running: "good", finished: "muted", stopped: "warn" };
+export const STATE_CLASS = { running: "good", ended: "muted", interrupted: "warn", died: "bad", unknown: "muted" };
 
 export async function show(root, params, context) {
   const chosen = new Set();
@@ -10,7 +10,8 @@ export async function show(root, params, context) {
   const search = el("input", { type: "search", placeholder: "Name or state", "aria-label": "Search runs", oninput: draw });
   const compare = el("a", { class: "button", role: "link" });
   const place = el("div", { class: "runs" });
-  fill(root, el("h1", {}, "Runs"), el("div", { class: "controls" }, search, compare), place);
+  const lost = el("div");
+  fill(root, el("h1", {}, "Runs"), el("div", { class: "controls" }, search, compare), lost, place);
 
   function draw() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -66,7 +67,7 @@ export async function show(root, params, context) {
   const close = context.api.stream({}, { runs: (data) => {
     found = data;
     draw();
-  } });
+  } }, (connected, error) => fill(lost, problems(error ? [error] : connected ? [] : ["The connection to `headway watch` is lost; it is tried again."])));
   const timer = setInterval(draw, 10_000); // "12 s ago" grows
   return () => {
     close();

@@ -1,0 +1,65 @@
+"""The view *Compare*: runs over each other on an axis, their numbers, and the keys in which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headway.records.errors import ConfigurationError
+from headway.report.formats import duration, percent, quantity, score
+from headway.report.several.axes import AXES
+from headway.report.several.configurations import differences
+from headway.report.several.listing import holder_of, state_of
+from headway.report.watch.now import learning_of
+from headway.report.watch.runs import RunTail, WatchedRun
+from headway.report.watch.series import configuration, series
+from headway.runtime.run_directory import RunDirectory
+
+MOST_RUNS = 16
+
+
+def compare(
+    runs: Sequence[WatchedRun], names: Sequence[str], axis: str, points: int, price: float | None = None
+) -> dict[str, Any]:
+    """The series of several runs; one that a run hasn't measured is left out there. Raises ConfigurationError for an
+    axis that isn't known, or too many runs."""
+    if len(runs) > MOST_RUNS:
+        raise ConfigurationError(f"runs: {len(runs)} of them; valid: at most {MOST_RUNS}")
+    rows, problems = list[dict[str, Any]](), list[str]()
+    configurations = [configuration(run) for run in runs]
+    for run, stored in zip(runs, configurations, strict=True):
+        with run.tail() as tail:
+            known = set(tail.names())
+            row = {"id": run.id, "name": run.path.name, "numbers": _numbers(run, tail, price)}
+        try:
+            found = series(run, [name for name in names if name in known], axis, points, price=price)
+        except ConfigurationError as error:
+            if axis not in AXES:
+                raise
+            found = {"x": [], "series": {}, "evaluations": [], "problems": [str(error)]}
+        rows.append(row | {name: found[name] for name in ("x", "series", "evaluations")})
+        problems += [f"{run.id}: {problem}" for problem in (*found["problems"], *stored["problems"])]
+    return {
+        "runs": rows,
+        "differences": differences([stored["configuration"] for stored in configurations]) if len(runs) > 1 else {},
+        **{"axis": axis, "label": AXES[axis], "axes": list(AXES), "problems": problems},
+    }
+
+
+def _numbers(run: WatchedRun, tail: RunTail, price: float | None) -> dict[str, str]:
+    state, steps_s = state_of(list(tail.events.values()), holder_of(RunDirectory(run.path))), tail.column("time/step_s")
+    rows = {"state": state, "time": duration(tail.duration_s), "steps": f"{len(tail.column('version')):,}"}
+    for record in tail.evaluations.values():  # the last of each kind stays
+        if record.samples:
+            rate = score(record.solve_rate, record.standard_error)
+            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks)"
+    rows["samples trained"] = quantity(float(np.nansum(tail.column("samples"))))
+    rows["tokens trained"] = quantity(float(np.nansum(tail.column("tokens"))))
+    if (cost := tail.cost(price)) is not None:
+        rows["cost"] = f"${cost.usd:,.2f}"
+    for label, name in (("trainer waits", "wait/trainer_ratio"), ("generator waits", "wait/generator_ratio")):
+        if steps_s.sum():
+            rows[label] = percent(float((tail.column(name) * steps_s).sum() / steps_s.sum()))
+    return rows | {"learning": learning_of(tail)[1]}

@@ -1,0 +1,262 @@
+"""The view *Now*: who waits for whom, the queue, both rates, what is wrong, in a run that goes on or has ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.control.summaries import weighted_mean
+from headway.control.tuning.drift import environment_share
+from headway.records.ledger import StepRecord
+from headway.records.stalls import WaitGraph
+from headway.records.trace import GroupEnd, GroupTrace, Pulse, Span, TraceLine, TraceSession
+from headway.report.live import WINDOW
+from headway.report.run_cost import cost_sentence
+from headway.report.series import Column
+from headway.report.several.listing import holder_of, state_of
+from headway.report.verdict import judge_balance, judge_learning
+from headway.report.watch.runs import RECENT, RunTail, WatchedRun, inside
+from headway.report.watch.series import event_of
+from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.trace_file import FILE_NAME
+
+_TAIL_BYTES = 1 << 20  # of the trace: what is buffered has finished lately
+_SILENT_S = 8.0  # the orchestrator writes its waits every two seconds
+_LATEST = 12
+_decoder = msgspec.json.Decoder(TraceLine)
+
+
+class TraceTail:
+    """The end of a run's trace: its newest pulse, the groups that are buffered, what each worker did last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+        self.pulse: Pulse | None = None
+        self.written_unix_s: float | None = None
+        self.buffered: dict[int, GroupTrace] = {}
+        self.did: dict[str, Span] = {}  # track -> its last span
+        self._session: TraceSession | None = None
+
+    def refresh(self) -> None:
+        """Read what was appended since the last call."""
+        path = self._path / FILE_NAME
+        if not inside(path, self._path):
+            return
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:  # the first look, or a new file
+                first = self._inode < 0
+                self._inode, self._offset = found.st_ino, max(0, found.st_size - _TAIL_BYTES) if first else 0
+            torn_start = self._offset > 0 and self.written_unix_s is None
+            file.seek(self._offset)
+            texts = file.read().split(b"\n")
+            self._offset, self.written_unix_s = file.tell() - len(texts[-1]), found.st_mtime
+        for text in texts[torn_start:-1]:
+            try:
+                self._take(_decoder.decode(text))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # the view of devices counts damaged lines
+
+    def _take(self, line: TraceLine) -> None:
+        if isinstance(line, TraceSession):
+            if self._session is not None and line != self._session:
+                self.buffered.clear()
+                self.did.clear()
+            self._session = line
+        elif isinstance(line, Pulse):
+            self.pulse = line
+        elif isinstance(line, GroupTrace):
+            self.buffered[line.index] = line
+        elif isinstance(line, GroupEnd):
+            self.buffered.pop(line.index, None)
+        elif isinstance(line, Span):
+            self.did[line.track] = line
+
+
+def stamp(run: WatchedRun) -> tuple[Any, ...]:
+    """Changes when the view of `now` may have."""
+    files, waits = ("trace.jsonl", "waits.json"), run.path / "waits.json"
+    found = [path.stat() for path in (run.path / name for name in files) if path.exists()]
+    silent = waits.exists() and time.time() - waits.stat().st_mtime > _SILENT_S
+    holder = RunDirectory(run.path).holder()
+    return run.stamp(), [(one.st_size, one.st_mtime_ns) for one in found], silent, holder
+
+
+def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
+    """The run as it is now. ``price``: dollars of a device's hour."""
+    holder = holder_of(RunDirectory(run.path))
+    with run.part(TraceTail) as trace, run.tail() as tail:
+        trace.refresh()
+        alive = bool(holder)
+        waits = _waits(run.path) if alive else None
+        problems = list(tail.problems)
+        if alive and waits is not None and (silent_s := time.time() - waits.written_s) > _SILENT_S:
+            problems.append(f"the orchestrator (process {waits.pid}) has been silent for {silent_s:.0f} s")
+        if tail.last is None:
+            problems.append("nothing is recorded yet")
+        lines = list(tail.events.values())
+        state = "running" if alive else state_of(lines, holder)
+        last, pulse = tail.recent[-1] if tail.recent else None, trace.pulse if alive else None
+        steps = tail.experiment.run.steps if tail.experiment is not None else None
+        return {
+            **{"run": run.id, "name": run.path.name, "state": state, "holder": holder, **_judged(tail, state, price)},
+            "step": last.version if last else 0,
+            "steps": steps,
+            "version": pulse.version if pulse else last.version if last else 0,
+            "applied_version": pulse.applied_version if pulse else None,
+            "left_s": _left_s(tail) if alive else None,
+            "updated_unix_s": max(filter(None, (tail.written_unix_s, trace.written_unix_s)), default=None),
+            "queue": _queue(tail, trace, waits, pulse, last),
+            "rates": _rates(tail, last),
+            "workers": _workers(pulse, trace, waits),
+            "stalls": [
+                {"worker": event.worker, "detail": event.detail, "since_unix_s": _since(tail, number, event)}
+                for number, event in tail.stalls.values()
+            ],
+            "alerts": [
+                {"rule": rule, "detail": event.detail, "step": event.step, "unix_s": event.data.get("at")}
+                for rule, (_, event) in tail.alerts.items()
+            ],
+            "latest": [event_of(tail, number) for number in sorted(tail.events)[-_LATEST:][::-1]],
+            "problems": problems,
+        }
+
+
+def _waits(path: Path) -> WaitGraph | None:
+    file = path / "waits.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=WaitGraph) if inside(file, path) else None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _mean(tail: RunTail, column: Column) -> float:
+    return weighted_mean(list(tail.recent)[-WINDOW:], column, lambda step: step.step_s)
+
+
+def _judged(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
+    """The run in one sentence, and its parts."""
+    waits = {
+        "trainer": _mean(tail, lambda step: step.trainer_wait_ratio),
+        "generator": _mean(tail, lambda step: step.generator_wait_ratio),
+        "lent": _mean(tail, lambda step: step.generator_lent_ratio),
+    }
+    budget = None if tail.experiment is None else tail.experiment.queue.budget
+    shown = {"unknown": "It can't be told what became of it", "died": "It died", "ended": "Ended"}
+    parts = [] if state == "running" else [shown.get(state, state.capitalize())]
+    balance, learning, cost = "unknown", "unknown", tail.cost(price)
+    if tail.recent:
+        environment = _mean(tail, lambda step: environment_share([step]))
+        balance, text = judge_balance(waits["trainer"], waits["generator"], budget, waits["lent"], environment)
+        parts.append(text.partition(". ")[0].rstrip("."))
+        mean, worst = _mean(tail, lambda s: s.trajectory_staleness.mean), _worst_staleness(tail)
+        of = "" if budget is None else f" of {budget}"
+        parts.append(f"trajectories are {mean:.1f} versions old when trained, at most {worst}{of}")
+        learning, text = learning_of(tail)
+        parts.append(text.rstrip("."))
+    if cost is not None:
+        parts.append(f"${cost.usd:,.2f} so far")
+    sentence = "; ".join(parts)
+    return {
+        "sentence": f"{sentence}." if sentence else "",
+        **{"learning": learning, "balance": balance, "waits": waits},
+        "cost": None if cost is None else {**msgspec.to_builtins(cost), "text": cost_sentence(cost)},
+    }
+
+
+def _worst_staleness(tail: RunTail) -> int:
+    found = tail.column("staleness/trajectory_max_steps")
+    return int(found.max()) if len(found) else 0
+
+
+def learning_of(tail: RunTail) -> tuple[str, str]:
+    """Whether the run is learning: in a word, and in words."""
+    return tail.once("learning", lambda: _learning(tail))
+
+
+def _learning(tail: RunTail) -> tuple[str, str]:
+    records = list(tail.evaluations.values())
+    learning, change, _, text = judge_learning(records)
+    if change is None:  # no two evaluations: the trend of the training tasks
+        rates = tail.column("reward/solve_rate").tolist()
+        light = [
+            StepRecord(step=number, version=number + 1, solve_rate=rate, solve_rate_histogram=[1])
+            for number, rate in enumerate(rates)
+            if math.isfinite(rate)
+        ]
+        learning, _, _, text = judge_learning(light)
+    return learning, text
+
+
+def _left_s(tail: RunTail) -> float | None:
+    if tail.experiment is None or not tail.recent:
+        return None
+    run, last, step_s = tail.experiment.run, tail.recent[-1], _mean(tail, lambda step: step.step_s)
+    left = max(0, run.steps - last.version) * step_s
+    return left if run.time_limit_s is None else min(left, max(0.0, run.time_limit_s - last.time_s))
+
+
+def _queue(
+    tail: RunTail, trace: TraceTail, waits: WaitGraph | None, pulse: Pulse | None, last: StepRecord | None
+) -> dict[str, Any]:
+    found = pulse or last or Pulse(**dict.fromkeys(Pulse.__struct_fields__[:8], 0))
+    kinds = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
+    experiment, training = tail.experiment, any(kind.startswith("trainer.") for kind in kinds)
+    group = 1 if experiment is None else experiment.rollout.group_size
+    verifying = min(found.running_groups, kinds["verdicts"])
+    queued = min(found.running_groups - verifying, found.waiting_rollouts // group)
+    rows = (
+        ("admitted", queued, found.waiting_rollouts),
+        ("generating", found.running_groups - verifying - queued, found.running_rollouts),
+        ("parked", found.parked_groups, None),
+        ("verifying", verifying, None),
+        ("buffered", found.buffered_groups, None),
+        ("batch", experiment.queue.groups_per_step if training and experiment is not None else 0, None),
+    )
+    by_version: dict[int, list[float]] = {}
+    for one in trace.buffered.values() if pulse is not None else ():
+        versions = [rollout.first_version for rollout in one.rollouts if rollout.first_version >= 0]
+        by_version.setdefault(min(versions, default=one.admitted_version), []).append(one.finished_s)
+    return {
+        "capacity": last.buffer_capacity_groups if last else None,
+        "stages": [{"name": name, "groups": groups, "rollouts": rollouts} for name, groups, rollouts in rows],
+        "buffered_by_version": [
+            {"version": version, "groups": len(ends), "age_s": max(0.0, (pulse.time_s if pulse else 0.0) - min(ends))}
+            for version, ends in sorted(by_version.items())
+        ],
+        "budget": None if experiment is None else experiment.queue.budget,
+        "oldest_age_s": found.oldest_age_s,
+    }
+
+
+def _rates(tail: RunTail, last: StepRecord | None) -> dict[str, Any]:
+    names = ("production", "effective_production", "consumption")
+    columns = {name: tail.column(f"rates/{name}_samples_per_s")[-RECENT:].tolist() for name in names}
+    drawn = zip(tail.unix_column()[-RECENT:].tolist(), columns["production"], columns["consumption"], strict=True)
+    means = {name: _mean(tail, lambda s, field=f"{name}_per_s": getattr(s, field)) if last else None for name in names}
+    trained = _mean(tail, lambda step: step.samples / step.step_s if step.step_s else 0.0) if last else None
+    return {**means, "trained": trained, "unit": "samples/s", "recent": list(map(list, drawn))}
+
+
+def _workers(pulse: Pulse | None, trace: TraceTail, waits: WaitGraph | None) -> list[dict[str, Any]]:
+    calls: dict[str, Counter[str]] = {}
+    for wait in waits.waits if waits is not None else ():
+        calls.setdefault(wait.owner, Counter())[wait.kind.rpartition(".")[2]] += 1
+    rows = []
+    for worker in pulse.workers if pulse is not None else ():
+        of = calls.get(worker.name, Counter()).most_common(1)
+        span = trace.did.get(worker.name)
+        doing = of[0][0] + (f" ({of[0][1]})" if of[0][1] > 1 else "") if of else span.name if span else ""
+        rows.append({**msgspec.to_builtins(worker), "doing": doing.replace("_", " ")})
+    return rows
+
+
+def _since(tail: RunTail, number: int, event: Any) -> float | None:
+    at_s = tail.unix_s(number, event.time_s)
+    return None if at_s is None else at_s - event.lost_s

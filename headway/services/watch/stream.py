@@ -1,0 +1,87 @@
+"""Answers that many viewers ask for at once, made once; and those that go on: server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+
+FRESH_S = 0.9  # an answer younger than this is given again without a look at the files
+HEARTBEAT_S = 15.0
+_MOST_BYTES = 32 << 20  # of answers that are kept
+_THREADS = 6
+
+
+class _Answer(NamedTuple):
+    made_s: float
+    stamp: Any
+    body: bytes
+
+
+class SharedAnswers:
+    """Makes answers in a few threads: one that is being made, is fresh, or whose files haven't changed is given to all
+    who ask for it. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="watch")
+        self._making: dict[Hashable, asyncio.Future[_Answer]] = {}
+        self._kept: OrderedDict[Hashable, _Answer] = OrderedDict()
+        self._kept_bytes = 0
+
+    async def get(self, key: Hashable, make: Callable[[], Any], stamp: Callable[[], Any] | None = None) -> bytes:
+        """The JSON of ``make()``. ``stamp()``: of the files it reads; without one a stale answer is always made again.
+        Raises what ``make`` does."""
+        loop = asyncio.get_running_loop()
+        known = self._kept.get(key)
+        if known is not None and loop.time() - known.made_s < FRESH_S:
+            return known.body
+        if key not in self._making:
+
+            def run() -> _Answer:
+                found = stamp() if stamp is not None else None
+                if known is not None and found is not None and found == known.stamp:
+                    return known
+                return _Answer(0.0, found, msgspec.json.encode(make()))
+
+            self._making[key] = future = asyncio.ensure_future(loop.run_in_executor(self._threads, run))
+            future.add_done_callback(lambda done: self._made(key, done))
+        return (await asyncio.shield(self._making[key])).body
+
+    def _made(self, key: Hashable, done: asyncio.Future[_Answer]) -> None:
+        self._making.pop(key, None)
+        if done.cancelled() or done.exception() is not None:
+            return
+        if (old := self._kept.pop(key, None)) is not None:
+            self._kept_bytes -= len(old.body)
+        answer = self._kept[key] = done.result()._replace(made_s=done.get_loop().time())
+        self._kept_bytes += len(answer.body)
+        while self._kept_bytes > _MOST_BYTES:
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1].body)
+
+    def close(self) -> None:
+        """End the threads; what they are at is awaited by nobody."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def changes(
+    event: str, get: Callable[[], Awaitable[bytes]], stopped: asyncio.Event, every_s: float = 1.0
+) -> AsyncIterator[bytes]:
+    """Server-sent events with ``get()``, one at once and then when it has changed, until ``stopped``; comments where
+    nothing does. An error ends them, in an event of its own."""
+    sent, silent_s = b"", 0.0
+    while not stopped.is_set():
+        body = await get()
+        if body != sent:
+            sent, silent_s = body, 0.0
+            yield b"event: %s\ndata: %s\n\n" % (event.encode(), body)
+        elif silent_s >= HEARTBEAT_S:
+            silent_s = 0.0
+            yield b": nothing new\n\n"
+        try:
+            await asyncio.wait_for(stopped.wait(), every_s)
+        except TimeoutError:
+            silent_s += every_s
