@@ -168,7 +168,7 @@ export async function show(root, params, context) {
     const { rollouts: found } = await context.api.get("same_task", { runs: runs.join(","), task });
     const [left, right] = runs.map((run) => found.find((of) => of.run === run));
     if (left && right) context.navigate(context.hashOf("rollout", { run: left.run, row: left.row, beside: right.row, beside_run: right.run }));
-    else fill(place, empty(`${[left, right].every((of) => !of) ? "Neither run" : nameOf(left ? runs[1] : runs[0])} has no rollout of this task.`.replace("Neither run has no", "Neither run has a")));
+    else fill(place, empty(`No rollout of this task in ${runs.filter((run) => !found.some((of) => of.run === run)).map(nameOf).join(" and ")}.`));
   }
 
   let again = () => {};
