@@ -13,6 +13,7 @@ const VIEWS = {
   compare: { title: "Compare", key: "c", module: "./views/compare.js" },
   rollout: { title: "Rollout", module: "./views/rollout.js", under: "rollouts" },
 };
+const FRESH_MS = 10_000; // the list of runs in the top
 const THEMES = ["auto", "light", "dark"];
 
 const choice = document.querySelector("#run-choice");
@@ -21,6 +22,8 @@ const help = document.querySelector("#help");
 const announcer = document.querySelector("#announcer");
 let current = { name: "", run: "", end: null, number: 0 };
 let runs = [];
+let loaded_ms = 0;
+let loading = null;
 
 /** Say `text` to who can't see the page. */
 function announce(text) {
@@ -43,6 +46,7 @@ function routeOf(hash) {
 }
 
 async function loadRuns() {
+  loaded_ms = Date.now();
   const found = await api.get("runs").catch(() => ({ runs }));
   runs = found.runs;
   drawChoice();
@@ -73,7 +77,11 @@ function drawNavigation() {
 }
 
 async function open() {
-  const { name, params } = routeOf(location.hash);
+  const asked = location.hash;
+  const { name, params } = routeOf(asked);
+  if (Date.now() - loaded_ms > FRESH_MS) loading = loadRuns();
+  if (!name || !(params.run || params.runs || current.run)) await loading; // it says which run is meant
+  if (location.hash !== asked) return;
   if (!name) {
     location.replace(runs.length === 1 ? hashOf("now", { run: runs[0].id }) : hashOf("runs"));
     return;
@@ -201,7 +209,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the hash is the address of the view
   document.querySelector("#main").focus();
 });
-choice.addEventListener("pointerdown", loadRuns);
 choice.addEventListener("change", () => {
   const name = ["runs", "compare", "rollout", ""].includes(current.name) ? "now" : current.name;
   navigate(hashOf(name, { run: choice.value }));
@@ -210,5 +217,4 @@ dark.addEventListener("change", applyTheme);
 document.addEventListener("keydown", onKey);
 addEventListener("hashchange", open);
 applyTheme();
-await loadRuns();
 open();

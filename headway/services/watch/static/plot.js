@@ -43,6 +43,7 @@ export function smoothed(values, weight) {
 export function plot(host, spec) {
   let chart = null;
   let shape = "";
+  let shown = [0, 1]; // of the x axis
   const reading = el("p", { class: "reading" });
   const canvas = el("div", { class: "plot-area" });
   const note = el("p", { class: "plot-note", hidden: true });
@@ -59,7 +60,10 @@ export function plot(host, spec) {
       line.x ?? spec.x, line.mean, line.low ?? line.mean, line.high ?? line.mean,
       spec.smoothing ? smoothed(line.mean, spec.smoothing) : line.mean,
     ]);
-    if (!tables.length) return [spec.x?.length ? spec.x : (spec.points ?? []).map((point) => point.x)];
+    if (!tables.length) {
+      const x = spec.x?.length ? spec.x : (spec.points ?? []).map((point) => point.x);
+      return [x, x.map(() => null)];
+    }
     if (lines().some((line) => line.x)) return uPlot.join(tables);
     return [tables[0][0], ...tables.flatMap((columns) => columns.slice(1))];
   }
@@ -90,12 +94,13 @@ export function plot(host, spec) {
     const bands = [];
     for (const line of lines()) {
       const stroke = () => colour(line.colour);
-      const of = { stroke, points: { show: (u) => u.data[0].length < 40, size: 4 }, dash: line.dash };
+      const of = { stroke, points: { show: (u) => u.data[0].length < 40, size: 4, fill: stroke }, dash: line.dash };
       const edge = { ...of, stroke: "transparent", width: 0, points: { show: false } };
       bands.push({ series: [series.length + 2, series.length + 1], fill: () => `${colour(line.colour)}22` });
       series.push({ ...of, width: spec.smoothing ? 1 : 1.5, alpha: spec.smoothing ? 0.35 : 1 }, edge, edge,
         { ...of, width: 2, show: spec.smoothing > 0, points: { show: false } });
     }
+    if (series.length === 1) series.push({ points: { show: false } }); // without lines points need a scale too
     const axis = { stroke: () => colour("--muted"), font: "11px system-ui, sans-serif", grid: { stroke: () => colour("--line"), width: 1 },
       ticks: { show: false } };
     return {
@@ -112,14 +117,13 @@ export function plot(host, spec) {
   }
 
   function xRange(_, least, greatest) {
-    if (least === null) return [0, 1];
-    return least === greatest ? [least - 0.5, greatest + 0.5] : [least, greatest];
+    if (least !== null) shown = least === greatest ? [least - 0.5, greatest + 0.5] : [least, greatest];
+    return shown;
   }
 
-  function yRange(u, least, greatest) {
-    const { min, max } = u.scales.x;
+  function yRange(_, least, greatest) {
     for (const point of spec.points ?? []) {
-      if (point.x < min || point.x > max) continue;
+      if (point.x < shown[0] || point.x > shown[1]) continue;
       least = Math.min(least ?? point.y, point.y - (point.error ?? 0));
       greatest = Math.max(greatest ?? point.y, point.y + (point.error ?? 0));
     }

@@ -2,7 +2,7 @@
 
 import { count, duration, el, percent, plural, quantity, svg } from "../dom.js";
 
-const HEAD = 44; // px: a stage's name and number
+const HEAD = 58; // px: a stage's name and numbers
 const AREA = 96; // the marks of a stage
 const LOOP = 40; // the way of the weights, back
 const LEAST = 88; // a stage's width
@@ -38,7 +38,8 @@ export function drawQueue(now, width) {
   });
   const label = `The queue: ${stages.map((stage) => `${stage.name} ${plural(stage.groups, "group")}`).join(", ")}. ` +
     `Version ${now.version} is trained, version ${now.applied_version ?? "–"} generates.`;
-  const draw = width < 760 ? drawDown : drawAcross;
+  const least = stages.reduce((sum, stage) => sum + LEAST + gapAfter(stage), TRAINER);
+  const draw = width < least ? drawDown : drawAcross;
   const { height, parts, perMark } = draw(now, stages, width);
   const picture = svg("svg", { class: "queue", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, parts);
   const key = perMark > 1 ? `Each mark is ${count(perMark)} groups.` : "Each mark is a group: the rollouts of one task.";
@@ -46,7 +47,7 @@ export function drawQueue(now, width) {
 }
 
 function drawAcross(now, stages, width) {
-  const gaps = stages.map((stage, number) => (isRated(stages[number].name) ? RATED : GAP));
+  const gaps = stages.map(gapAfter);
   const room = width - gaps.reduce((sum, gap) => sum + gap, 0) - TRAINER;
   const { size, perMark, widths } = fit(stages, room);
   const spare = Math.max(0, room - widths.reduce((sum, w) => sum + w, 0)) / stages.length;
@@ -82,8 +83,8 @@ function drawDown(now, stages, width) {
   let y = 0;
   for (const stage of stages) {
     const tall = Math.max(1, Math.ceil(stage.places / perMark / columns)) * size + 6;
-    const top = y + HEAD;
-    parts.push(...head(stage, 0, y + 14), ...frame(stage, 0, top, width, tall));
+    const top = y + 22;
+    parts.push(...head(stage, 0, y + 14, true), ...frame(stage, 0, top, width, tall));
     parts.push(...marks(now, stage, perMark, (index) => [3 + (index % columns) * size, top + 4 + Math.floor(index / columns) * size, size - 2]));
     const rate = rateOf(now, stage.name);
     parts.push(svg("path", { class: "tip", d: `M 8 ${top + tall + 6} h 12 l -6 10 z` }));
@@ -106,12 +107,13 @@ function fit(stages, room) {
   return { size: SIZES.at(-1), perMark: PER_MARK.at(-1), widths: stages.map(() => LEAST) };
 }
 
-function head(stage, x, y) {
-  const places = stage.capacity ? ` of ${count(stage.capacity)}` : "";
-  const rollouts = stage.rollouts === null || stage.rollouts === undefined ? "" : ` · ${plural(stage.rollouts, "rollout")}`;
+function head(stage, x, y, inLine) {
+  const groups = stage.capacity ? `${count(stage.groups)} of ${plural(stage.capacity, "group")}` : plural(stage.groups, "group");
+  const rollouts = stage.rollouts === null || stage.rollouts === undefined ? null : plural(stage.rollouts, "rollout");
   return [
     svg("text", { x, y, class: "name" }, stage.name, svg("title", {}, WHAT[stage.name] ?? stage.name)),
-    svg("text", { x, y: y + 18, class: "small" }, `${count(stage.groups)}${places} group${stage.groups === 1 && !places ? "" : "s"}${rollouts}`),
+    inLine ? svg("text", { x: x + 88, y, class: "small" }, [groups, rollouts].filter(Boolean).join(" · "))
+      : [groups, rollouts].map((text, line) => text && svg("text", { x, y: y + 18 + 16 * line, class: "small" }, text)),
   ];
 }
 
@@ -128,7 +130,7 @@ function marks(now, stage, perMark, place) {
   });
 }
 
-const isRated = (stage) => rateOf({ rates: {} }, stage) !== null;
+const gapAfter = (stage) => (rateOf({ rates: {} }, stage.name) ? RATED : GAP);
 
 /** The rate over the arrow that leaves a stage. */
 function rateOf(now, stage) {
@@ -193,7 +195,9 @@ export function drawStaleness(now, width) {
     ];
   });
   const line = budget === null || budget === undefined ? [] : [
-    svg("path", { class: "budget", d: `M ${Math.min((budget + 1) * wide + 1, width - 2)} ${top - 12} V ${floor + 4}` }),
+    svg("path", { class: "budget", d: `M ${Math.min((budget + 1) * wide + 1, width - 2)} ${top - 16} V ${floor + 4}` }),
+    svg("text", { x: Math.min((budget + 1) * wide + 8, width - 8), y: top - 6, class: "small",
+      "text-anchor": (budget + 1) * wide + 80 > width ? "end" : "start" }, `budget ${budget}`),
   ];
   const label = `Staleness of buffered groups: ${versions.map((of) => `${plural(of.groups, "group")} of version ${of.version}`).join(", ") || "none"}; budget ${budget ?? "none"}.`;
   return svg("svg", { class: "queue", width, height: 104, viewBox: `0 0 ${width} 104`, role: "img", "aria-label": label }, columns, line);
