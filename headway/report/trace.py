@@ -23,8 +23,8 @@ GROUPS = 20_000  # the newest; a browser gets slow beyond
 _DEVICES = "devices"
 _TRAINER, _GENERATOR, _VERIFIERS, _OTHER, _QUEUE = "trainer", "generator", "verifiers", "weights, evaluation", "queue"
 _ON_DEVICE = "device "  # of a track's name
-_NOT_AT_WORK = ("idle", "lent", "wait")
-_PROCESSES = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}
+NOT_AT_WORK = ("idle", "lent", "wait")  # names of spans
+PROCESSES = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}  # kind of worker -> its part
 
 
 @dataclass
@@ -166,7 +166,7 @@ def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_
     trained = {f"step {step.step}": step.samples for step in timeline.steps}
     for span in sorted(spans, key=lambda span: (span.track, span.start_s)):
         if span.start_s < until_s and span.end_s > from_s:
-            process = _PROCESSES.get(span.track.rpartition("-")[0], _OTHER)
+            process = PROCESSES.get(span.track.rpartition("-")[0], _OTHER)
             process = _DEVICES if span.track.startswith(_ON_DEVICE) else process
             arguments = {"samples": trained[span.name]} if span.name in trained else {}
             events.slice(process, span.track, span.name, span.start_s, span.end_s, arguments)
@@ -187,7 +187,7 @@ def _device_spans(spans: Sequence[Span], pulses: Sequence[Pulse]) -> list[Span]:
     found: list[Span] = []
     for span in spans:
         known = placed.get(span.track, [])
-        if known and span.name not in _NOT_AT_WORK:
+        if known and span.name not in NOT_AT_WORK:
             device = next((name for since_s, name in reversed(known) if since_s <= span.end_s), known[0][1])
             name = f"{span.track}: {span.name}"
             found.append(msgspec.structs.replace(span, track=_ON_DEVICE + device, name=name))

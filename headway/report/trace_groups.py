@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, StepTrace
 from headway.report.trace_events import TraceEvents
@@ -41,24 +42,69 @@ class GroupLife:
         return self.step - min(versions) if versions and self.ending == "trained" else None
 
 
+@dataclass
 class Lanes:
-    """Assigns intervals, given in order of their start, to the fewest parallel lanes without overlaps."""
+    """Assigns intervals to the fewest parallel lanes without overlaps, given in order of their start, or of their end:
+    each goes to the lane that was left last before it."""
 
-    def __init__(self) -> None:
-        self._free: list[int] = []
-        self._taken: list[tuple[float, int]] = []  # (end, lane)
-        self._count = 0
+    free: list[tuple[float, int]] = field(default_factory=list)  # (from when, lane), sorted
+    count: int = 0
+
+    def claim(self, start_s: float) -> int:
+        """Take the lane that was left last before ``start_s``, or a new one; nobody else gets it before `leave`."""
+        place = bisect_right(self.free, (start_s, math.inf)) - 1
+        if place >= 0:
+            return self.free.pop(place)[1]
+        self.count += 1
+        return self.count - 1
+
+    def leave(self, lane: int, end_s: float) -> None:
+        """Leave ``lane`` at ``end_s``."""
+        insort(self.free, (end_s, lane))
 
     def take(self, start_s: float, end_s: float) -> int:
-        """Take the lowest free lane from ``start_s`` to ``end_s``."""
-        while self._taken and self._taken[0][0] <= start_s:
-            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
-        if self._free:
-            lane = heapq.heappop(self._free)
-        else:
-            lane, self._count = self._count, self._count + 1
-        heapq.heappush(self._taken, (end_s, lane))
+        """Take a lane from ``start_s`` to ``end_s``."""
+        lane = self.claim(start_s)
+        self.leave(lane, end_s)
         return lane
+
+
+Phase = tuple[str, float, float]  # name, start and end, seconds since 1970
+
+
+def group_phases(life: GroupLife, computing_s: float | None) -> Iterator[Phase]:
+    """Phases of a finished group: generating, verifying, buffered, the step that trained it, which began to compute at
+    ``computing_s``. The first two don't depend on how it ended."""
+    if life.trace is None or life.finished_s is None:
+        return
+    generated_s = max((r.generated_s for r in life.trace.rollouts), default=0.0) + life.offset
+    generated_s = min(max(generated_s, life.start_s), life.finished_s)
+    trained_s = life.end_s if life.ending != "trained" or computing_s is None else max(computing_s, life.finished_s)
+    yield "generating", life.start_s, generated_s
+    yield "verifying", generated_s, life.finished_s
+    yield "buffered", life.finished_s, trained_s
+    yield f"step {life.step}", trained_s, life.end_s
+
+
+def rollout_phases(life: GroupLife, rollout: RolloutTrace) -> tuple[Phase, ...]:
+    """Phases of a member of a finished group, from its admission until it is verified."""
+    assert life.trace is not None
+    assert life.finished_s is not None
+    last_generated_s = max(r.generated_s for r in life.trace.rollouts)
+
+    def moment(clock_s: float) -> float:
+        return min(max(clock_s + life.offset, life.start_s), life.finished_s or life.end_s)
+
+    generated_s = moment(rollout.generated_s)
+    first_token_s = min(moment(rollout.first_token_s), generated_s) if rollout.first_token_s else generated_s
+    verifying_s = moment(last_generated_s)
+    finished_s = max(moment(rollout.finished_s), verifying_s if not rollout.failure else generated_s)
+    return (
+        ("queued", life.start_s, first_token_s),
+        ("generating", first_token_s, generated_s),
+        ("waits for its group", generated_s, verifying_s),
+        ("verifying", verifying_s, finished_s),
+    )
 
 
 def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence[StepTrace]) -> None:
@@ -86,33 +132,13 @@ def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: f
         arguments |= {"step": life.step, "staleness": life.staleness}
     name = f"group {life.index}" + ("" if life.ending in ("", "trained") else f" ({life.ending})")
     events.slice(_GROUPS, track, name, life.start_s, life.end_s, arguments)
-    if life.trace is None or life.finished_s is None:
-        return
-    generated_s = max((r.generated_s for r in life.trace.rollouts), default=0.0) + life.offset
-    generated_s = min(max(generated_s, life.start_s), life.finished_s)
-    trained_s = life.end_s if life.ending != "trained" or computing_s is None else max(computing_s, life.finished_s)
-    for what, start_s, end_s in (
-        ("generating", life.start_s, generated_s),
-        ("verifying", generated_s, life.finished_s),
-        ("buffered", life.finished_s, trained_s),
-        (f"step {life.step}", trained_s, life.end_s),
-    ):
+    for what, start_s, end_s in group_phases(life, computing_s):
         events.slice(_GROUPS, track, what, start_s, end_s)
 
 
 def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace) -> None:
-    assert life.trace is not None
-    assert life.finished_s is not None
+    phases = rollout_phases(life, rollout)
     sampled = rollout.first_version >= 0  # it has at least one token
-    last_generated_s = max(r.generated_s for r in life.trace.rollouts)
-
-    def moment(clock_s: float) -> float:
-        return min(max(clock_s + life.offset, life.start_s), life.finished_s or life.end_s)
-
-    generated_s = moment(rollout.generated_s)
-    first_token_s = min(moment(rollout.first_token_s), generated_s) if rollout.first_token_s else generated_s
-    verifying_s = moment(last_generated_s)
-    finished_s = max(moment(rollout.finished_s), verifying_s if not rollout.failure else generated_s)
     arguments = {
         "tokens": rollout.tokens,
         "reward": rollout.reward,
@@ -125,11 +151,6 @@ def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: Rol
         "verifier, s": rollout.verify_s,
     }
     name = f"rollout {life.index}-{rollout.member}"
-    events.slice(_ROLLOUTS, track, name, life.start_s, finished_s, arguments)
-    for what, start_s, end_s in (
-        ("queued", life.start_s, first_token_s),
-        ("generating", first_token_s, generated_s),
-        ("waits for its group", generated_s, verifying_s),
-        ("verifying", verifying_s, finished_s),
-    ):
+    events.slice(_ROLLOUTS, track, name, life.start_s, phases[-1][2], arguments)
+    for what, start_s, end_s in phases:
         events.slice(_ROLLOUTS, track, what, start_s, end_s)

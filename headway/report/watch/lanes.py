@@ -1,0 +1,316 @@
+"""The view *Devices*: a run's trace as lanes, indexed as it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from headway.records.errors import ConfigurationError
+from headway.records.trace import GroupEnd, GroupTrace, Mark, Pulse, Span, StepTrace, TraceLine, TraceSession
+from headway.report.trace import NOT_AT_WORK, PROCESSES
+from headway.report.trace_groups import GroupLife, Lanes, Phase, group_phases, rollout_phases
+from headway.report.watch.cache import cache_folder, write_cached
+from headway.report.watch.runs import inside
+from headway.report.watch.spans import SEAL_ROWS, Row, SpanStore, StoredSpans
+from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
+
+_CACHED = "lanes-1"  # names of the cache's files; the number is the format's
+_WAITING = (*NOT_AT_WORK, "queued", "waits for its group", "buffered")  # names of spans that aren't work
+_DEVICE = re.compile(r"(.*/)?(cuda|cpu):[^/]*")
+_CHUNK_BYTES, _REFRESH_BYTES = 1 << 22, 1 << 25  # of a trace: decoded at once; read by one call
+_MARK_BYTES = 256
+_MOST_LINES = 20_000  # the newest steps, versions and marks are kept
+_MOST_TRACKS, _MOST_PIXELS = 400, 16_384  # of one window
+_MOST_INT = (1 << 31) - 1
+_decoder, _lines_decoder = msgspec.json.Decoder(TraceLine), msgspec.json.Decoder(list[TraceLine])
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _State(msgspec.Struct):
+    """An index without its spans: what the cache keeps, and what the next line is read with."""
+
+    spans: StoredSpans = StoredSpans()
+    offset: int = 0  # read so far, of the file that has ``mark`` before it
+    mark: bytes | None = None  # None: nothing was read yet
+    events: int = 0
+    damaged: int = 0
+    first_damage: str = ""
+    session_s: float | None = None  # when the session started; None: no line has said the time of day yet
+    shift_s: float = 0.0  # from its clock to seconds since 1970
+    from_s: float | None = None
+    to_s: float = 0.0
+    tracks: dict[str, int] = {}  # "group/name" -> id
+    names: dict[str, int] = {}  # of spans -> code
+    steps: list[dict[str, Any]] = []
+    versions: list[dict[str, Any]] = []
+    marks: list[dict[str, Any]] = []
+    devices: dict[str, str] = {}  # worker -> where it runs
+    ranks: int = 1
+    version: int = 0
+    groups: Lanes = msgspec.field(default_factory=Lanes)
+    members: Lanes = msgspec.field(default_factory=Lanes)  # a lane is a group's: as many tracks as it has members
+    lives: dict[int, tuple[GroupLife, int]] = {}  # finished groups and their lanes, until they end
+    trained: list[tuple[GroupLife, int]] = []  # until their step's line
+
+
+class RunLanes:
+    """A run's trace as lanes: for each device, worker, group and member of groups the spans in which it did something.
+
+    Only what was appended to the trace is read, at most _REFRESH_BYTES a call. What was read stays when the trace's
+    files are rotated, and is in the cache: see `SpanStore`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._problem, self._share = path, "", 0.0
+        self._kept = cache_folder(path) / f"{_CACHED}.state"
+        self._store = SpanStore(*(self._kept.with_suffix(suffix) for suffix in (".rows", ".blocks")))
+        self._restart(_State())
+        if self._store.kept:
+            with contextlib.suppress(OSError, msgspec.DecodeError, ValueError):
+                self._restart(msgspec.msgpack.decode(self._kept.read_bytes(), type=_State))
+
+    def _restart(self, state: _State) -> None:
+        self._store.restore(state.spans)
+        self._state, self._fresh = state, list[Row]()
+        self._targets: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+
+    def lanes(self, since_s: float | None = None) -> dict[str, Any]:
+        """Tracks, names of spans (``waiting``: those that aren't work), and steps, versions and marks that ended after
+        ``since_s``. Reads what the run has written since the last call; ``indexed_share`` says how much of it."""
+        self._refresh()
+        state, found = self._state, [self._problem] if self._problem else []
+        if state.damaged:
+            found.append(f"{state.damaged} lines of the trace can't be read and are left out: {state.first_damage}")
+        if not found and state.from_s is None:
+            found.append(f"the run has no trace: there is no {FILE_NAME}, or nothing in it; ledger.trace may be false")
+        tracks = [key.partition("/")[::2] for key in state.tracks]
+        answer = {
+            "from_s": state.from_s,
+            "to_s": None if state.from_s is None else state.to_s,
+            "tracks": [{"id": place, "name": name, "group": group} for place, (group, name) in enumerate(tracks)],
+            "names": list(state.names),
+            "waiting": [code for name, code in state.names.items() if name in _WAITING],
+            "events": state.events,
+            "indexed_share": self._share,
+            "problems": found,
+        }
+        for kind, ends in (("versions", ("applied_s", "published_s")), ("marks", ("time_s",)), ("steps", ("end_s",))):
+            kept = getattr(state, kind)
+            answer[kind] = [one for one in kept if since_s is None or any((one[end] or 0) > since_s for end in ends)]
+        return answer
+
+    def window(self, from_s: float, to_s: float, pixels: int, tracks: Iterable[int]) -> dict[str, Any]:
+        """Spans of ``tracks`` between two moments, as `SpanStore.window` has them. Raises ConfigurationError for bad
+        arguments."""
+        known = [track for track in dict.fromkeys(tracks) if 0 <= track < len(self._state.tracks)]
+        if not (from_s < to_s and np.isfinite(to_s - from_s)):
+            raise ConfigurationError(f"from_s = {from_s}, to_s = {to_s}: valid: two moments, the earlier one first")
+        if not 2 <= pixels <= _MOST_PIXELS or len(known) > _MOST_TRACKS:
+            raise ConfigurationError(f"valid: 2 to {_MOST_PIXELS} pixels, at most {_MOST_TRACKS} tracks")
+        works = self._works()
+        return {"tracks": {str(track): self._store.window(track, from_s, to_s, pixels, works) for track in known}}
+
+    def _works(self) -> np.ndarray:
+        return np.array([name not in _WAITING for name in self._state.names], bool)
+
+    # -- the files -----------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        self._problem, total, read, left = "", 0, 0, _REFRESH_BYTES
+        try:
+            with ExitStack() as stack:
+                for place, file in enumerate(self._sources(stack)):
+                    total += os.fstat(file.fileno()).st_size
+                    if left > 0:
+                        if place:
+                            self._state.offset, self._state.mark = 0, b""
+                        left -= self._read(file, left)
+                        read += self._state.offset
+            self._fold()
+        except OSError as error:
+            self._problem = f"the trace isn't read on: {error.filename or 'the cache'}: {error.strerror}"
+        self._share = read / total if total else 1.0
+
+    def _sources(self, stack: ExitStack) -> list[BinaryIO]:
+        """The files to read, oldest first; the first one at the place to go on from."""
+        found: dict[int, BinaryIO] = {}
+        for path in (self.path / FILE_NAME, self.path / OLD_NAME):  # a rotation in between shows one file twice
+            if inside(path, self.path):
+                file = stack.enter_context(path.open("rb"))
+                found.setdefault(os.fstat(file.fileno()).st_ino, file)
+        files, state = list(found.values()), self._state
+        for place, file in enumerate(files if state.mark is not None else ()):
+            file.seek(state.offset - len(state.mark or b""))
+            if file.read(len(state.mark or b"")) == state.mark:
+                return files[place::-1]
+            file.seek(0)
+        if files and state.mark is not None:  # another trace, or rotated twice
+            self._restart(_State())
+        return files[::-1]
+
+    def _read(self, file: BinaryIO, most_bytes: int) -> int:
+        """Take whole lines of ``file``; returns how many bytes."""
+        state, taken = self._state, 0
+        while taken < most_bytes and (data := file.read(_CHUNK_BYTES)):
+            cut = data.rfind(b"\n") + 1
+            if not cut and len(data) < _CHUNK_BYTES:
+                break  # torn, or being written
+            data = data[: cut or len(data)]
+            self._take(data)
+            state.offset, taken = state.offset + len(data), taken + len(data)
+            state.mark = ((state.mark or b"") + data)[-_MARK_BYTES:]
+            file.seek(state.offset)
+            if len(self._fresh) >= SEAL_ROWS:
+                self._fold()
+        return taken
+
+    def _fold(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        state = self._state
+        if fresh and self._store.add(fresh, self._works(), state.to_s) and self._store.kept:
+            state.spans = self._store.stored
+            write_cached(self._kept, [msgspec.msgpack.encode(state)])
+
+    def _take(self, data: bytes) -> None:
+        state, texts = self._state, list[bytes]()
+        try:
+            lines = _lines_decoder.decode(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]")
+        except _UNREADABLE:
+            lines, texts = [], data.split(b"\n")
+        for text in filter(None, texts):
+            try:
+                lines.append(_decoder.decode(text))
+            except _UNREADABLE as error:
+                state.damaged, state.first_damage = state.damaged + 1, state.first_damage or str(error)[:120]
+        state.events += len(lines)
+        for line in lines:
+            self._take_line(line)
+        for kept in (state.steps, state.versions, state.marks):
+            del kept[:-_MOST_LINES]
+
+    # -- the lines -----------------------------------------------------------------------------------
+
+    def _take_line(self, line: TraceLine) -> None:
+        state = self._state
+        if isinstance(line, TraceSession):
+            state.session_s, state.shift_s = line.unix_s, line.unix_s - line.clock_s
+            self._reach(line.unix_s, line.unix_s)
+        elif state.session_s is None:
+            return  # no telling when
+        elif isinstance(line, Span):
+            self._take_span(line.track, line.name, line.start_s + state.shift_s, line.end_s + state.shift_s)
+        elif isinstance(line, GroupTrace):
+            self._take_group(line, state.session_s)
+        elif isinstance(line, GroupEnd):
+            self._end_group(line, state.session_s)
+        elif isinstance(line, StepTrace):
+            self._take_step(line)
+        elif isinstance(line, Mark):
+            state.marks.append({"time_s": line.time_s + state.shift_s, "event": line.event, "detail": line.detail})
+        elif isinstance(line, Pulse):
+            self._place({worker.name: worker.device for worker in line.workers if worker.device}, state.ranks)
+
+    def _place(self, devices: dict[str, str], ranks: int) -> None:
+        if (devices, ranks) != (self._state.devices, self._state.ranks):
+            self._state.devices, self._state.ranks = devices, ranks
+            self._targets.clear()
+
+    def _reach(self, start_s: float, end_s: float) -> None:
+        state = self._state
+        state.from_s = start_s if state.from_s is None else min(start_s, state.from_s)
+        state.to_s = max(end_s, state.to_s)
+
+    def _take_span(self, track: str, name: str, start_s: float, end_s: float) -> None:
+        if (targets := self._targets.get((track, name))) is None:
+            targets = self._targets[track, name] = self._find_targets(track, name)
+        for number, place, code in targets:
+            self._fresh.append((start_s, end_s, number, -1, place, code))
+        self._reach(start_s, end_s)
+        versions = self._state.versions
+        if name == "publish" and track == "trainer-0":
+            versions.append({"version": self._state.version, "published_s": end_s, "applied_s": None})
+        elif track == "weights" and name.startswith("apply version "):
+            version = targets[0][0]
+            if not versions or versions[-1]["version"] != version or versions[-1]["applied_s"] is not None:
+                versions.append({"version": version, "published_s": start_s})
+            versions[-1]["applied_s"] = end_s
+
+    def _find_targets(self, track: str, name: str) -> list[tuple[int, int, int]]:
+        """Where spans of this name are drawn: the number at its end, the track, the code of the name."""
+        state = self._state
+        head = name.rstrip("0123456789")
+        number, head = int(name[len(head) :][:9] or -1), head.strip() or name
+        group = "devices" if _DEVICE.fullmatch(track) else PROCESSES.get(track.rpartition("-")[0], "other")
+        targets = [(number, self._track(group, track + " turns" * (group == "devices")), self._name(head))]
+        if (device := state.devices.get(track)) and name not in NOT_AT_WORK:
+            targets.append((number, self._track("devices", device), self._name(f"{track}: {head}")))
+        if track == "trainer-0" and name == "wait":
+            targets += [(-1, self._track(group, f"trainer-{rank}"), targets[0][2]) for rank in range(1, state.ranks)]
+        if len(self._targets) > 10_000:
+            self._targets.clear()
+        return targets
+
+    def _track(self, group: str, name: str) -> int:
+        return self._state.tracks.setdefault(f"{group}/{name}", len(self._state.tracks))
+
+    def _name(self, name: str) -> int:
+        return self._state.names.setdefault(name, len(self._state.names))
+
+    def _take_step(self, line: StepTrace) -> None:
+        state, step = self._state, f"skipped step {line.step}" if line.skipped else f"step {line.step}"
+        start_s, end_s = line.start_s + state.shift_s, line.end_s + state.shift_s
+        self._place(state.devices, max(1, len(line.rank_compute_s)))
+        for rank, compute_s in enumerate(line.rank_compute_s):
+            self._take_span(f"trainer-{rank}", step, max(start_s, end_s - compute_s), end_s)
+        state.steps.append({"step": line.step, "start_s": start_s, "end_s": end_s, "skipped": line.skipped})
+        computing_s = max(start_s, end_s - max(line.rank_compute_s, default=0.0))
+        for life, lane in state.trained:
+            self._leave(life, lane, list(group_phases(life, computing_s if life.step == line.step else None))[2:])
+        state.version, state.trained = line.version, []
+        self._reach(start_s, end_s)
+
+    def _take_group(self, line: GroupTrace, session_s: float) -> None:
+        state, life = self._state, GroupLife.of(line, self._state.shift_s, session_s)
+        if line.index in state.lives:  # a kill lost the group that had finished
+            self._leave(*state.lives.pop(line.index), [])
+        lane = state.groups.claim(life.start_s)
+        state.lives[line.index] = (life, lane)
+        self._draw("groups", f"{lane:03d}", line.index, -1, list(group_phases(life, None))[:2])
+        lane = state.members.take(life.start_s, life.end_s)
+        for rollout in line.rollouts:
+            name = f"{lane:03d}.{rollout.member:02d}"
+            self._draw("rollouts", name, line.index, rollout.member, rollout_phases(life, rollout))
+        self._reach(life.start_s, life.end_s)
+
+    def _end_group(self, line: GroupEnd, session_s: float) -> None:
+        state = self._state
+        life, lane = state.lives.pop(line.index, (None, 0))
+        if life is None:
+            if not line.finished:  # otherwise it did so in a part of the trace that has been deleted
+                life = GroupLife.of(line, state.shift_s, session_s)
+                self._leave(life, state.groups.claim(life.start_s), [(line.ending, life.start_s, life.end_s)])
+            return
+        life.ending, life.step, life.end_s = line.ending, line.step, max(life.end_s, line.time_s + state.shift_s)
+        if line.ending == "trained":
+            state.trained.append((life, lane))
+        else:
+            self._leave(life, lane, list(group_phases(life, None))[2:])
+
+    def _leave(self, life: GroupLife, lane: int, phases: Sequence[Phase]) -> None:
+        self._draw("groups", f"{lane:03d}", life.index, -1, phases)
+        self._state.groups.leave(lane, life.end_s)
+        self._reach(life.start_s, life.end_s)
+
+    def _draw(self, group: str, track: str, number: int, member: int, phases: Sequence[Phase]) -> None:
+        place, number, member = self._track(group, track), min(number, _MOST_INT), min(member, _MOST_INT)
+        for name, start_s, end_s in phases:
+            code = self._name(name.rstrip("0123456789-").strip())
+            self._fresh.append((start_s, end_s, number, member, place, code))

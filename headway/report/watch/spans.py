@@ -1,0 +1,186 @@
+"""Spans of many tracks in a file, and windows of them at a resolution: any part of ten million in milliseconds."""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+SEAL_ROWS = 1 << 17
+_BLOCK_ROWS = 32
+_LATE_S = 5.0  # a worker's spans arrive up to a pulse after those of another on its device
+_LEAST_S = 1e-6  # spans that are closer were parted by a pulse alone
+_ROW = np.dtype(
+    [(name, "f8") for name in ("start", "end")] + [(n, "i4") for n in ("number", "member", "track", "name")]
+)
+_BLOCK = np.dtype(
+    [(n, "f8") for n in ("start", "end", "work")] + [(n, "i8") for n in ("row", "count", "track", "name")]
+)
+
+Row = tuple[float, float, int, int, int, int]
+"""A span: start and end, seconds; number and member, -1 for none; track; code of its name."""
+Flags = NDArray[np.bool_]
+
+
+class StoredSpans(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a store's files counts, and the rows after them."""
+
+    rows: int = 0
+    blocks: int = 0
+    tail: bytes = b""
+
+
+class SpanStore:
+    """Spans as rows, by track and start, which don't overlap.
+
+    Lifecycle of a row: *tail*, in memory, where new ones are sorted in -> *sealed*, with SEAL_ROWS others: appended to
+    a file, each _BLOCK_ROWS of a track with a block that says when, how much of it is work, and what took longest. A
+    window takes blocks that are narrower than its pixels, and rows elsewhere.
+    """
+
+    def __init__(self, rows: Path, blocks: Path) -> None:
+        """Open the two files. Where another process has them, or they can't be written, temporary ones are used."""
+        self.kept = True  # whether the files stay
+        try:
+            self._files: list[BinaryIO] = [path.open("a+b") for path in (rows, blocks)]
+            fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except OSError:
+            self.kept, self._files = False, [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
+        self.restore(StoredSpans())
+
+    def restore(self, stored: StoredSpans) -> None:
+        """Go back to a state of the files. Raises ValueError when they are shorter."""
+        self.stored, self._tail = stored, np.frombuffer(stored.tail, _ROW)
+        sizes = stored.rows * _ROW.itemsize, stored.blocks * _BLOCK.itemsize
+        for file, size in zip(self._files, sizes, strict=True):
+            if file.seek(0, 2) < size:
+                raise ValueError("the cache is shorter than its state says")
+            file.truncate(size)
+            file.seek(size)
+        self._files[1].seek(0)
+        self._blocks: dict[int, list[NDArray[Any]]] = {}
+        self._grown(np.frombuffer(self._files[1].read(), _BLOCK))
+
+    def _grown(self, blocks: NDArray[Any]) -> None:
+        """Map the rows, and take up their last blocks."""
+        rows = self.stored.rows
+        self._rows: NDArray[Any] = np.memmap(self._files[0], _ROW, "r", shape=rows) if rows else np.zeros(0, _ROW)
+        blocks = blocks[np.argsort(blocks["track"], kind="stable")]
+        for part in np.split(blocks, np.flatnonzero(np.diff(blocks["track"])) + 1):
+            self._blocks.setdefault(int(part["track"][0]) if len(part) else -1, []).append(part)
+
+    def add(self, fresh: Sequence[Row], works: Flags, to_s: float) -> bool:
+        """Add rows; returns whether the tail was sealed. ``works``: of each name, whether it is work; ``to_s``: the end
+        of all. Raises OSError when the disk is full."""
+        self._tail = _sorted(np.concatenate((self._tail, np.array(fresh, _ROW))))
+        late = self._tail["end"] > to_s - _LATE_S
+        late &= len(late) < 2 * SEAL_ROWS
+        rows, tail = self._tail[~late], self._tail[late]
+        if len(rows) < SEAL_ROWS:
+            return False
+        blocks = _blocks(rows, works, self.stored.rows)
+        for file, data in zip(self._files, (rows, blocks), strict=True):
+            file.write(data.tobytes())
+            file.flush()
+        sizes = {"rows": self.stored.rows + len(rows), "blocks": self.stored.blocks + len(blocks)}
+        self._tail, self.stored = tail, StoredSpans(**sizes, tail=tail.tobytes())
+        self._grown(blocks)
+        return True
+
+    def window(self, track: int, from_s: float, to_s: float, pixels: int, works: Flags) -> dict[str, list[Any]]:
+        """At most ``pixels`` spans of a track between two moments, times in seconds since ``from_s``. Those narrower
+        than two pixels are joined with neighbours, so there are at most a joined and a wide span for each two pixels.
+        ``share`` is how much of a span is work. ``number`` and ``member`` of a joined one are -1."""
+        width_s = 2 * (to_s - from_s) / pixels
+        blocks, rows = self._units(track, from_s, to_s, width_s)
+        start, end, name = (np.concatenate((blocks[n], rows[n])) for n in ("start", "end", "name"))
+        work = np.concatenate((blocks["work"], np.where(works[rows["name"]], np.inf, 0.0)))
+        order = np.argsort(start, kind="stable")
+        start, end = np.maximum(start[order], from_s), np.minimum(end[order], to_s)
+        _cut(start, end)
+        order, start, end = (values[end > start] for values in (order, start, end))
+        work = np.minimum(work[order], end - start)
+        narrow, place = end - start < width_s, np.floor((start - from_s) / width_s)
+        first = _first(narrow[1:] & narrow[:-1] & (place[1:] == place[:-1]), len(start))
+        if not len(first):
+            return {name: [] for name in ("start", "end", "share", "name", "number", "member")}
+        last = np.append(first[1:], len(start)) - 1
+        longest = order[_longest(work + (end - start) * 1e-9, first)]
+        begin, until = start[first], end[last]
+        found = {"start": np.round(begin - from_s, 7), "end": np.round(until - from_s, 7), "name": name[longest]}
+        found["share"] = np.round(np.add.reduceat(work, first) / (until - begin), 4)
+        for name in ("number", "member"):
+            of_units = np.concatenate((np.full(len(blocks), -1), rows[name]))
+            found[name] = np.where(first == last, of_units[longest], -1)
+        return {name: values.tolist() for name, values in found.items()}
+
+    def _units(self, track: int, from_s: float, to_s: float, width_s: float) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Blocks of a track that are inside the window and narrow, and all other rows that reach into it."""
+        parts = self._blocks.setdefault(track, [np.zeros(0, _BLOCK)])
+        parts[:] = [np.concatenate(parts)] if len(parts) > 1 else parts
+        blocks = parts[0][(parts[0]["end"] > from_s) & (parts[0]["start"] < to_s)]
+        inner = (blocks["end"] - blocks["start"] < width_s) & (blocks["start"] >= from_s) & (blocks["end"] <= to_s)
+        counts = blocks["count"][~inner]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        low, high = np.searchsorted(self._tail["track"], (track, track + 1))
+        sealed = np.asarray(self._rows[np.repeat(blocks["row"][~inner], counts) + within])
+        rows = np.concatenate((sealed, self._tail[low:high]))
+        return blocks[inner], rows[(rows["end"] > from_s) & (rows["start"] < to_s)]
+
+
+def _sorted(rows: NDArray[Any]) -> NDArray[Any]:
+    """``rows`` by track and start. Where two of a track overlap, the later one is cut; where nothing but a pulse parts
+    them, they are one."""
+    rows = rows[np.lexsort((rows["start"], rows["track"]))]
+    track = rows["track"]
+    overlaps = (track[1:] == track[:-1]) & (rows["start"][1:] < rows["end"][:-1])
+    for one in np.unique(track[1:][overlaps]):
+        low, high = np.searchsorted(track, (one, one + 1))
+        _cut(rows["start"][low:high], rows["end"][low:high])
+    rows = rows[rows["end"] > rows["start"]]
+    goes_on = rows["start"][1:] - rows["end"][:-1] < _LEAST_S
+    for name in ("track", "name", "number", "member"):
+        goes_on &= rows[name][1:] == rows[name][:-1]
+    first = _first(goes_on, len(rows))
+    joined = rows[first]
+    joined["end"] = rows["end"][np.append(first[1:], len(rows))[: len(first)] - 1]
+    return joined
+
+
+def _cut(start: NDArray[Any], end: NDArray[Any]) -> None:
+    """Move starts, which are sorted, behind the ends of all before. Of a span inside another nothing is left."""
+    start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
+
+
+def _first(goes_on: Flags, count: int) -> NDArray[np.intp]:
+    """Where parts begin among ``count`` places; ``goes_on``: of all but the first, whether it continues a part."""
+    return np.concatenate(([0][:count], np.flatnonzero(~goes_on) + 1)).astype(np.intp)
+
+
+def _longest(weights: NDArray[Any], first: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Place of the greatest weight of each part."""
+    peaks = np.repeat(np.maximum.reduceat(weights, first), np.diff(np.append(first, len(weights))))
+    places = np.flatnonzero(weights == peaks)
+    return places[np.searchsorted(places, first)]
+
+
+def _blocks(rows: NDArray[Any], works: Flags, offset: int) -> NDArray[Any]:
+    """Blocks of sorted rows, the first of which is number ``offset`` of the file."""
+    tracks = _first(np.diff(rows["track"]) == 0, len(rows))
+    within = np.arange(len(rows)) - np.repeat(tracks, np.diff(np.append(tracks, len(rows))))
+    first = np.flatnonzero(within % _BLOCK_ROWS == 0)
+    took_s = rows["end"] - rows["start"]
+    work_s = np.where(works[rows["name"]], took_s, 0.0)
+    blocks = np.zeros(len(first), _BLOCK)
+    blocks["start"], blocks["track"], blocks["row"] = rows["start"][first], rows["track"][first], first + offset
+    blocks["count"] = np.diff(np.append(first, len(rows)))
+    blocks["end"] = rows["end"][first + blocks["count"] - 1]
+    blocks["work"] = np.add.reduceat(work_s, first)
+    blocks["name"] = rows["name"][_longest(work_s + took_s * 1e-9, first)]
+    return blocks
