@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
@@ -100,12 +98,13 @@ def _compare(run_dirs: list[str], price: float | None, output: str, as_json: boo
         raise ConfigurationError("--compare: valid: with two runs or more")
     from headway.report.progress import ProgressBar
     from headway.report.several.compare import compare, compare_json
+    from headway.services.run_tokenizer import run_decoder
 
     if as_json:
         print_json(compare_json(run_dirs))
         return
     with ProgressBar("plots") as bar:
-        left_out = compare(run_dirs, output, price, bar, _decoder)
+        left_out = compare(run_dirs, output, price, bar, run_decoder)
     for path, why in left_out.items():
         typer.echo(f"left out: {path}: {why}", err=True)
     typer.echo(f"report: {output}")
@@ -150,9 +149,10 @@ def show(
 ) -> None:
     """Page through prompts, responses, rewards and versions of rollouts."""
     from headway.report.show import SampleSelection, show_samples
+    from headway.services.run_tokenizer import run_decoder
 
     selection = SampleSelection(step=step, group=group, solved=solved, ending=ending, limit=limit)
-    show_samples(run, selection, decode=_decoder(run), as_json=as_json)
+    show_samples(run, selection, decode=run_decoder(run), as_json=as_json)
 
 
 def export(
@@ -163,30 +163,16 @@ def export(
     as_json: bool = typer.Option(False, "--json", help="Print the outcome as one JSON object."),
 ) -> None:
     """Write a run's rollouts with their texts and token columns: what the engine sampled, what the trainer saw."""
+    from headway.services.run_tokenizer import run_decoder
     from headway.telemetry.rollouts.export import export as write
 
-    outcome = write(run, to, output or None, decode=_decoder(run), ending=ending)
+    outcome = write(run, to, output or None, decode=run_decoder(run), ending=ending)
     if as_json:
         print_json(outcome)
         return
     for problem in outcome.problems:
         typer.echo(f"left out: {problem}", err=True)
     typer.echo(f"{outcome.rollouts:,} rollouts, {outcome.size_bytes / 1e6:,.1f} MB: {outcome.path}")
-
-
-def _decoder(run: str) -> Callable[[Sequence[int]], str] | None:
-    """The decoder of a run's tokenizer, out of its model's folder or else a checkpoint's; None: none can be read."""
-    from headway.records.errors import HeadwayError
-    from headway.runtime.run_directory import RunDirectory
-    from headway.tokens.tokenizer import Tokenizer
-
-    directory = RunDirectory(run)
-    with contextlib.suppress(HeadwayError):
-        folders = [directory.read_experiment().model.path, directory.best, *directory.checkpoints.glob("step_*/model")]
-        for folder in folders:
-            with contextlib.suppress(HeadwayError):
-                return Tokenizer.load(folder).decode
-    return None
 
 
 def explain_task(

@@ -22,6 +22,11 @@ from headway.tokens.messages import json_text
 Template = Literal["raw", "chat"]
 _LONG_TOKEN = 16  # characters; the average token of a text is shorter
 _PIECE = 1 << 16  # characters encoded at a time
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # GPT-2: these bytes stand for themselves
+_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
+}
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -124,6 +129,28 @@ class Tokenizer:
         """Text of token ids; special tokens are left out unless ``keep_special``."""
         return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
 
+    def vocabulary_bytes(self) -> list[bytes]:
+        """Bytes of each id's text, special tokens' too, so that joined they are what `decode` makes into characters. A
+        blank that a decoder strips from the start of a text stays, and so do those that WordPiece puts between words
+        only when it decodes whole texts. Ids without a token: empty."""
+        decoder = self._backend.decoder
+        kind = b"" if decoder is None else decoder.__getstate__()
+        added = {i: token.content.encode() for i, token in self._backend.get_added_tokens_decoder().items()}
+        texts = [b""] * self.vocabulary_size
+        for token, i in self._backend.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                texts[i] = added[i]
+            elif b'"ByteLevel"' in kind:
+                whole = all(c in _BYTE_LEVEL for c in token)
+                texts[i] = bytes(_BYTE_LEVEL[c] for c in token) if whole else token.encode()
+            elif b'"ByteFallback"' in kind and _BYTE_TOKEN.fullmatch(token):
+                texts[i] = bytes([int(token[3:5], 16)])
+            elif "▁".encode() in kind or b'"ByteFallback"' in kind:  # SentencePiece's: Metaspace, or Replace
+                texts[i] = (token.replace("▁", " ") if "▁".encode() in kind else token).encode()
+            else:
+                texts[i] = self.decode([i], keep_special=True).encode()
+        return texts
+
     def verbatim_tokens(self) -> dict[str, bool]:
         """Added tokens that are matched in the unnormalised text -> whether the text always splits there: special
         tokens that match whatever stands beside them."""
@@ -212,7 +239,7 @@ class Tokenizer:
     def is_open(self, token_id: int) -> bool:
         """Whether the text of this token may change with the next: it is part of a character."""
         token = self._backend.id_to_token(token_id) or ""
-        return token_id in self.special_ids or (len(token) == 6 and token.startswith("<0x") and token.endswith(">"))
+        return token_id in self.special_ids or bool(_BYTE_TOKEN.fullmatch(token))
 
 
 class IncrementalDecoder:

@@ -1,0 +1,300 @@
+"""Numeric columns of all rollouts of a run: read once from its record, cached, extended as the record grows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import DTypeLike, NDArray
+
+from headway.records.rollout import ENDINGS
+from headway.report.show import KeptSample
+from headway.report.watch.cache import write_cached
+from headway.telemetry.rollouts.columns import ENDED, FINISHED
+from headway.telemetry.rollouts.segments import SegmentFile, list_segments
+
+OPEN = len(ENDINGS)  # code of an ending: its place in ENDINGS, or this
+FAILED = ENDINGS.index("failed")
+BOUNDARIES = ("model", "environment", "sandbox", "reward", "engine", "unknown")
+FILE_NAME = "rollouts.columns"  # of the cache
+_NUMBERS: dict[str, DTypeLike] = {
+    "group": np.int64, "member": np.int32, "reward": np.float64, "solved": np.bool_, "verified": np.bool_,
+    "tokens": np.int32, "turns": np.int32, "finished_s": np.float64,
+}  # fmt: skip
+_OWN: dict[str, DTypeLike] = {
+    "first_version": np.int32,  # -1: no token was sampled
+    "last_version": np.int32,
+    "own": np.uint8,  # its own ending; OPEN: its group's counts
+    "boundary": np.uint8,  # of its failure: place in BOUNDARIES; 255: it didn't fail
+    "task": np.int32,  # place in the table's names
+}
+_READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id"]
+_ENDED: dict[str, DTypeLike] = {
+    "group": np.int64, "step": np.int32, "time_s": np.float64, "ending": np.uint8, "reason": np.int32,
+}  # fmt: skip
+_HEADER = 8  # bytes: length of the header, checksum of what follows
+_KEEP_SHARE, _KEEP_ROWS = 0.1, 20_000  # growth after which the cache is written again
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Place(NamedTuple):
+    """How far a stream has been read: the last batch that was taken, and the number of rows with it."""
+
+    segment: int = 0
+    offset: int = 0
+    rows: int = 0
+
+
+class StreamTail:
+    """Reads what has been appended to a stream of a record. ``place``, advanced by the caller, says from where on;
+    ``problems``: by segment, what can't be read."""
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        self.folder, self.place = folder, Place()
+        self.problems: dict[str, str] = {}
+        self._schema = schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[Place, int, pa.RecordBatch]]:
+        """Yield (place behind it, number of its first row, batch) of each further batch."""
+        reached = self.place
+        for segment in list_segments(self.folder):
+            if segment.number < reached.segment:
+                continue
+            again = segment.number == reached.segment
+            row = reached.rows if again else segment.first
+            file = SegmentFile(segment.path, self._schema)
+            for offset, batch in file.batches(columns, reached.offset if again else 0):
+                if again:  # the last one that was taken: it ends at ``row``
+                    again = False
+                    continue
+                yield Place(segment.number, offset, row + batch.num_rows), row, batch
+                row += batch.num_rows
+            self.problems.pop(segment.path.name, None)
+            if file.problem:
+                self.problems[segment.path.name] = file.problem
+
+    def identity(self) -> str:
+        """A text that differs for another record in the same place: of the beginning of the first segment's data."""
+        for segment in list_segments(self.folder)[:1]:
+            with contextlib.suppress(OSError), segment.path.open("rb") as file:
+                return f"{segment.path.name} {hashlib.sha256(file.read(1 << 14)).hexdigest()}"
+        return ""
+
+
+class RolloutTable(NamedTuple):
+    """All rollouts at one moment: a value of each column for each. Row numbers begin with ``first``, below 0 for the
+    lines of samples.jsonl; a row that the record lacks has member -1."""
+
+    columns: Arrays  # _NUMBERS, _OWN, and of its end "ending", "step" (-1: none) and "reason" (-1: its own)
+    names: list[str]
+    first: int
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.columns["group"])
+
+
+class RolloutColumns:
+    """The columns of a run's record. ``table`` takes up what has been appended since; the cache is written when it has
+    grown by a tenth. A cache that is damaged, or of another record, is read anew."""
+
+    def __init__(self, record: Path, cache: Path, kept: Sequence[KeptSample] = ()) -> None:
+        """``record``: RUN/rollouts; ``kept``: the lines of the run's samples.jsonl, which come first."""
+        self.finished, self.ended = StreamTail(record / "finished", FINISHED), StreamTail(record / "ended", ENDED)
+        self._path = cache / FILE_NAME
+        self._names: dict[str, int] = {}
+        self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_OWN}.items()}
+        self._ends: Arrays = {name: np.empty(0, kind) for name, kind in _ENDED.items()}
+        self._kept = kept
+        self._table: RolloutTable | None = None
+        self._count = self._written = 0  # rows that have been read, and those in the cache
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError):
+            self._load()
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.finished.problems.values(), *self.ended.problems.values()]
+
+    def table(self) -> RolloutTable:
+        """The rollouts that can be read now."""
+        before = self.finished.place, self.ended.place
+        self._ends = _joined(self._ends, [self._endings(batch) for _, batch in self._new(self.ended, ENDED.names)])
+        self._rows = _joined(self._rows, [self._numbers(row, batch) for row, batch in self._new(self.finished, _READ)])
+        if self._table is None or before != (self.finished.place, self.ended.place):
+            self._table = self._made()
+            if self._count - self._written >= max(_KEEP_ROWS, _KEEP_SHARE * self._written):
+                with contextlib.suppress(OSError):  # the next watcher reads the record itself
+                    self._store()
+                self._written = self._count
+        return self._table
+
+    def training(self, group: int) -> tuple[float | None, float | None]:
+        """The clock when a group's step had all it needed (the step before and its last rollout) and at the group's
+        end; None: it has none."""
+        found, table = np.flatnonzero(self._ends["group"] == group), self.table()
+        if not len(found):
+            return None, None
+        step, times_s = self._ends["step"][found[-1]], self._ends["time_s"]
+        began = np.append(times_s[self._ends["step"] == step - 1], table["finished_s"][table["step"] == step])
+        return (float(began.max()) if step >= 0 and len(began) else None), float(times_s[found[-1]])
+
+    def _new(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        for place, row, batch in tail.batches(columns):
+            yield row, batch
+            tail.place = place
+
+    def _numbers(self, row: int, batch: pa.RecordBatch) -> Arrays:
+        """The columns of a batch, after those that are lost in a damaged segment before it."""
+        missing = row - self._count
+        self._count = max(self._count, row + batch.num_rows)
+        batch = batch.slice(max(0, -missing))
+        found = {name: _numpy(batch[name], kind) for name, kind in _NUMBERS.items()}
+        found["first_version"], found["last_version"] = _versions(batch)
+        own, boundary = _codes(batch["left"]), np.full(batch.num_rows, 255, np.uint8)
+        for at in np.flatnonzero(batch["failure"].is_valid().to_numpy(zero_copy_only=False)).tolist():
+            boundary[at], own[at] = _boundary(batch["failure"][at].as_py()), FAILED
+        found |= {"own": own, "boundary": boundary, "task": self._named(batch["task_id"])}
+        if missing > 0:
+            found = {name: np.concatenate([np.zeros(missing, a.dtype), a]) for name, a in found.items()}
+            found["member"][:missing] = -1
+        return found
+
+    def _endings(self, batch: pa.RecordBatch) -> Arrays:
+        named = {"group": batch["group"], "step": batch["step"].fill_null(-1), "time_s": batch["time_s"]}
+        found = {name: _numpy(column, _ENDED[name]) for name, column in named.items()}
+        return found | {"ending": _codes(batch["ending"]), "reason": self._named(batch["reason"])}
+
+    def _named(self, column: pa.Array) -> NDArray[Any]:
+        """Places of a column's texts in the table's names."""
+        texts = column.fill_null("").dictionary_encode()
+        codes = [self._names.setdefault(text, len(self._names)) for text in texts.dictionary.to_pylist()]
+        return np.array(codes, np.int32)[texts.indices.to_numpy()]
+
+    def _made(self) -> RolloutTable:
+        """The rows with their groups' endings; of a group that ended twice the last one counts."""
+        groups, last = np.unique(self._ends["group"][::-1], return_index=True)
+        place = np.searchsorted(groups, self._rows["group"])
+        place[np.append(groups, -1)[place] != self._rows["group"]] = len(groups)
+        columns, by_group = dict(self._rows), self._rows["own"] == OPEN
+        for name, otherwise in (("ending", OPEN), ("step", -1), ("reason", -1)):
+            of_groups = np.append(self._ends[name][::-1][last], np.array(otherwise, _ENDED[name]))
+            own = self._rows["own"] if name == "ending" else np.array(-1, np.int32)
+            columns[name] = np.where(by_group, of_groups[place], own)
+        if self._kept:
+            columns = _joined(_kept_columns(self._kept, self._names), [columns])
+        return RolloutTable(columns, list(self._names), -len(self._kept))
+
+    def _store(self) -> None:
+        header = {
+            "identity": self.finished.identity(),
+            "finished": self.finished.place,
+            "ended": self.ended.place,
+            "problems": [self.finished.problems, self.ended.problems],
+            "names": list(self._names),
+            "rows": self._count,
+            "ends": len(self._ends["group"]),
+        }
+        encoded = msgspec.json.encode(header)
+        arrays = [array.tobytes() for array in (*self._rows.values(), *self._ends.values())]
+        checksum = zlib.crc32(encoded)
+        for data in arrays:
+            checksum = zlib.crc32(data, checksum)
+        sizes = len(encoded).to_bytes(4, "little") + checksum.to_bytes(4, "little")
+        write_cached(self._path, [sizes, encoded, *arrays])
+
+    def _load(self) -> None:
+        data = memoryview(self._path.read_bytes())
+        end = _HEADER + int.from_bytes(data[:4], "little")
+        if zlib.crc32(data[_HEADER:]) != int.from_bytes(data[4:_HEADER], "little"):
+            raise ValueError("damaged")
+        header = msgspec.json.decode(data[_HEADER:end])
+        if header["identity"] != self.finished.identity():
+            raise ValueError("of another record")
+        tables: list[Arrays] = []
+        for kinds, count in ((self._rows, header["rows"]), (self._ends, header["ends"])):
+            tables.append({})
+            for name, empty in kinds.items():
+                tables[-1][name] = np.frombuffer(data, empty.dtype, count, end)
+                end += tables[-1][name].nbytes
+        self._rows, self._ends = tables
+        self._count = self._written = header["rows"]
+        self._names = {name: code for code, name in enumerate(header["names"])}
+        for tail, problems, place in zip(
+            (self.finished, self.ended), header["problems"], (header["finished"], header["ended"]), strict=True
+        ):
+            tail.place, tail.problems = Place(*place), problems
+
+
+def _joined(first: Arrays, further: Sequence[Arrays]) -> Arrays:
+    return (
+        {name: np.concatenate([array, *(one[name] for one in further)]) for name, array in first.items()}
+        if further
+        else first
+    )
+
+
+def _numpy(column: pa.Array, kind: DTypeLike) -> NDArray[Any]:
+    """A column as an array; what is null, or is missing in an older segment, as 0."""
+    filled = column.fill_null(False if pa.types.is_boolean(column.type) else 0) if column.null_count else column
+    return filled.to_numpy(zero_copy_only=False).astype(kind)
+
+
+def _codes(endings: pa.Array) -> NDArray[Any]:
+    return pc.index_in(endings, pa.array(ENDINGS)).fill_null(OPEN).to_numpy(zero_copy_only=False).astype(np.uint8)
+
+
+def _boundary(failure: str) -> int:
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, TypeError, KeyError):
+        return BOUNDARIES.index(msgspec.json.decode(failure)["boundary"])
+    return len(BOUNDARIES) - 1
+
+
+def _versions(batch: pa.RecordBatch) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(first, last) version of each rollout, those of its branches included; -1: no token was sampled."""
+    first, last = _ends_of(batch["span_versions"])
+    if batch["branches"].null_count < batch.num_rows:
+        counts = batch["branches"].value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        owners = np.repeat(np.arange(batch.num_rows), counts)
+        more_first, more_last = _ends_of(batch["branches"].flatten().field("span_versions"))
+        sampled = more_first >= 0
+        first[first < 0] = np.iinfo(np.int32).max
+        np.minimum.at(first, owners[sampled], more_first[sampled])
+        np.maximum.at(last, owners[sampled], more_last[sampled])
+        first[last < 0] = -1
+    return first, last
+
+
+def _ends_of(lists: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(first, last) value of each list; -1: it is empty."""
+    offsets = lists.offsets.to_numpy()
+    values = np.append(_numpy(lists.values, np.int32), np.int32(-1))
+    filled = offsets[1:] > offsets[:-1]
+    return np.where(filled, values[offsets[:-1]], np.int32(-1)), np.where(filled, values[offsets[1:] - 1], np.int32(-1))
+
+
+def _kept_columns(kept: Sequence[KeptSample], tasks: dict[str, int]) -> Arrays:
+    rows = [
+        (
+            one.group, one.member, one.reward, one.solved, True, one.tokens, 1, np.nan,
+            one.versions[0][0] if one.versions else -1, one.versions[-1][0] if one.versions else -1,
+            OPEN, 255, tasks.setdefault("", len(tasks)),
+            ENDINGS.index(one.ending) if one.ending in ENDINGS else OPEN, -1 if one.step is None else one.step, -1,
+        )
+        for one in kept
+    ]  # fmt: skip
+    kinds = {**_NUMBERS, **_OWN, "ending": np.uint8, "step": np.int32, "reason": np.int32}
+    return {
+        name: np.array(values, kind)
+        for (name, kind), values in zip(kinds.items(), zip(*rows, strict=True), strict=True)
+    }

@@ -1,0 +1,174 @@
+"""One rollout whole: its tokens with what engine and trainer say of them, its life, its siblings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from headway.report.show import KeptSample
+from headway.report.watch.rollouts.texts import TokenTable
+from headway.telemetry.rollouts.reader import TrainedSequence
+
+MAX_TOKENS = 20_000  # of a window
+_MAX_PARTS = 5_000
+_CONTEXT_TOKENS = 4  # before a window, so that a character that began there is whole
+_TRAINER = ("trainer_logprobs", "ratios", "clipped", "trained", "advantages")
+_PLAIN = ("group", "member", "task_id", "reward", "trained_reward", "solved", "verified", "finish_reason", "tokens",
+          "resumes", "reprefills", "attempts", "verify_s", "environment_s", "judge_tokens")  # fmt: skip
+Array = NDArray[Any]
+
+
+def scalars(batch: pa.RecordBatch) -> dict[str, Any]:
+    """Single values of the rollout that ``batch`` consists of, and its verdict, failure and pruning as objects."""
+    found = {name: batch[name][0].as_py() for name in _PLAIN}
+    for name in ("verdict", "failure", "pruned"):
+        text = batch[name][0].as_py()
+        found[name] = None if text is None else _object(text)
+    return found
+
+
+def cause_of(failure: str) -> str:
+    """The cause that a recorded failure names, after its boundary."""
+    found = _object(failure)
+    return ": ".join(str(found[name]) for name in ("boundary", "cause") if name in found) or failure
+
+
+def _object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(text, type=dict[str, Any])
+    return {"cause": text}
+
+
+def life(batch: pa.RecordBatch, began_s: float | None, ended_s: float | None) -> list[dict[str, Any]]:
+    """Periods of a rollout from admission to gradient. ``began_s``: clock when its step had all it needed; None: there
+    is no step; ``ended_s``: at its group's end; None: it is open."""
+    opened, first, generated, finished = (
+        batch[name][0].as_py() for name in ("opened_s", "first_token_s", "generated_s", "finished_s")
+    )
+    times = [
+        ("waiting", opened, first), ("generating", first, generated), ("verifying", generated, finished),
+        ("buffered", finished, began_s or ended_s), ("training", began_s, ended_s),
+    ]  # fmt: skip
+    return [
+        {"name": name, "start_s": start, "end_s": end} for name, start, end in times if start and end and end >= start
+    ]
+
+
+def sequences(
+    batch: pa.RecordBatch,
+    tokens: TokenTable | None,
+    trained: Sequence[TrainedSequence | None],
+    window: tuple[int | None, int, int],
+) -> list[dict[str, Any]]:
+    """The sequences of the rollout that ``batch`` consists of: the trunk, then its branches. ``trained``: the trainer's
+    values of each; ``window``: (sequence, None for all; first token; tokens)."""
+    branches = batch["branches"][0].values
+    found = [{name: batch[name].slice(0, 1) for name in batch.schema.names}]
+    found += [
+        {field.name: branches.field(field.name).slice(number, 1) for field in branches.type}
+        for number in range(0 if branches is None else len(branches))
+    ]
+    only, offset, limit = window
+    made = []
+    for number, columns in enumerate(found):
+        shown = only in (None, number)
+        cut = (max(0, offset), min(max(limit, 0), MAX_TOKENS)) if shown else (0, 0)
+        name = "trunk" if not number else f"branch {number}"
+        made.append({"name": name} | _sequence(columns, tokens, trained[number] if trained else None, cut))
+    return made
+
+
+def _sequence(
+    columns: dict[str, pa.Array], tokens: TokenTable | None, trained: TrainedSequence | None, window: tuple[int, int]
+) -> dict[str, Any]:
+    prompt, response = (_array(columns[f"{name}_ids"]) for name in ("prompt", "response"))
+    ids, mask = np.concatenate([prompt, response]), _array(columns["response_mask"]).astype(bool)
+    versions = np.repeat(_array(columns["span_versions"]), _array(columns["span_tokens"]))
+    offset, end = min(window[0], len(ids)), min(window[0] + window[1], len(ids))
+    low, high = max(0, offset - len(prompt)), max(0, end - len(prompt))
+    before = (end - offset) - (high - low)  # tokens of the prompt in the window
+    sampled = mask[low:high]
+    logprobs = _array(columns["response_logprobs"])[low:high]
+    texts: list[Any] = [None] * (end - offset)
+    if tokens is not None:
+        texts = tokens.strings(ids[offset:end], ids[max(0, offset - _CONTEXT_TOKENS) : offset])
+    values: dict[str, Any] = {"logprobs": _rounded(np.where(sampled, logprobs, np.nan))}
+    values["versions"] = [v if s else None for v, s in zip(versions[low:high].tolist(), sampled.tolist(), strict=False)]
+    values |= dict.fromkeys(_TRAINER)
+    if trained is not None and len(trained.logprobs) == len(response):
+        theirs = trained.logprobs[low:high]
+        away = np.where(sampled, theirs - logprobs, np.nan)
+        flags = {"clipped": trained.clipped, "trained": trained.trained}
+        values |= {"trainer_logprobs": _rounded(theirs), "ratios": _rounded(np.exp(away))}
+        values |= {name: flag[low:high].tolist() for name, flag in flags.items()}
+        values["advantages"] = _rounded(trained.advantages[low:high])
+    values = {name: None if one is None else [*[None] * before, *one] for name, one in values.items()}
+    return {
+        "parts": _parts(len(prompt), mask, _array(columns["turn_ends"])), "tokens": texts,
+        "ids": ids[offset:end].tolist(), "mask": [*[False] * before, *sampled.tolist()], **values, "offset": offset,
+        "total_tokens": len(ids), "prompt_tokens": len(prompt),
+        "span_versions": _array(columns["span_versions"]).tolist(),
+        "finish_reason": columns["finish_reason"][0].as_py(),
+    }  # fmt: skip
+
+
+def turns(parts: list[dict[str, Any]], rewards: Sequence[float]) -> list[dict[str, Any]]:
+    """The turns of a sequence with these ``parts``; ``rewards``: of each turn, where turns have any."""
+    sampled = [part for part in parts if part["kind"] == "sampled"]
+    known = rewards if len(rewards) == len(sampled) else [None] * len(sampled)
+    return [
+        {"index": index, "tokens": part["to"] - part["from"], "reward": reward}
+        for index, (part, reward) in enumerate(zip(sampled, known, strict=True))
+    ]
+
+
+def kept_detail(sample: KeptSample) -> dict[str, Any]:
+    """A line of samples.jsonl as a rollout: its texts, each like one token."""
+    parts = [{"kind": "prompt", "from": 0, "to": 1}, {"kind": "sampled", "from": 1, "to": 2}]
+    nothing: list[Any] = [None, None]
+    sequence: dict[str, Any] = {
+        "name": "trunk", "parts": parts, "tokens": [sample.prompt, sample.response], "ids": [-1, -1],
+        "logprobs": nothing, "versions": [None, sample.versions[-1][0] if sample.versions else None],
+        "mask": [False, True], **dict.fromkeys(_TRAINER), "offset": 0, "total_tokens": 2, "prompt_tokens": 1,
+        "finish_reason": sample.finish_reason,
+    }  # fmt: skip
+    return {
+        "group": sample.group, "member": sample.member, "task_id": "", "reward": sample.reward,
+        "trained_reward": None, "solved": sample.solved, "verdict": None, "failure": None, "tokens": sample.tokens,
+        "pruned": msgspec.to_builtins(sample.pruned), "finish_reason": sample.finish_reason, "life": [],
+        "sequences": [sequence], "turns": [], "problems": ["of this rollout samples.jsonl kept the texts alone"],
+    }  # fmt: skip
+
+
+def _parts(prompt: int, mask: Array, turn_ends: Array) -> list[dict[str, Any]]:
+    """Stretches of a sequence: the prompt, what the policy sampled, what it observed; turns are cut apart."""
+    cuts = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    inner = turn_ends[(turn_ends > 0) & (turn_ends < len(mask))]
+    cuts = np.unique(np.concatenate([[0], cuts, inner, [len(mask)]]).astype(int))
+    if len(cuts) > _MAX_PARTS:
+        cuts = np.append(cuts[:_MAX_PARTS], len(mask))
+    found = [{"kind": "prompt", "from": 0, "to": prompt}] if prompt else []
+    for start, end in zip(cuts.tolist(), cuts[1:].tolist(), strict=False):
+        kind = "sampled" if mask[start] else "observation"
+        if found and found[-1]["kind"] == kind == "observation":
+            found[-1]["to"] = prompt + end
+        else:
+            found.append({"kind": kind, "from": prompt + start, "to": prompt + end})
+    return found
+
+
+def _array(lists: pa.Array) -> Array:
+    """The only row of a list column."""
+    values = lists[0].values
+    return np.empty(0, np.float32) if values is None else values.to_numpy(zero_copy_only=False)
+
+
+def _rounded(values: Array) -> list[float | None]:
+    finite = np.isfinite(values)
+    return [float(f"{v:.5g}") if ok else None for v, ok in zip(values.tolist(), finite.tolist(), strict=True)]

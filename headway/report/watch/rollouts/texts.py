@@ -1,0 +1,294 @@
+"""The text of all rollouts of a run as one file of bytes, in which any text is found by reading it.
+
+An index of words would find neither a piece of code nor half a word, and would be as large. Tokens become bytes by one
+gather out of a table of the vocabulary. Search ignores case where both cases of a character have as many bytes (they
+have nearly always; not: İ, ẞ, and scripts beyond the Basic Multilingual Plane), so that bytes found in the folded text
+are those of the text itself.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from headway.report.watch.cache import write_cached
+from headway.report.watch.rollouts.columns import Place, StreamTail
+from headway.telemetry.rollouts.columns import FINISHED
+
+BORDER = b"\xff"  # behind each sequence of a rollout: in no UTF-8 text
+COLUMNS = ["prompt_ids", "response_ids", "branches"]  # that the text is made of
+_TEXT, _ENDS, _STATE, _LOCK = "texts.bytes", "texts.ends", "texts.json", "texts.lock"
+_STATE_BATCHES = 16  # batches between two notes of how far the text goes
+_READ_BYTES = 1 << 20  # read at a time, so that a search takes no memory
+_GAP_BYTES = 1 << 16  # between two rows that are worth one read
+_FIRST_ROWS, _MORE = 1 << 12, 16  # rows that are searched before the page is looked at, and by how much more each time
+
+Array = NDArray[Any]
+
+
+class TokenTable:
+    """The texts of a tokenizer's tokens, as bytes. ``identity`` differs for another vocabulary."""
+
+    def __init__(self, texts: Sequence[bytes], special_ids: Collection[int] = ()) -> None:
+        """``texts``: of each id; ``special_ids``: those that a preview leaves out."""
+        self.special = np.array(sorted(special_ids), np.int64)
+        self._size = len(texts)
+        lengths = np.array([*map(len, texts), len(BORDER), 0], np.int64)  # behind the ids: the border, an unknown token
+        self._lengths, self._starts = lengths, np.cumsum(lengths) - lengths
+        self._texts = np.frombuffer(b"".join(texts) + BORDER, np.uint8)
+        self.identity = hashlib.sha256(self._texts.tobytes() + lengths.tobytes()).hexdigest()
+
+    def joined(self, ids: Array) -> tuple[Array, Array]:
+        """The bytes of ``ids``, -1 a border, and where each id's end."""
+        known = np.where((ids >= -1) & (ids < self._size), ids, self._size + 1)
+        known[known == -1] = self._size
+        lengths = self._lengths[known]
+        return self._texts[_ranges(self._starts[known], lengths)], np.cumsum(lengths)
+
+    def strings(self, ids: Array, context: Array) -> list[str]:
+        """The text of each of ``ids``, which stand behind ``context``. A character of several tokens is the last one's;
+        bytes that are none are written \\xNN."""
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        data, ends = self.joined(np.concatenate([context, ids]))
+        raw, starts = data.tobytes(), [0, *ends.tolist()]
+        found = [decoder.decode(raw[a:b]) for a, b in pairwise(starts)]
+        return [*found[:-1], found[-1] + decoder.decode(b"", final=True)][len(context) :] if found else []
+
+
+def fold(text: Array) -> Array:
+    """Make the letters of a text of UTF-8 bytes lower-case, in place; broken characters stay."""
+    text |= (text - np.uint8(65) < 26).view(np.uint8) << np.uint8(5)
+    lower = _lower_case()
+    lead = np.flatnonzero((text >= 0xC3) & (text <= 0xDF))
+    lead = lead[lead < len(text) - 1]
+    lead = lead[text[lead + 1] >> 6 == 2]
+    changed = lower[(text[lead].astype(np.int32) & 31) << 6 | text[lead + 1] & 63]
+    text[lead], text[lead + 1] = 0xC0 | changed >> 6, 0x80 | changed & 63
+    lead = np.flatnonzero(text >> 4 == 14)
+    lead = lead[lead < len(text) - 2]
+    lead = lead[(text[lead + 1] >> 6 == 2) & (text[lead + 2] >> 6 == 2)]
+    first, second = text[lead].astype(np.int32), text[lead + 1].astype(np.int32)
+    changed = lower[(first & 15) << 12 | (second & 63) << 6 | text[lead + 2] & 63]
+    text[lead], text[lead + 1], text[lead + 2] = 0xE0 | changed >> 12, 0x80 | changed >> 6 & 63, 0x80 | changed & 63
+    return text
+
+
+def folded(text: str) -> bytes:
+    """A text to search for, as the index has it."""
+    return fold(np.frombuffer(text.encode("utf-8", "replace"), np.uint8).copy()).tobytes()
+
+
+@cache
+def _lower_case() -> Array:
+    """Each character's lower case where it has as many bytes, else the character."""
+    found = np.arange(1 << 16, dtype=np.int32)
+    for code in range(128, 1 << 16):
+        lower = chr(code).lower()
+        if len(lower) == 1 and ord(lower) != code and (code < 2048) == (ord(lower) < 2048) and ord(lower) > 127:
+            found[code] = ord(lower)
+    return found
+
+
+def texts_of(batch: pa.RecordBatch, tokens: TokenTable) -> tuple[Array, Array]:
+    """The text of a batch's rollouts, and where each one's ends: prompt, response, and the responses of branches, a
+    border behind each."""
+    count = batch.num_rows
+    lists, owners = [batch["prompt_ids"], batch["response_ids"]], [np.arange(count)] * 2
+    branches = batch["branches"]
+    if branches.null_count < count:
+        owners.append(np.repeat(np.arange(count), branches.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)))
+        lists.append(branches.flatten().field("response_ids"))
+    starts: list[Array] = []
+    lengths: list[Array] = []
+    values: list[Array] = []
+    before = 0
+    for one in lists:
+        offsets, ids = one.offsets.to_numpy(), one.values.to_numpy(zero_copy_only=False)
+        starts.append(offsets[:-1] + before)
+        lengths.append(np.diff(offsets))
+        values.append(ids)
+        before += len(ids)
+    owner = np.concatenate(owners)
+    order = np.argsort(owner, kind="stable")
+    length = np.concatenate(lengths)[order]
+    ids = np.concatenate(values)[_ranges(np.concatenate(starts)[order], length)]
+    ids = np.insert(np.where(ids < 0, np.iinfo(np.int32).max, ids), np.cumsum(length), -1)
+    text, ends = tokens.joined(ids)
+    sequence_ends = ends[np.cumsum(length + 1) - 1]
+    return text, sequence_ends[np.cumsum(np.bincount(owner, minlength=count)) - 1] if count else sequence_ends
+
+
+def _ranges(starts: Array, lengths: Array) -> Array:
+    """Indices of ranges, one after another."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+class _State(msgspec.Struct, frozen=True):
+    """How far the text goes; what lies behind in its files is torn."""
+
+    record: str = ""  # identity of the record
+    tokens: str = ""  # ... and of the vocabulary
+    rows: int = 0
+    size_bytes: int = 0
+    place: Place = Place()
+
+
+class TextIndex:
+    """The folded text of a run's rollouts in the cache.
+
+    Lifecycle: *made* -> ``extend`` as often as asked, each starts a thread of low priority where there is something to
+    add -> ``close``. Of several watchers one writes, the others read what it wrote. Rows are never changed: a reader
+    needs no lock.
+    """
+
+    def __init__(self, record: Path, cache: Path, tokens: TokenTable) -> None:
+        self.problem = ""
+        self._tail = StreamTail(record / "finished", FINISHED)
+        self._cache, self._tokens = cache, tokens
+        self._state = _State()
+        self._ends: Array = np.zeros(1, np.int64)  # where row i begins, and behind it the end
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    @property
+    def rows(self) -> int:
+        """Rollouts whose text can be searched."""
+        return self._state.rows
+
+    def extend(self, rows: int, wait_s: float) -> None:
+        """Take up the text of the record's ``rows``, in the background if it takes more than ``wait_s``."""
+        if self._thread is None or not self._thread.is_alive():
+            self._read_state()
+            if self.rows >= rows or self._closing:
+                return
+            self._thread = threading.Thread(target=self._run, daemon=True, name="watch-texts")
+            self._thread.start()
+        self._thread.join(wait_s)
+
+    def close(self) -> None:
+        """End the thread; a second call is a no-op."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def matching(self, text: bytes, rows: Array) -> Iterator[int]:
+        """Yield those of ``rows``, in their order, that contain ``text``, which is `folded`; negative ones do."""
+        size = _FIRST_ROWS
+        while len(rows):
+            chunk, rows, size = rows[:size], rows[size:], size * _MORE
+            found = chunk < 0
+            inside = np.flatnonzero(~found & (chunk < self.rows))
+            inside = inside[np.argsort(chunk[inside], kind="stable")]
+            if len(inside):
+                found[inside] = self._contain(text, chunk[inside])
+            yield from chunk[found].tolist()
+
+    def _contain(self, text: bytes, rows: Array) -> Array:
+        """Whether each of ``rows``, ascending, contains ``text``. Only their bytes are read, a stretch at a time."""
+        begins, stops = self._ends[rows], self._ends[rows + 1]
+        away = begins[1:] - stops[:-1]
+        begins_read = np.append(True, (away > _GAP_BYTES) | (np.diff(begins // _READ_BYTES) > 0))
+        begins_run = np.append(True, away > 0) | begins_read
+        reads = np.append(np.flatnonzero(begins_read), len(rows)).tolist()
+        runs = np.append(np.flatnonzero(begins_run), len(rows))
+        cuts = np.searchsorted(runs, reads).tolist()  # the first run of each read
+        found, buffer = np.zeros(len(rows), bool), bytearray()
+        with open(self._cache / _TEXT, "rb", buffering=0) as file:
+            for number, (low, high) in enumerate(pairwise(reads)):
+                base = int(begins[low])
+                size = int(stops[high - 1]) - base
+                if size > len(buffer):
+                    buffer = bytearray(size)
+                if os.preadv(file.fileno(), [memoryview(buffer)[:size]], base) < size:
+                    break  # cut off by another watcher, which begins anew
+                starts, ends = (begins[low:high] - base).tolist(), (stops[low:high] - base).tolist()
+                own = (runs[cuts[number] : cuts[number + 1] + 1] - low).tolist()
+                for first, behind in pairwise(own):
+                    at = buffer.find(text, starts[first], ends[behind - 1])
+                    while at >= 0:
+                        row = bisect_right(starts, at, first, behind) - 1
+                        found[low + row] = True
+                        at = buffer.find(text, ends[row], ends[behind - 1])
+        return found
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+        try:
+            with open(self._cache / _LOCK, "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._read_state()
+                self._write()
+                self.problem = ""
+        except BlockingIOError:
+            pass  # another watcher writes it
+        except Exception as error:  # the boundary of the thread: the page says it, and the rest of it works
+            self.problem = f"texts can't be indexed: {type(error).__name__}: {error}"
+
+    def _write(self) -> None:
+        """Append what the record has and the text lacks."""
+        state = self._state
+        self._tail.place = state.place
+        for path in (self._cache / _TEXT, self._cache / _ENDS):
+            path.touch(0o600)
+        with open(self._cache / _TEXT, "r+b") as text_file, open(self._cache / _ENDS, "r+b") as ends_file:
+            for file, size in ((text_file, state.size_bytes), (ends_file, 8 * state.rows)):
+                file.truncate(size)
+                file.seek(size)
+            further: list[Array] = []
+            for number, (place, row, batch) in enumerate(self._tail.batches(COLUMNS), start=1):
+                if self._closing:
+                    break
+                text, ends = texts_of(batch.slice(max(0, state.rows - row)), self._tokens)
+                further.append(np.append(np.zeros(max(0, row - state.rows), np.int64), ends) + state.size_bytes)
+                text_file.write(fold(text).data)
+                ends_file.write(further[-1].data)
+                self._tail.place = place
+                rows, size_bytes = max(place.rows, state.rows), state.size_bytes + len(text)
+                state = msgspec.structs.replace(state, place=place, rows=rows, size_bytes=size_bytes)
+                if number % _STATE_BATCHES == 0:
+                    text_file.flush()
+                    ends_file.flush()
+                    self._note(state, further)
+        if further:
+            self._note(state, further)
+
+    def _note(self, state: _State, further: list[Array]) -> None:
+        write_cached(self._cache / _STATE, [msgspec.json.encode(state)])
+        self._ends, self._state = np.concatenate([self._ends, *further]), state
+        further.clear()
+
+    def _read_state(self) -> None:
+        """Take what this or another watcher has written; nothing where it is damaged, or of another record."""
+        fresh = _State(record=self._tail.identity(), tokens=self._tokens.identity)
+        try:
+            state = msgspec.json.decode((self._cache / _STATE).read_bytes(), type=_State)
+            if (state.record, state.tokens) != (fresh.record, fresh.tokens):
+                raise ValueError("of another record")
+            for name, size in ((_TEXT, state.size_bytes), (_ENDS, 8 * state.rows)):
+                if (self._cache / name).stat().st_size < size:
+                    raise ValueError("cut off")
+            if state == self._state:
+                return
+            ends = np.append(0, np.fromfile(self._cache / _ENDS, np.int64, state.rows))
+            if ends[-1] != state.size_bytes or (np.diff(ends) < 0).any():
+                raise ValueError("damaged")
+            self._ends, self._state = ends, state
+        except (OSError, ValueError, msgspec.MsgspecError):
+            self._ends, self._state = np.zeros(1, np.int64), fresh

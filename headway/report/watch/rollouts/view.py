@@ -1,0 +1,213 @@
+"""The rollouts of a run as `headway watch` shows them: search, one whole, tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from headway.records.errors import ConfigurationError
+from headway.records.rollout import ENDINGS
+from headway.report.show import KeptSample
+from headway.report.watch.cache import cache_folder
+from headway.report.watch.rollouts import detail
+from headway.report.watch.rollouts.columns import OPEN, RolloutColumns, RolloutTable
+from headway.report.watch.rollouts.search import beginning, ordered, query_of, select, snippet
+from headway.report.watch.rollouts.tasks import tasks
+from headway.report.watch.rollouts.texts import BORDER, COLUMNS, TextIndex, TokenTable, folded, texts_of
+from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.rollouts.reader import RolloutRecord
+
+_INDEX_WAIT_S = 0.2  # for the text of what has just arrived
+_PROMPT_CHARACTERS, _PROMPT_TOKENS = 160, 200
+
+
+class WatchedRollouts:
+    """A run's rollouts, live or dead: ``search``, ``rollout`` and ``tasks`` answer as /api/rollouts, /api/rollout and
+    /api/tasks do. A line of samples.jsonl, which earlier versions wrote, has a negative row. Nothing is written but the
+    cache. Not thread-safe; the text is indexed by a thread of its own."""
+
+    def __init__(self, path: Path, tokens: TokenTable | None) -> None:
+        """``tokens``: of the run's tokenizer; None: it can't be read."""
+        self._tokens = tokens
+        self._record = RolloutRecord(path)
+        self._kept, self._damaged = _kept_lines(RunDirectory(path).samples)
+        cache = cache_folder(path)
+        self._columns = RolloutColumns(self._record.folder, cache, self._kept)
+        self._index = None if tokens is None else TextIndex(self._record.folder, cache, tokens)
+        self._prompts: dict[int, str] = {}  # by row, of those that `tasks` shows
+
+    def close(self) -> None:
+        """End the indexing of text; a second call is a no-op."""
+        if self._index is not None:
+            self._index.close()
+
+    def search(self, **filters: Any) -> dict[str, Any]:
+        """The rollouts that the fields of `RolloutQuery` ask for, a page of them. Raises ConfigurationError."""
+        query, problems = query_of(filters), list[str]()
+        table = self._columns.table()
+        places = select(table, query)
+        total: int | None = len(places)
+        places = ordered(table, places, query)
+        found = folded(query.text)
+        recorded = len(table) + table.first
+        if self._index is not None:
+            self._index.extend(recorded, _INDEX_WAIT_S)
+        if found:
+            rows, problems = self._with_text(found, places + table.first, query.limit + 1)
+            total = len(rows) if len(rows) <= query.limit and not query.after else None
+        else:
+            rows = (places[: query.limit + 1] + table.first).tolist()
+        shown = rows[: query.limit]
+        return {
+            "rows": [self._summary(table, row, found) for row in shown],
+            "after": str(shown[-1]) if len(rows) > query.limit else None,
+            "total": total,
+            "rollouts": len(table),
+            "indexed_share": 0.0 if self._index is None else min(1.0, self._index.rows / max(1, recorded)),
+            "problems": [*problems, *self._problems()],
+        }
+
+    def rollout(self, row: int, *, sequence: int | None = None, offset: int = 0, limit: int = 4000) -> dict[str, Any]:
+        """A rollout whole; of its sequences, or the one that is asked for, ``limit`` tokens from ``offset`` on. Raises
+        ConfigurationError when there is no such row."""
+        table = self._columns.table()
+        at = row - table.first
+        if not 0 <= at < len(table):
+            raise ConfigurationError(f"row = {row}: valid: {table.first} to {table.first + len(table) - 1}")
+        siblings = np.flatnonzero((table["group"] == table["group"][at]) & (table["member"] >= 0))
+        common: dict[str, Any] = {**_figures(table, at), "rollouts": len(table)}
+        common["siblings"] = [_figures(table, place) for place in siblings.tolist() if place != at]
+        if row < 0:
+            return {**common, **detail.kept_detail(self._kept[at])}
+        batch = self._row(row, None)
+        if batch is None:
+            raise ConfigurationError(f"row = {row} lies in a part of the record that can't be read")
+        count = 1 + len(batch["branches"][0].values or ())
+        trained = []
+        if common["step"] is not None and common["ending"] == "trained":
+            of_step = self._record.trained(common["step"])
+            trained = [of_step.get((common["group"], common["member"], number)) for number in range(count)]
+        sequences = detail.sequences(batch, self._tokens, trained, (sequence, offset, limit))
+        left = batch["left_reason"][0].as_py()
+        return {
+            **common,
+            **detail.scalars(batch),
+            "ending_reason": left or common["ending_reason"],
+            "life": detail.life(batch, *self._columns.training(common["group"])),
+            "sequences": sequences,
+            "turns": detail.turns(sequences[0]["parts"], batch["turn_rewards"][0].as_py() or []),
+            "problems": self._problems(),
+        }
+
+    def newest_of_task(self, task: str) -> int | None:
+        """The row of a task's newest rollout; None: it has none."""
+        table = self._columns.table()
+        if task not in table.names:
+            return None
+        found = np.flatnonzero((table["task"] == table.names.index(task)) & (table["member"] >= 0))
+        return int(found[-1]) + table.first if len(found) else None
+
+    def tasks(self, bins: int = 24) -> dict[str, Any]:
+        """The run's newest tasks over time."""
+        found = tasks(self._columns.table(), bins)
+        for task in found["tasks"]:
+            row = task.pop("row")
+            if row not in self._prompts:
+                self._prompts[row] = self._prompt(row, self._row(row, ["prompt_ids"]))
+            task["prompt"] = self._prompts[row]
+        self._prompts = dict(list(self._prompts.items())[-5000:])
+        return found | {"problems": self._problems()}
+
+    def _with_text(self, found: bytes, rows: Any, most: int) -> tuple[list[int], list[str]]:
+        kept = np.array([found in folded_kept for folded_kept in map(_kept_folded, self._kept)], bool)
+        rows = rows[(rows >= 0) | (kept[rows] if len(kept) else False)]
+        if self._index is None:
+            rows = rows[rows < 0]
+            return rows[:most].tolist(), ["text is searched only where the run's tokenizer can be read"]
+        matching, problems = list[int](), [self._index.problem] if self._index.problem else []
+        try:
+            for row in self._index.matching(found, rows):
+                matching.append(row)
+                if len(matching) == most:
+                    break
+        except OSError as error:
+            problems.append(f"the index of texts can't be read, and is made again: {error.strerror}")
+        return matching, problems
+
+    def _summary(self, table: RolloutTable, row: int, found: bytes) -> dict[str, Any]:
+        summary: dict[str, Any] = {**_figures(table, row - table.first), "snippet": None, "failure": None}
+        if row < 0:
+            text = _kept_text(self._kept[row])
+            return summary | {"prompt": self._prompt(row, None), "snippet": snippet(text, found) if found else None}
+        batch = self._row(row, [*COLUMNS, "left_reason", "failure"])
+        if batch is None:
+            return summary | {"prompt": ""}
+        failure = batch["failure"][0].as_py()
+        if found and self._tokens is not None:
+            summary["snippet"] = snippet(texts_of(batch, self._tokens)[0].tobytes(), found)
+        return summary | {
+            "prompt": self._prompt(row, batch),
+            "ending_reason": batch["left_reason"][0].as_py() or summary["ending_reason"],
+            "failure": None if failure is None else detail.cause_of(failure),
+        }
+
+    def _prompt(self, row: int, batch: pa.RecordBatch | None) -> str:
+        """The beginning of a prompt, without special tokens."""
+        if row < 0:
+            return self._kept[row].prompt[:_PROMPT_CHARACTERS]
+        if batch is None or self._tokens is None:
+            return ""
+        ids = batch["prompt_ids"][0].values.to_numpy()[:_PROMPT_TOKENS]
+        text = self._tokens.joined(ids[~np.isin(ids, self._tokens.special)])[0].tobytes()
+        return beginning(text)[:_PROMPT_CHARACTERS]
+
+    def _row(self, row: int, columns: list[str] | None) -> pa.RecordBatch | None:
+        return next((batch for _, batch in self._record.batches(columns, row, row + 1)), None)
+
+    def _problems(self) -> list[str]:
+        found = [*self._columns.problems, *self._record.problems.values()]
+        return [*self._damaged, *dict.fromkeys(found)]
+
+
+def _figures(table: RolloutTable, at: int) -> dict[str, Any]:
+    ending, step, reason = (int(table[name][at]) for name in ("ending", "step", "reason"))
+    return {
+        "row": at + table.first,
+        "task_id": table.names[table["task"][at]],
+        "ending": "open" if ending == OPEN else ENDINGS[ending],
+        "ending_reason": table.names[reason] if reason >= 0 else "",
+        "step": step if step >= 0 else None,
+        **{name: table[name][at].item() for name in _FIGURES},
+    }
+
+
+_FIGURES = ("group", "member", "reward", "solved", "tokens", "turns", "first_version", "last_version", "finished_s")
+
+
+def _kept_text(sample: KeptSample) -> bytes:
+    return sample.prompt.encode("utf-8", "replace") + BORDER + sample.response.encode("utf-8", "replace") + BORDER
+
+
+def _kept_folded(sample: KeptSample) -> bytes:
+    return folded(sample.prompt) + BORDER + folded(sample.response)
+
+
+def _kept_lines(path: Path) -> tuple[list[KeptSample], list[str]]:
+    """The lines of a run's samples.jsonl, of a rollout that was recorded again the last, and the damaged ones in
+    words."""
+    found: dict[tuple[int | None, int, int], KeptSample] = {}
+    damaged = 0
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
+        try:
+            sample = msgspec.json.decode(line, type=KeptSample)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            damaged += 1
+            continue
+        key = sample.step, sample.group, sample.member
+        found.pop(key, None)
+        found[key] = sample
+    return list(found.values()), [f"{path}: {damaged} lines are damaged"] if damaged else []
