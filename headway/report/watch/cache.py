@@ -56,6 +56,6 @@ def trim_cache(limit_bytes: int = LIMIT_BYTES) -> None:
     folders = [entry for entry in os.scandir(cache_root()) if entry.is_dir(follow_symlinks=False)]
     total = 0
     for number, entry in enumerate(sorted(folders, key=lambda entry: -entry.stat().st_mtime)):
-        total += sum(file.stat().st_size for file in os.scandir(entry) if file.is_file(follow_symlinks=False))
+        total += sum(file.lstat().st_size for file in Path(entry).rglob("*"))
         if number and total > limit_bytes:
             shutil.rmtree(entry, ignore_errors=True)

@@ -13,38 +13,37 @@ from headway.report.several.axes import AXES
 from headway.report.several.configurations import differences
 from headway.report.several.listing import holder_of, state_of
 from headway.report.watch.now import learning_of
-from headway.report.watch.runs import RunTail, WatchedRun
+from headway.report.watch.runs import RunTail, WatchedRun, within
 from headway.report.watch.series import configuration, series
 from headway.runtime.run_directory import RunDirectory
 
-MOST_RUNS = 16
+_MOST_RUNS = 16
 
 
 def compare(
-    runs: Sequence[WatchedRun], names: Sequence[str], axis: str, points: int, price: float | None = None
+    runs: Sequence[WatchedRun], names: str = "", axis: str = "steps", points: int = 400, price: float | None = None
 ) -> dict[str, Any]:
     """The series of several runs; one that a run hasn't measured is left out there. Raises ConfigurationError for an
     axis that isn't known, or too many runs."""
-    if len(runs) > MOST_RUNS:
-        raise ConfigurationError(f"runs: {len(runs)} of them; valid: at most {MOST_RUNS}")
-    rows, problems = list[dict[str, Any]](), list[str]()
-    configurations = [configuration(run) for run in runs]
-    for run, stored in zip(runs, configurations, strict=True):
+    within("runs", len(runs), 1, _MOST_RUNS)
+    rows, problems, configurations = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+    for run in dict.fromkeys(runs):
         with run.tail() as tail:
-            known = set(tail.names())
+            known = ",".join(set(tail.names()) & set(names.split(",")))
             row = {"id": run.id, "name": run.path.name, "numbers": _numbers(run, tail, price)}
         try:
-            found = series(run, [name for name in names if name in known], axis, points, price=price)
+            found = series(run, known, axis, points, price=price)
         except ConfigurationError as error:
             if axis not in AXES:
                 raise
             found = {"x": [], "series": {}, "evaluations": [], "problems": [str(error)]}
         rows.append(row | {name: found[name] for name in ("x", "series", "evaluations")})
+        stored = configuration(run)
+        configurations.append(stored["configuration"])
         problems += [f"{run.id}: {problem}" for problem in (*found["problems"], *stored["problems"])]
     return {
-        "runs": rows,
-        "differences": differences([stored["configuration"] for stored in configurations]) if len(runs) > 1 else {},
-        **{"axis": axis, "label": AXES[axis], "axes": list(AXES), "problems": problems},
+        **{"runs": rows, "differences": differences(configurations), "problems": problems},
+        **{"axis": axis, "label": AXES[axis], "axes": [one for one in AXES if one != "dollars" or price is not None]},
     }
 
 

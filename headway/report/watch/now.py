@@ -21,12 +21,13 @@ from headway.report.run_cost import cost_sentence
 from headway.report.series import Column
 from headway.report.several.listing import holder_of, state_of
 from headway.report.verdict import judge_balance, judge_learning
-from headway.report.watch.runs import RECENT, RunTail, WatchedRun, inside
+from headway.report.watch.runs import RECENT, RunTail, WatchedRun, inside, stamp_of
 from headway.report.watch.series import event_of
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.trace_file import FILE_NAME
 
 _TAIL_BYTES = 1 << 20  # of the trace: what is buffered has finished lately
+_WAITS = "waits.json"
 _SILENT_S = 8.0  # the orchestrator writes its waits every two seconds
 _LATEST = 12
 _decoder = msgspec.json.Decoder(TraceLine)
@@ -50,10 +51,11 @@ class TraceTail:
             return
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:  # the first look, or a new file
-                first = self._inode < 0
-                self._inode, self._offset = found.st_ino, max(0, found.st_size - _TAIL_BYTES) if first else 0
-            torn_start = self._offset > 0 and self.written_unix_s is None
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._inode, self._offset = found.st_ino, 0
+            if torn_start := found.st_size - self._offset > _TAIL_BYTES:
+                self._offset = found.st_size - _TAIL_BYTES
+                self.buffered.clear()  # some may have ended in what is left out
             file.seek(self._offset)
             texts = file.read().split(b"\n")
             self._offset, self.written_unix_s = file.tell() - len(texts[-1]), found.st_mtime
@@ -81,11 +83,9 @@ class TraceTail:
 
 def stamp(run: WatchedRun) -> tuple[Any, ...]:
     """Changes when the view of `now` may have."""
-    files, waits = ("trace.jsonl", "waits.json"), run.path / "waits.json"
-    found = [path.stat() for path in (run.path / name for name in files) if path.exists()]
-    silent = waits.exists() and time.time() - waits.stat().st_mtime > _SILENT_S
-    holder = RunDirectory(run.path).holder()
-    return run.stamp(), [(one.st_size, one.st_mtime_ns) for one in found], silent, holder
+    files = [stamp_of(run.path / name) for name in (FILE_NAME, _WAITS, "epoch")]
+    silent = files[1] and time.time() - files[1][2] / 1e9 > _SILENT_S
+    return run.stamp(), files, silent, RunDirectory(run.path).holder()
 
 
 def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
@@ -100,14 +100,12 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
             problems.append(f"the orchestrator (process {waits.pid}) has been silent for {silent_s:.0f} s")
         if tail.last is None:
             problems.append("nothing is recorded yet")
-        lines = list(tail.events.values())
-        state = "running" if alive else state_of(lines, holder)
+        state = "running" if alive else state_of(list(tail.events.values()), holder)
         last, pulse = tail.recent[-1] if tail.recent else None, trace.pulse if alive else None
-        steps = tail.experiment.run.steps if tail.experiment is not None else None
         return {
             **{"run": run.id, "name": run.path.name, "state": state, "holder": holder, **_judged(tail, state, price)},
             "step": last.version if last else 0,
-            "steps": steps,
+            "steps": tail.experiment and tail.experiment.run.steps,
             "version": pulse.version if pulse else last.version if last else 0,
             "applied_version": pulse.applied_version if pulse else None,
             "left_s": _left_s(tail) if alive else None,
@@ -129,7 +127,7 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
 
 
 def _waits(path: Path) -> WaitGraph | None:
-    file = path / "waits.json"
+    file = path / _WAITS
     try:
         return msgspec.json.decode(file.read_bytes(), type=WaitGraph) if inside(file, path) else None
     except (OSError, msgspec.DecodeError):
@@ -147,7 +145,7 @@ def _judged(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
         "generator": _mean(tail, lambda step: step.generator_wait_ratio),
         "lent": _mean(tail, lambda step: step.generator_lent_ratio),
     }
-    budget = None if tail.experiment is None else tail.experiment.queue.budget
+    budget = tail.experiment and tail.experiment.queue.budget
     shown = {"unknown": "It can't be told what became of it", "died": "It died", "ended": "Ended"}
     parts = [] if state == "running" else [shown.get(state, state.capitalize())]
     balance, learning, cost = "unknown", "unknown", tail.cost(price)
@@ -185,11 +183,8 @@ def _learning(tail: RunTail) -> tuple[str, str]:
     learning, change, _, text = judge_learning(records)
     if change is None:  # no two evaluations: the trend of the training tasks
         rates = tail.column("reward/solve_rate").tolist()
-        light = [
-            StepRecord(step=number, version=number + 1, solve_rate=rate, solve_rate_histogram=[1])
-            for number, rate in enumerate(rates)
-            if math.isfinite(rate)
-        ]
+        rates = enumerate(filter(math.isfinite, rates))
+        light = [StepRecord(step=n, version=n + 1, solve_rate=rate, solve_rate_histogram=[1]) for n, rate in rates]
         learning, _, _, text = judge_learning(light)
     return learning, text
 
@@ -230,7 +225,7 @@ def _queue(
             {"version": version, "groups": len(ends), "age_s": max(0.0, (pulse.time_s if pulse else 0.0) - min(ends))}
             for version, ends in sorted(by_version.items())
         ],
-        "budget": None if experiment is None else experiment.queue.budget,
+        "budget": experiment and experiment.queue.budget,
         "oldest_age_s": found.oldest_age_s,
     }
 

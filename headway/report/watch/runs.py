@@ -26,23 +26,15 @@ from headway.report.series import Floats
 from headway.report.several.axes import AXES
 from headway.report.several.listing import ListedRun, find_runs, list_runs, traced_s
 from headway.runtime.run_directory import RunDirectory, placed_as_before
-from headway.telemetry.ledger import (
-    EVENT_ALERT,
-    EVENT_RESUME,
-    EVENT_STALL_ENDED,
-    EVENT_STALLED,
-    EVENT_START,
-    FILE_NAME,
-    Replays,
-    decode_line,
-)
+from headway.telemetry import ledger
 from headway.telemetry.metrics import scalars
 
 RECENT = 60  # steps that rates are drawn of
 _BLOCK_BYTES, _LONGEST_BYTES = 1 << 22, 1 << 26  # of what is read at once; of a line
 _RESCAN_S, _RELIST_S = 3.0, 60.0  # folders are searched again; what a run takes of the disk is counted again
-_WRITTEN = (FILE_NAME, "config.json")
-_MOST_RUNS = 24  # whose readers are kept in memory
+_LISTING_SHARE = 20  # a run isn't listed again before this many times what that took have passed
+_WRITTEN = (ledger.FILE_NAME, "config.json")
+_MOST_RUNS = 16  # whose readers are kept in memory
 T = TypeVar("T")
 
 
@@ -56,6 +48,13 @@ def inside(path: Path, folder: Path) -> bool:
     return found.is_file() and found.is_relative_to(folder.resolve())
 
 
+def within(name: str, value: int, least: int, most: int) -> int:
+    """``value``; raises ConfigurationError unless it lies within the limits."""
+    if not least <= value <= most:
+        raise ConfigurationError(f"{name} = {value}: valid: {least} to {most}")
+    return value
+
+
 class RunTail:
     """A run as the lines of its ledger tell it so far. Only appended bytes are read, replays are resolved, lines that
     can't be read are counted. Of a step its numbers are kept, as columns with a row for each recorded step."""
@@ -66,10 +65,10 @@ class RunTail:
 
     def _restart(self, inode: int) -> None:
         self._inode, self._offset, self._size, self._number = inode, 0, -1, 0
-        self._replays = Replays()
+        self._replays = ledger.Replays()
         self._numbers, self._dropped = array("q"), set[int]()  # of the steps' lines; rows that were replaced
         self._columns: dict[str, array[float]] = {}
-        self._damaged, self._first, self._torn, self._unread = 0, "", False, ""
+        self._damaged, self._first, self._torn, self._unread = 0, "", b"", ""
         self._earlier_s = self._session_s = 0.0
         self._derived: dict[str, tuple[int, Any]] = {}
         self._sessions: list[tuple[int, float | None]] = []  # first line, Unix time at which its clock began
@@ -90,25 +89,27 @@ class RunTail:
             if directory.config.exists() and not inside(directory.config, self.path):
                 raise ConfigurationError(f"{directory.config} lies outside the run's folder")
             return placed_as_before(directory.read_experiment(), directory)
-        except (ConfigurationError, OSError) as error:
+        except (ConfigurationError, OSError, ValueError, RecursionError) as error:
             self._configuration_problem = f"cost and time left aren't known: {error}"
             return None
 
     @property
     def problems(self) -> list[str]:
         """What couldn't be read, in words."""
-        found = [f"{FILE_NAME} can't be read: {self._unread}"] if self._unread else []
+        found = [f"{ledger.FILE_NAME} can't be read: {self._unread}"] if self._unread else []
         if self._damaged:
-            found.append(f"{FILE_NAME}: {self._damaged} damaged lines, the first: {self._first}")
-        found += [f"{FILE_NAME}: the last line is half-written"] * self._torn
+            found.append(f"{ledger.FILE_NAME}: {self._damaged} damaged lines, the first: {self._first}")
+        if self._torn:
+            what = "the last line is half-written" if self._torn == b"{" else "what follows the last line is damaged"
+            found.append(f"{ledger.FILE_NAME}: {what}")
         return found + [self._configuration_problem] * bool(self._configuration_problem)
 
     def refresh(self) -> None:
         """Read what was appended since the last call."""
         try:
-            if not inside(self.path / FILE_NAME, self.path):
+            if not inside(self.path / ledger.FILE_NAME, self.path):
                 raise FileNotFoundError(0, "there is no such file in the run's folder")
-            with (self.path / FILE_NAME).open("rb") as file:
+            with (self.path / ledger.FILE_NAME).open("rb") as file:
                 self._read(file)
         except OSError as error:
             self._unread = error.strerror or str(error)
@@ -127,7 +128,7 @@ class RunTail:
                 self._take([rest])
                 rest = b""
         self.written_unix_s = found.st_mtime
-        self._size, self._offset, self._torn, self._unread = found.st_size, file.tell() - len(rest), bool(rest), ""
+        self._size, self._offset, self._torn, self._unread = found.st_size, file.tell() - len(rest), rest[:1], ""
         if self._sessions and self.last is not None:
             began_s = found.st_mtime - self.last.time_s
             if len(self._sessions) == 1:
@@ -139,7 +140,7 @@ class RunTail:
         steps = list[StepRecord]()
         for text in texts:
             try:
-                line = decode_line(text)
+                line = ledger.decode_line(text)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self._damaged, self._first = self._damaged + 1, self._first or str(error)[:120]
             else:
@@ -164,9 +165,8 @@ class RunTail:
         self.recent.append(line)
         row = len(self._numbers)
         self._numbers.append(number)
-        more = {"time_s": self._earlier_s + self._session_s, "samples": line.samples}
-        more |= {"version": line.version, "skipped": line.skipped, "tokens": line.flow.trained_tokens}
-        more["clock_s"] = line.time_s
+        more = {"version": line.version, "skipped": line.skipped, "samples": line.samples, "clock_s": line.time_s}
+        more |= {"time_s": self._earlier_s + self._session_s, "tokens": line.flow.trained_tokens}
         for name, value in (scalars(line) | more).items():
             column = self._columns.setdefault(name, array("d"))
             column.extend([np.nan] * (row - len(column)))
@@ -175,21 +175,18 @@ class RunTail:
 
     def _take_event(self, number: int, line: EventRecord) -> None:
         self.events[number] = line
-        if line.event in (EVENT_START, EVENT_RESUME):
+        if line.event in (ledger.EVENT_START, ledger.EVENT_RESUME):
             self._earlier_s, self._session_s = self._earlier_s + self._session_s, 0.0
             self._sessions.append((number, None))
             self.stalls.clear()
-        if line.event == EVENT_STALLED:
+        if line.event == ledger.EVENT_STALLED:
             self.stalls[line.worker] = (number, line)
-        elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
+        elif line.event == ledger.EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
             self.stalls.pop(line.worker, None)
         if (rule := line.data.get("rule")) is not None:
             self.alerts.pop(str(rule), None)
-            if line.event == EVENT_ALERT:
+            if line.event == ledger.EVENT_ALERT:
                 self.alerts[str(rule)] = (number, line)
-
-    def __len__(self) -> int:
-        return len(self._numbers) - len(self._dropped)
 
     def names(self) -> list[str]:
         """Names of the measured series, as `telemetry.metrics.scalars` has them."""
@@ -214,7 +211,10 @@ class RunTail:
         if axis == "steps":
             return self.column("version")
         if axis in ("samples", "tokens"):
-            return np.cumsum(self.column(axis))
+            places = np.cumsum(self.column(axis))
+            if len(places) and not places[-1]:
+                raise ConfigurationError(f"axis = {axis!r}: the run's ledger doesn't say")
+            return places
         hours = self.column("time_s") / 3600
         if axis == "hours":
             return hours
@@ -285,10 +285,11 @@ class WatchedRun:
 
     def stamp(self) -> tuple[Any, ...]:
         """Changes when its ledger or configuration has."""
-        return tuple(_stamp(self.path / name) for name in _WRITTEN)
+        return tuple(stamp_of(self.path / name) for name in _WRITTEN)
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """Inode, size and time of a file's last change; () where there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -305,7 +306,7 @@ class WatchedRuns:
         self.roots, self.price = [Path(root) for root in roots], price
         self._lock, self._found, self._searched_s = threading.Lock(), dict[str, Path](), -_RESCAN_S
         self._open: OrderedDict[str, WatchedRun] = OrderedDict()
-        self._listed: dict[Path, tuple[Any, float, ListedRun]] = {}
+        self._listed: dict[Path, tuple[Any, float, float, ListedRun]] = {}
         self._problems = list[str]()
 
     def _paths(self) -> dict[str, Path]:
@@ -319,7 +320,7 @@ class WatchedRuns:
                         name = str(path.relative_to(root)) if path != root else root.resolve().name
                         name = name if name not in found.values() else str(path)
                         found.setdefault(path.resolve(), os.fsencode(name).decode("utf-8", "replace"))
-                except ConfigurationError as error:
+                except (ConfigurationError, OSError) as error:
                     self._problems.append(str(error))
             self._found, self._searched_s = {name: path for path, name in found.items()}, time.monotonic()
             return self._found
@@ -346,14 +347,17 @@ class WatchedRuns:
 
     def listing(self) -> dict[str, Any]:
         """All runs as `headway runs` lists them, with their ids, and what couldn't be read."""
-        ids, now_s, listed = {path: run_id for run_id, path in self._paths().items()}, time.time(), []
+        ids, listed = {path: run_id for run_id, path in self._paths().items()}, []
         for path in ids:
-            files = (path / FILE_NAME, path / "config.json", path / "epoch")
-            stamp = (*map(_stamp, files), RunDirectory(path).holder())
+            files = (path / ledger.FILE_NAME, path / "config.json", path / "epoch")
+            stamp = (*map(stamp_of, files), RunDirectory(path).holder())
             known = self._listed.get(path)
-            if known is None or known[0] != stamp or now_s - known[1] > _RELIST_S:
-                known = self._listed[path] = (stamp, now_s, list_runs([path], self.price)[0])
-            listed.append((path, known[2]))
+            age_s = time.monotonic() - known[1] if known is not None else 0.0
+            if known is None or age_s > _RELIST_S or (known[0] != stamp and age_s > _LISTING_SHARE * known[2]):
+                began_s = time.monotonic()
+                run = list_runs([path], self.price)[0]
+                known = self._listed[path] = (stamp, began_s, time.monotonic() - began_s, run)
+            listed.append((path, known[3]))
         listed.sort(key=lambda one: (one[1].state != "running", -(one[1].started_unix_s or 0.0), one[1].run))
         runs = [{"id": ids[path], "name": path.name, **msgspec.to_builtins(run)} for path, run in listed]
         return {"runs": runs, "roots": list(map(str, self.roots)), "problems": list(self._problems)}

@@ -7,10 +7,11 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from bisect import bisect_left
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +20,55 @@ from headway.records.ledger import EventRecord
 from headway.report.live import evaluation_line
 from headway.report.series import Floats
 from headway.report.several.axes import AXES
-from headway.report.watch.runs import RunTail, WatchedRun, inside
+from headway.report.watch.runs import RunTail, WatchedRun, inside, within
 from headway.runtime.run_directory import RunDirectory
-from headway.telemetry.metrics import STALENESS, STEP_METRICS
+from headway.telemetry.metrics import STEP_METRICS
 
-_MOST_EVENTS, _MOST_LOGS = 2000, 500
-_SECTIONS = {  # of the report's plots, by the first part of a name
-    **dict.fromkeys(("reward", "by_source", "curriculum", "group_meta"), "Learning"),
-    **dict.fromkeys(("wait", "rates", "queue", "control"), "Balance"),
-    "staleness": "Staleness",
-    **dict.fromkeys(("length", "length_bias", "endings", "failures", "filtered", "pruning", "pruning_by"), "Rollouts"),
-    **dict.fromkeys(("loss", "ratio", "mismatch", "optimiser"), "Optimiser"),
-    "agents": "Agents",
-    **dict.fromkeys(("kernels", "router", "sandboxes"), ""),  # their own
+_MOST_EVENTS, _MOST_LOGS, _BLOCK_BYTES = 2000, 500, 1 << 16
+_PLOTS = {  # section -> title, as in the report -> patterns of names
+    "Learning": {
+        "Solve rate": "reward/solve_rate",
+        "pass@k": "reward/pass_at_*[0-9]",
+        "Reward": "reward/mean",
+        "Groups without variance, truncated responses": "reward/zero_variance_share length/truncated_share",
+        "Tasks by region": "curriculum/*_tasks",
+        "Why tasks were drawn": "curriculum/*_draw_share",
+    },
+    "Balance": {
+        "Who waits": "wait/*",
+        "Rates": "rates/*samples_per_s",
+        "Queue depth": "queue/running_groups queue/buffered_groups queue/parked_groups",
+        "Oldest buffered group": "queue/oldest_age_s",
+        "Where a step's time goes": "time/trainer_*_s time/publish_s time/checkpoint_s time/switch_s",
+    },
+    "Staleness": {"Staleness": "staleness/t*", "Staleness of environments": "staleness/environment_*"},
+    "Rollouts": {
+        "Response lengths": "length/*_tokens",
+        "Length bias": "length_bias/*",
+        "Endings": "endings/*_rollouts",
+        "Failures": "failures/*",
+        "Filtered": "filtered/*",
+    },
+    "Optimiser": {
+        "Loss": "loss/loss",
+        "Entropy": "loss/entropy",
+        "Gradient norm": "optimiser/grad_norm",
+        "Importance ratio quantiles": "ratio/ratio_*",
+        "Clip fraction": "ratio/clip_fraction",
+        "Trainer against generator": "mismatch/*",
+        "Learning rate": "optimiser/learning_rate",
+    },
+    "Machine": {
+        "Tokens per second": "rates/*tokens_per_s",
+        "Model FLOP utilisation of the trainer": "rates/mfu_*",
+        "Weight updates": "time/apply_*",
+        "KV cache": "queue/kv_*",
+        "Slots": "queue/slots queue/running_rollouts queue/waiting_rollouts",
+    },
+}
+_SECTIONS = {  # of other series by the first part of their names; else their own
+    **{"reward": "Learning", "queue": "Balance", "control": "Balance", "loss": "Optimiser", "rates": "Machine"},
+    **{"time": "Machine", "length": "Rollouts", "endings": "Rollouts"},
 }
 _UNITS = ("samples_per_s", "tokens_per_s", "flop_per_s", "groups", "rollouts", "tokens", "steps", "bytes", "s")
 _KINDS = {
@@ -47,52 +84,56 @@ _TIME = re.compile(rb"^\[?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-
 
 
 def names(run: WatchedRun) -> dict[str, Any]:
-    """The series that a run has measured: name, section of the report, title, unit, caption."""
-    captions = {name: caption for name, (_, caption) in STEP_METRICS.items()}
-    kinds = [name.removesuffix("_steps") for name in STALENESS]
-    captions |= {f"{kind}_{of}_steps": "of what was trained on" for kind in kinds for of in ("mean", "max")}
+    """The series that a run has measured, those that the report draws first: name, section, title, unit, caption. Those
+    of one plot have one section and title."""
     with run.tail() as tail:
-        rows = [_named(name, captions.get(name, "")) for name in tail.names()]
+        left, rows = tail.names(), list[dict[str, str]]()
+        plots = [
+            (section, title, of.split()) for section, of_section in _PLOTS.items() for title, of in of_section.items()
+        ]
+        for section, title, patterns in plots:
+            of_plot = [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns)]
+            left = [name for name in left if name not in of_plot]
+            rows += [_named(name, section, title) for name in of_plot]
+        for name in left:
+            group, _, rest = (part.replace("_", " ") for part in name.partition("/"))
+            section = _SECTIONS.get(group, group.capitalize())
+            rows.append(_named(name, section, rest))
         return {"series": rows, "problems": tail.problems}
 
 
-def _named(name: str, caption: str) -> dict[str, str]:
-    group, _, rest = name.partition("/")
-    section = "Machine" if re.search("mfu|flop|tokens_per|computed", rest) or group == "time" else _SECTIONS.get(group)
-    unit = next((unit for unit in _UNITS if rest.endswith(f"_{unit}") or rest == unit), "")
-    title = rest.removesuffix(unit).strip("_").replace("_", " ") or rest
-    return {
-        "name": name,
-        "section": section or group.replace("_", " ").capitalize(),
-        "title": f"{group.replace('_', ' ')}: {title}",
-        "unit": unit.replace("_per_", "/") if unit else "share" if rest.endswith(("share", "ratio")) else "",
-        "caption": caption,
-    }
+def _named(name: str, section: str, title: str) -> dict[str, str]:
+    unit = next((unit for unit in _UNITS if name.endswith(f"_{unit}")), "")
+    shown = unit.replace("_per_", "/") if unit else "share" if name.endswith(("share", "ratio")) else ""
+    _, caption = STEP_METRICS.get(name, ("", ""))
+    return {"name": name, "section": section, "title": title, "unit": shown, "caption": caption}
 
 
 def series(
-    run: WatchedRun, wanted: Sequence[str], axis: str, points: int, since: float = 0.0, price: float | None = None
+    run: WatchedRun,
+    names: str = "",
+    axis: str = "steps",
+    points: int = 800,
+    since: float = 0.0,
+    price: float | None = None,
 ) -> dict[str, Any]:
-    """Series over an axis in at most ``points`` bins of equally many steps, from version ``since`` on. Raises
-    ConfigurationError for a name or an axis that the run doesn't have."""
+    """Series (``names``: separated by commas) over an axis, in at most ``points`` bins of equally many steps, the first
+    of version ``since``. Raises ConfigurationError for a name or an axis that the run doesn't have."""
+    wanted = [name for name in names.split(",") if name]
     with run.tail() as tail:
         known = set(tail.names())
         if missing := [name for name in wanted if name not in known]:
             raise ConfigurationError(f"names = {missing[0]!r}: valid: {', '.join(sorted(known)) or 'none yet'}")
-        chosen = tail.column("version") > since - 0.5
-        chosen = chosen | (since <= 0)
-        steps = int(chosen.sum())
-        per = max(1, math.ceil(steps / points))
-        places = tail.places(axis, price)
+        chosen = tail.column("version") >= since
+        per = max(1, math.ceil(chosen.sum() / within("points", points, 2, 10_000)))
         found = {name: _binned(tail.column(name)[chosen], per) for name in wanted}
-        if per == 1:
-            found = {name: {**bins, "low": None, "high": None} for name, bins in found.items()}
         return {
-            **{"axis": axis, "label": AXES[axis], "steps": steps, "per_point": per, "problems": tail.problems},
-            "x": _binned(places[chosen], per)["mean"],
+            **{"axis": axis, "label": AXES.get(axis), "steps": int(chosen.sum()), "per_point": per},
+            "x": _binned(tail.places(axis, price)[chosen], per)["mean"],
             "unix_s": _binned(tail.unix_column()[chosen], per)["mean"],
-            "series": found,
+            "series": found if per > 1 else {name: {**of, "low": None, "high": None} for name, of in found.items()},
             "evaluations": evaluations(tail, axis, price),
+            "problems": tail.problems,
         }
 
 
@@ -139,7 +180,7 @@ def _kind(event: str) -> str:
     return _KINDS.get(event, "restart" if event.endswith(_RESTARTS) else "other")
 
 
-def events(run: WatchedRun, after: int) -> dict[str, Any]:
+def events(run: WatchedRun, after: int = -1) -> dict[str, Any]:
     """Events and evaluations after line ``after``, the newest of them."""
     with run.tail() as tail:
         numbers = sorted(number for number in {*tail.events, *tail.evaluations} if number > after)
@@ -166,43 +207,33 @@ def logs(run: WatchedRun) -> dict[str, Any]:
     return {"logs": rows, "problems": [] if rows else ["no worker has written a log here"]}
 
 
-def log(run: WatchedRun, name: str, end: int | None, unix_s: float | None, most_bytes: int) -> dict[str, Any]:
-    """A part of a log: that before byte ``end`` (default: of the file), or that around a moment. Raises
+def log(
+    run: WatchedRun, name: str, end: int | None = None, unix_s: float | None = None, bytes: int = 1 << 16
+) -> dict[str, Any]:
+    """``bytes`` of a log: those before byte ``end`` (default: of the file), or those around a moment. Raises
     ConfigurationError for a log that isn't listed."""
-    files = _log_files(run)
+    files, problems = _log_files(run), list[str]()
     if name not in files:
         raise ConfigurationError(f"name = {name!r}: valid: {', '.join(files) or 'there are no logs'}")
-    problems = list[str]()
     with files[name].open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if unix_s is not None and (at := _place(file, size, unix_s)) is not None:
-            end = at + most_bytes // 2
-        elif unix_s is not None:
+
+        def time_at(place: int) -> float:
+            file.seek(place)
+            timed = _TIME.search(file.read(_BLOCK_BYTES))
+            return (
+                math.inf if timed is None else datetime.fromisoformat(timed[1].decode().replace(",", ".")).timestamp()
+            )
+
+        if unix_s is not None and time_at(0) == math.inf:
             problems.append("its lines have no times: this is its end")
+        elif unix_s is not None:
+            end = bisect_left(range(0, size, _BLOCK_BYTES), unix_s, key=time_at) * _BLOCK_BYTES + bytes // 2
         end = size if end is None else max(0, min(end, size))
-        start = max(0, end - most_bytes)
+        start = max(0, end - within("bytes", bytes, 1, 1 << 20))
         file.seek(start)
         text = file.read(end - start).decode("utf-8", "replace")
     return {"text": text, "start": start, "end": end, "size_bytes": size, "problems": problems}
-
-
-def _place(file: BinaryIO, size: int, unix_s: float) -> int | None:
-    """The place of the first line whose time is ``unix_s`` or later, to a block; None: no line has a time."""
-    low, high, found = 0, size, None
-    while low < high:
-        middle = (low + high) // 2
-        file.seek(middle)
-        timed = _TIME.search(file.read(1 << 16))
-        text = timed[1].decode().replace(",", ".") if timed else ""
-        if not text:
-            high = middle
-            continue
-        found = found or 0
-        if datetime.fromisoformat(text).timestamp() < unix_s:
-            low = found = middle + 1
-        else:
-            high = middle
-    return found if found is None else low
 
 
 def configuration(run: WatchedRun) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, quote, urlencode
 
-import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.recording.sessions import KeyRefused
 from headway.runtime.addresses import is_loopback
+from headway.services.watch.stream import encode
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -32,7 +32,7 @@ _HEADERS = {
 
 def json_response(value: object, status: int = 200) -> Response:
     """An answer in JSON; NaN becomes null."""
-    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    body = value if isinstance(value, bytes) else encode(value)
     return Response(body, status, media_type="application/json")
 
 
@@ -71,6 +71,8 @@ class Access:
             answer = json_response({"error": f"method {scope['method']}: valid: GET, HEAD"}, 405)
             answer.headers["Allow"] = "GET, HEAD"
             return answer
+        if "\0" in scope["path"]:
+            return json_response({"error": "a path has no zero byte"}, 400)
         if not self._keys:
             host = headers.get("host", "")
             named = host if host.rpartition(":")[2].isdigit() and not host.endswith("]") else f"{host}:0"

@@ -14,6 +14,7 @@ FRESH_S = 0.9  # an answer younger than this is given again without a look at th
 HEARTBEAT_S = 15.0
 _MOST_BYTES = 32 << 20  # of answers that are kept
 _THREADS = 6
+encode = msgspec.json.Encoder(enc_hook=lambda array: array.tolist()).encode  # NaN becomes null
 
 
 class _Answer(NamedTuple):
@@ -45,7 +46,7 @@ class SharedAnswers:
                 found = stamp() if stamp is not None else None
                 if known is not None and found is not None and found == known.stamp:
                     return known
-                return _Answer(0.0, found, msgspec.json.encode(make()))
+                return _Answer(0.0, found, encode(make()))
 
             self._making[key] = future = asyncio.ensure_future(loop.run_in_executor(self._threads, run))
             future.add_done_callback(lambda done: self._made(key, done))

@@ -1,0 +1,83 @@
+"""The views of rollouts and devices, by the names of their routes: each asks the run's own reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.records.errors import ConfigurationError
+from headway.report.watch.lanes import RunLanes
+from headway.report.watch.rollouts.view import WatchedRollouts
+from headway.report.watch.runs import WatchedRun, within
+from headway.services.run_tokenizer import token_table
+
+_WINDOW_TOKENS = 20_000
+
+
+def _rollouts(path: Path) -> WatchedRollouts:
+    return WatchedRollouts(path, token_table(path))
+
+
+def _search(
+    run: WatchedRun,
+    text: str = "",
+    reward_from: float | None = None,
+    reward_to: float | None = None,
+    tokens_from: int | None = None,
+    tokens_to: int | None = None,
+    solved: bool | None = None,
+    task: str = "",
+    ending: str = "",
+    version_from: int | None = None,
+    version_to: int | None = None,
+    step_from: int | None = None,
+    step_to: int | None = None,
+    group: int | None = None,
+    failure: bool = False,
+    order: str = "newest",
+    limit: int = 50,
+    after: str = "",
+) -> Any:
+    query = {name: value for name, value in locals().items() if name != "run"}
+    with run.part(_rollouts) as reader:
+        return reader.search(**query)
+
+
+def _rollout(run: WatchedRun, row: int, sequence: int | None = None, offset: int = 0, limit: int = 4000) -> Any:
+    within("offset", offset, 0, 1 << 40)
+    with run.part(_rollouts) as reader:
+        return reader.rollout(row, sequence=sequence, offset=offset, limit=within("limit", limit, 1, _WINDOW_TOKENS))
+
+
+def _tasks(run: WatchedRun, bins: int = 24) -> Any:
+    with run.part(_rollouts) as reader:
+        return reader.tasks(within("bins", bins, 1, 500))
+
+
+def _same_task(runs: Sequence[WatchedRun], task: str) -> Any:
+    found = list[dict[str, Any]]()
+    for run in runs:
+        with run.part(_rollouts) as reader:
+            row = reader.newest_of_task(task)
+        found += [] if row is None else [{"run": run.id, "row": row}]
+    return {"rollouts": found}
+
+
+def _lanes(run: WatchedRun, since_s: float | None = None) -> Any:
+    with run.part(RunLanes) as reader:
+        return reader.lanes(since_s)
+
+
+def _window(run: WatchedRun, from_s: float, to_s: float, pixels: int = 1600, tracks: str = "") -> Any:
+    chosen = [track for track in tracks.split(",") if track]
+    if not all(track.isdecimal() and len(track) < 10 for track in chosen):
+        raise ConfigurationError(f"tracks = {tracks[:100]!r}: valid: ids of tracks, separated by commas")
+    with run.part(RunLanes) as reader:
+        return reader.window(from_s, to_s, within("pixels", pixels, 1, 8000), list(map(int, chosen)))
+
+
+VIEWS = {
+    **{"rollouts": _search, "rollout": _rollout, "tasks": _tasks, "same_task": _same_task},
+    **{"lanes": _lanes, "lanes/window": _window},
+}
