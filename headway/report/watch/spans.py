@@ -96,12 +96,14 @@ class SpanStore:
     def window(self, track: int, from_s: float, to_s: float, pixels: int, works: Flags) -> dict[str, list[Any]]:
         """At most ``pixels`` spans of a track between two moments, times in seconds since ``from_s``. Those narrower
         than two pixels are joined with neighbours, so there are at most a joined and a wide span for each two pixels.
-        ``share`` is how much of a span is work. ``number`` and ``member`` of a joined one are -1."""
+        ``share`` is how much of a span is work. One that isn't joined is whole, beyond the window too; it alone has
+        ``number`` and ``member``, which are left out where they would be -1 throughout."""
         width_s = 2 * (to_s - from_s) / pixels
         blocks, rows = self._units(track, from_s, to_s, width_s)
         start, end, name = (np.concatenate((blocks[n], rows[n])) for n in ("start", "end", "name"))
         work = np.concatenate((blocks["work"], np.where(works[rows["name"]], np.inf, 0.0)))
         order = np.argsort(start, kind="stable")
+        whole_start, whole_end = start, end
         start, end = np.maximum(start[order], from_s), np.minimum(end[order], to_s)
         _cut(start, end)
         order, start, end = (values[end > start] for values in (order, start, end))
@@ -109,16 +111,18 @@ class SpanStore:
         narrow, place = end - start < width_s, np.floor((start - from_s) / width_s)
         first = _first(narrow[1:] & narrow[:-1] & (place[1:] == place[:-1]), len(start))
         if not len(first):
-            return {name: [] for name in ("start", "end", "share", "name", "number", "member")}
+            return {"start": [], "end": [], "name": [], "share": []}
         last = np.append(first[1:], len(start)) - 1
-        longest = order[_longest(work + (end - start) * 1e-9, first)]
-        begin, until = start[first], end[last]
-        found = {"start": np.round(begin - from_s, 7), "end": np.round(until - from_s, 7), "name": name[longest]}
-        found["share"] = np.round(np.add.reduceat(work, first) / (until - begin), 4)
-        for name in ("number", "member"):
-            of_units = np.concatenate((np.full(len(blocks), -1), rows[name]))
-            found[name] = np.where(first == last, of_units[longest], -1)
-        return {name: values.tolist() for name, values in found.items()}
+        alone, longest = first == last, order[_longest(work + (end - start) * 1e-9, first)]
+        share = np.add.reduceat(work, first) / (end[last] - start[first])
+        start = np.where(alone, whole_start[longest], start[first])
+        end = np.where(alone, whole_end[longest], end[last])
+        found = {"start": np.round(start - from_s, 7), "end": np.round(end - from_s, 7)}
+        found |= {"name": name[longest], "share": np.round(share, 4)}
+        for field in ("number", "member"):
+            values = np.where(alone, np.concatenate((np.full(len(blocks), -1), rows[field]))[longest], -1)
+            found |= {field: values} if (values >= 0).any() else {}
+        return {field: values.tolist() for field, values in found.items()}
 
     def _units(self, track: int, from_s: float, to_s: float, width_s: float) -> tuple[NDArray[Any], NDArray[Any]]:
         """Blocks of a track that are inside the window and narrow, and all other rows that reach into it."""

@@ -1,0 +1,275 @@
+// Draws lanes: their bars pixel by pixel into one image, so that a frame takes milliseconds however many there are; on it
+// the lines, the ruler and the labels.
+
+import { duration, moment } from "../dom.js";
+import { above } from "./lane_tiles.js";
+
+export const GUTTER = 168; // px at the left, for the names of tracks
+const RULER_ROWS = ["", "step", "version", "event"];
+const RULER_ROW = 17;
+export const RULER = RULER_ROWS.length * RULER_ROW;
+const MOST_LABELS = 400;
+
+/** Kinds of activity, by their spans' names; the first that fits gives a span its colour. */
+export const KINDS = [
+  ["generating", "--c1", /(^|: )(busy|generating)$/],
+  ["training", "--c2", /(^|: )(step|training|forward|backward)/],
+  ["verifying", "--c3", /(^|: )(score|verifying)$/],
+  ["weights", "--c4", /(^|: )(update|apply version|publish)$/],
+  ["checkpoint, evaluation", "--c6", /checkpoint|before|during|after|interval|test|validation/],
+  ["skipped, failed", "--bad", /skipped|failed|discarded|overdue/],
+  ["waits for the other side", "--warn", /^(wait)$/],
+  ["idle, queued, buffered", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/],
+  ["other", "--c8", /./],
+];
+export const kindOf = (name) => KINDS.findIndex(([, , fits]) => fits.test(name));
+const BAD = /died|stall|lost|failed|refused|alert|opened/;
+
+/** Seconds since the start, as finely as `step` needs: 1 h 05, 12:30, 12:30.125. */
+export function clock(seconds, step) {
+  const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, seconds % 60];
+  const two = (value) => String(value).padStart(2, "0");
+  if (step >= 60) return `${h}:${two(m)} h`;
+  const digits = step >= 1 ? 0 : Math.min(6, Math.ceil(-Math.log10(step) - 1e-9));
+  return `${h ? `${h}:${two(m)}` : m}:${s.toFixed(digits).padStart(digits ? digits + 3 : 2, "0")}`;
+}
+
+function tickStep(least) {
+  const nice = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+  if (least > 0.5) return nice.find((step) => step >= least) ?? 86400 * Math.ceil(least / 86400);
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= least * (1 - 1e-9));
+}
+
+export class LaneCanvas {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.context = canvas.getContext("2d", { alpha: false });
+    this.readColours();
+  }
+
+  /** Take up the page's colours, which a change of theme changes. */
+  readColours() {
+    const style = getComputedStyle(document.documentElement);
+    const names = ["--bg", "--card", "--raised", "--fg", "--muted", "--line", "--accent", "--bad", "--warn", "--c4", "--c6"];
+    this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(name).trim()]));
+    const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const packed = (name) => {
+      pixel.fillStyle = style.getPropertyValue(name).trim();
+      pixel.fillRect(0, 0, 1, 1);
+      return new Uint32Array(pixel.getImageData(0, 0, 1, 1).data.buffer)[0];
+    };
+    this.kinds = Uint32Array.from(KINDS, ([, colour]) => packed(colour));
+    [this.paper, this.band, this.rule] = ["--card", "--raised", "--line"].map(packed);
+  }
+
+  resize(width, height) {
+    const ratio = Math.min(2, devicePixelRatio || 1);
+    if (this.width === width && this.height === height && this.ratio === ratio) return;
+    Object.assign(this, { width, height, ratio });
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    for (const [name, value] of Object.entries({ width, height })) this.canvas.style.setProperty(name, `${value}px`);
+    this.image = this.context.createImageData(this.canvas.width, Math.max(1, this.canvas.height - Math.round(RULER * ratio)));
+    this.pixels = new Uint32Array(this.image.data.buffer);
+  }
+
+  /** scene: view {from, to}, rows {y, height, track?, label}, scroll, tiles, kinds (of names), names, overview, hover. */
+  draw(scene) {
+    const { context, ratio, colours } = this;
+    this.scale = (this.width - GUTTER) / (scene.view.to - scene.view.from);
+    this.from = scene.view.from;
+    const rows = scene.rows.filter((row) => row.y + row.height > scene.scroll && row.y < scene.scroll + this.height - RULER);
+    this.labels = [];
+    this.pixels.fill(this.paper);
+    for (const row of rows) this.paintRow(row, scene);
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.putImageData(this.image, 0, Math.round(RULER * ratio));
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.drawLabels(colours["--card"]);
+    context.fillStyle = colours["--card"];
+    context.fillRect(0, 0, this.width, RULER);
+    this.drawRuler(scene);
+    this.drawNames(rows, scene);
+    if (scene.hover) this.drawLine(scene.hover.moment, colours["--fg"], [2, 3], RULER);
+  }
+
+  x(moment) {
+    return GUTTER + (moment - this.from) * this.scale;
+  }
+
+  paintRow(row, scene) {
+    const { ratio } = this;
+    const width = this.canvas.width;
+    const top = Math.round((row.y - scene.scroll) * ratio);
+    const bottom = Math.min(this.image.height, Math.round((row.y + row.height - scene.scroll) * ratio));
+    if (row.track === undefined) {
+      this.pixels.fill(this.band, Math.max(0, top) * width, bottom * width);
+      return;
+    }
+    const base = bottom - 1;
+    if (base >= 0 && base < this.image.height) this.pixels.fill(this.rule, base * width, base * width + width);
+    const gap = Math.round(ratio);
+    const room = Math.round(row.height * ratio) - 2 * gap - 1;
+    const [least, wide] = [Math.max(2, Math.round(room * 0.2)), 5 * ratio];
+    const scale = this.scale * ratio;
+    scene.tiles.parts(row.track, scene.view.from, scene.view.to, (spans, offset, from, to) => {
+      const { start, end, name, share } = spans;
+      const zero = GUTTER * ratio + (offset - scene.view.from) * scale;
+      const [left, right] = [from, to].map((at) => Math.round(GUTTER * ratio + (at - scene.view.from) * scale));
+      for (let place = above(end, from - offset); place < start.length && start[place] < to - offset; place += 1) {
+        const begin = Math.max(left, Math.round(zero + start[place] * scale));
+        let until = Math.min(right, Math.max(begin + 1, Math.round(zero + end[place] * scale)));
+        if (until - begin > wide) {
+          until -= gap;
+          if (until - begin > 44 * ratio) this.label(spans, place, begin, until, row, top, scene);
+        }
+        const colour = this.kinds[scene.kinds[name[place]]];
+        const height = share[place] ? Math.max(least, Math.round(room * share[place])) : least;
+        const last = Math.min(this.image.height - 1, base - gap);
+        for (let y = Math.max(0, base - gap - height + 1); y <= last; y += 1) {
+          if (until - begin > 12) this.pixels.fill(colour, y * width + begin, y * width + until);
+          else for (let x = y * width + begin; x < y * width + until; x += 1) this.pixels[x] = colour;
+        }
+      }
+    });
+  }
+
+  label(spans, place, begin, until, row, top, scene) {
+    const number = spans.number?.[place] ?? -1;
+    const of = row.group === "groups" || row.group === "rollouts";
+    if (!spans.share[place] || spans.share[place] < 0.98 || row.height < 14 || this.labels.length >= MOST_LABELS) return;
+    const text = scene.names[spans.name[place]] + (number >= 0 ? (of ? ` · ${number}` : ` ${number}`) : "");
+    const room = Math.floor(((until - begin) / this.ratio - 8) / 6.2);
+    if (room >= 4) this.labels.push([text.length > room ? `${text.slice(0, room - 1)}…` : text, begin / this.ratio + 4, RULER + top / this.ratio + row.height / 2]);
+  }
+
+  drawLabels(colour) {
+    const { context } = this;
+    context.font = "11px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    context.fillStyle = colour;
+    for (const [text, x, y] of this.labels) context.fillText(text, x, y + 0.5);
+  }
+
+  drawLine(moment, colour, dash, top) {
+    const x = Math.round(this.x(moment)) + 0.5;
+    if (x < GUTTER || x > this.width) return;
+    const { context } = this;
+    context.strokeStyle = colour;
+    context.setLineDash(dash);
+    context.beginPath();
+    context.moveTo(x, top);
+    context.lineTo(x, this.height);
+    context.stroke();
+    context.setLineDash([]);
+  }
+
+  drawRuler({ view, overview }) {
+    const { context, colours } = this;
+    const step = tickStep((view.to - view.from) / Math.max(2, (this.width - GUTTER) / 96));
+    context.font = "12px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    for (let tick = Math.ceil(view.from / step) * step; tick < view.to; tick += step) {
+      if (tick < 0) continue;
+      const x = Math.round(this.x(tick)) + 0.5;
+      context.fillStyle = colours["--line"];
+      context.fillRect(x - 0.5, 0, 1, RULER);
+      context.fillStyle = colours["--muted"];
+      context.fillText(clock(tick, step), x + 4, RULER_ROW / 2 + 0.5);
+    }
+    this.drawSteps(overview);
+    this.drawVersions(overview, view);
+    this.drawMarks(overview);
+    context.fillStyle = colours["--line"];
+    context.fillRect(0, RULER - 1, this.width, 1);
+  }
+
+  drawSteps({ steps, from_s }) {
+    const { context, colours } = this;
+    let reached = GUTTER; // steps narrower than a pixel are one
+    for (const [place, { step, start_s, end_s, skipped }] of steps.entries()) {
+      const [left, right] = [Math.max(reached, this.x(start_s - from_s)), Math.min(this.width, this.x(end_s - from_s))];
+      if (right - left < 1) continue;
+      reached = right;
+      context.fillStyle = skipped ? colours["--bad"] : place % 2 ? colours["--line"] : colours["--raised"];
+      context.fillRect(left, RULER_ROW + 2, right - left, RULER_ROW - 4);
+      const text = String(step);
+      if (right - left > 10 + 7 * text.length) {
+        context.fillStyle = skipped ? colours["--card"] : colours["--fg"];
+        context.fillText(text, left + 4, 1.5 * RULER_ROW + 0.5);
+      }
+    }
+  }
+
+  drawVersions({ versions, from_s }, view) {
+    const { context, colours } = this;
+    const [from, to] = [view.from + from_s, view.to + from_s];
+    const shown = versions.filter((one) => (one.applied_s ?? one.published_s) >= from && one.published_s <= to);
+    const sparse = shown.length * 16 < this.width;
+    let free = GUTTER;
+    for (const { version, published_s, applied_s } of shown) {
+      const [published, applied] = [published_s - from_s, applied_s === null ? null : applied_s - from_s];
+      if (sparse) {
+        this.drawLine(published, colours["--c6"], [], 2 * RULER_ROW + 3);
+        if (applied !== null) this.drawLine(applied, colours["--c4"], [4, 3], 2 * RULER_ROW + 3);
+      }
+      const x = this.x(applied ?? published);
+      context.fillStyle = colours["--c4"];
+      if (x >= GUTTER) context.fillRect(Math.round(x), 2 * RULER_ROW + 3, 1, RULER_ROW - 6);
+      const text = `v${version}`;
+      if (x >= free && x < this.width - 8) {
+        context.fillText(text, x + 4, 2.5 * RULER_ROW + 0.5);
+        free = x + 16 + 7 * text.length;
+      }
+    }
+  }
+
+  drawMarks({ marks, from_s }) {
+    const { context, colours } = this;
+    const y = 3.5 * RULER_ROW;
+    let [last, free] = [0, GUTTER];
+    for (const [place, { time_s, event }] of marks.entries()) {
+      const x = this.x(time_s - from_s);
+      if (x < GUTTER || x > this.width || x - last < 2) continue;
+      last = x;
+      context.fillStyle = BAD.test(event) ? colours["--bad"] : colours["--accent"];
+      context.beginPath();
+      for (const [dx, dy] of [[0, -5], [4, 0], [0, 5], [-4, 0]]) context.lineTo(x + dx, y + dy);
+      context.fill();
+      if (BAD.test(event)) this.drawLine(time_s - from_s, colours["--bad"], [1, 3], RULER);
+      const text = event.replaceAll("_", " ");
+      const room = 14 + 6.2 * text.length;
+      const next = marks[place + 1];
+      if (x >= free && !(next && this.x(next.time_s - from_s) < x + room)) {
+        context.fillText(text, x + 7, y + 0.5);
+        free = x + room;
+      }
+    }
+  }
+
+  drawNames(rows, { view, overview, scroll }) {
+    const { context, colours } = this;
+    context.save();
+    context.beginPath();
+    context.rect(0, RULER, GUTTER - 8, this.height);
+    context.clip();
+    context.font = "12px system-ui, sans-serif";
+    context.fillStyle = colours["--fg"];
+    for (const row of rows) {
+      if (row.track !== undefined && row.label) context.fillText(row.label, 24, RULER + row.y - scroll + row.height / 2);
+    }
+    context.restore();
+    context.fillStyle = colours["--muted"];
+    context.fillText(moment(overview.from_s + Math.max(0, view.from)).slice(0, 19), 12, RULER_ROW / 2 + 0.5);
+    context.textAlign = "right";
+    for (const [row, text] of RULER_ROWS.entries()) context.fillText(text, GUTTER - 12, (row + 0.5) * RULER_ROW + 0.5);
+    context.fillStyle = colours["--fg"];
+    context.textAlign = "left";
+    context.fillText(`${duration(view.to - view.from)} shown`, 12, 1.5 * RULER_ROW + 0.5);
+    context.fillStyle = colours["--line"];
+    context.fillRect(GUTTER - 1, 0, 1, this.height);
+  }
+}
