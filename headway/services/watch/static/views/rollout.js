@@ -9,18 +9,16 @@ const WINDOW = 4000; // tokens of a request
 const LINES = 1500; // aligned at most, on each side
 
 function facts(one) {
-  const first = one.sequences[0];
-  const tokens = one.sequences.reduce((sum, { parts }) => sum + parts.reduce((of, part) => of + (part.kind === "prompt" ? 0 : part.to - part.from), 0), 0);
-  const versions = first?.span_versions ?? [...new Set((first?.versions ?? []).filter((version) => version !== null))];
-  const [low, high] = [Math.min(...versions), Math.max(...versions)];
+  const { first_version: low, last_version: high } = one;
+  const versioned = low !== null && low >= 0;
   return [
     ["Reward", quantity(one.reward)],
     one.trained_reward !== null && one.trained_reward !== undefined && one.trained_reward !== one.reward && ["Reward as trained", quantity(one.trained_reward)],
-    ["Length", plural(tokens, "token")], one.turns?.length > 1 && ["Turns", count(one.turns.length)],
+    ["Length", plural(one.tokens, "token")], one.turns?.length > 1 && ["Turns", count(one.turns.length)],
     ["Ending", one.ending + (one.ending_reason ? `: ${one.ending_reason}` : "")], one.finish_reason && ["Finish", one.finish_reason],
     ["Step", one.step === null ? "none" : count(one.step)],
-    versions.length > 0 && ["Version", low === high ? count(low) : `${count(low)}–${count(high)}`],
-    versions.length > 0 && one.step !== null && ["Staleness", count(one.step - low)],
+    versioned && ["Version", low === high ? count(low) : `${count(low)}–${count(high)}`],
+    versioned && one.step !== null && ["Staleness", count(one.step - low)],
   ].filter(Boolean);
 }
 
@@ -30,10 +28,11 @@ function failureCard(failure) {
     el("p", {}, said(of.cause ?? "")), of.detail && el("details", {}, el("summary", {}, "Detail"), el("pre", {}, visible(of.detail, true))));
 }
 
-function verdictCard(verdict) {
-  const shown = typeof verdict === "object" ? Object.entries(verdict).filter(([, value]) => value !== null && value !== "") : [["verdict", verdict]];
+/** A recorded object, folded up. */
+function recordedCard(title, record) {
+  const shown = Object.entries(record ?? {}).filter(([, value]) => value !== null && value !== "");
   if (!shown.length) return null;
-  return el("details", { class: "card" }, el("summary", {}, "Verdict as the verifier gave it"), el("dl", { class: "pairs" }, shown.map(([name, value]) =>
+  return el("details", { class: "card" }, el("summary", {}, title), el("dl", { class: "pairs" }, shown.map(([name, value]) =>
     [el("dt", {}, said(name)), el("dd", {}, el("pre", {}, visible(typeof value === "string" ? value : JSON.stringify(value, null, 1), true)))])));
 }
 
@@ -50,7 +49,7 @@ function lifeCard(life) {
 }
 
 function groupCard(one, { run, context, query, beside, choose }) {
-  const rows = [...one.siblings].sort((a, b) => a.member - b.member).map((other) => {
+  const rows = [one, ...one.siblings.filter(({ row }) => row !== one.row)].sort((a, b) => a.member - b.member).map((other) => {
     const own = other.row === one.row;
     return { "aria-current": own ? "true" : null, cells: [
       own ? el("b", {}, `member ${other.member}`) : el("a", { href: rolloutHash(context, run, other.row, query) }, `member ${other.member}`),
@@ -137,10 +136,10 @@ async function rowOf(params, context, signal) {
 }
 
 /** Next and previous of the search that led here, else of the record. */
-function neighbours(run, row, query, rollouts) {
+function neighbours(run, { row, rollouts, first_row: first = 0 }, query) {
   const at = found.key === keyOf(run, query) ? found.rows.findIndex((of) => of.row === row) : -1;
   if (at >= 0) return { where: "of the search", previous: found.rows[at - 1]?.row ?? null, next: found.rows[at + 1]?.row ?? null, ahead: at + 1 >= found.rows.length && found.after !== null };
-  return { where: "of the record", previous: row > 0 ? row - 1 : null, next: rollouts === undefined || row + 1 < rollouts ? row + 1 : null };
+  return { where: "of the record", previous: row > first ? row - 1 : null, next: row + 1 < first + rollouts ? row + 1 : null };
 }
 
 export async function show(root, params, context) {
@@ -156,7 +155,7 @@ export async function show(root, params, context) {
     return () => {};
   }
   const one = await context.api.get("rollout", { run, row: at, sequence: 0, offset: 0, limit: WINDOW }, { signal });
-  const near = neighbours(run, one.row, query, one.rollouts);
+  const near = neighbours(run, one, query);
   const trouble = el("div", {}, problems(one.problems));
   let pane = null;
   let colour = COLOURS[params.colour] ? params.colour : "logprob";
@@ -245,8 +244,9 @@ export async function show(root, params, context) {
       el("span", { class: "turning" }, turn(-1, "Previous", "k"), turn(1, "Next", "j"))),
     el("div", { class: "summary" }, verdictChip(one), said(one.task_id, { class: "task" }), facts(one).map(([name, value]) => el("span", {}, `${name} `, el("b", {}, said(value))))),
     trouble, one.failure && failureCard(one.failure),
-    el("div", { class: "split" }, lifeCard(one.life), one.siblings?.length > 1 && card), sides, one.verdict && verdictCard(one.verdict));
-  if (one.siblings?.length > 1) drawGroup();
+    el("div", { class: "split" }, lifeCard(one.life), one.siblings?.length > 0 && card), sides,
+    recordedCard("Verdict as the verifier gave it", one.verdict), recordedCard("Pruned", one.pruned));
+  if (one.siblings?.length > 0) drawGroup();
   if (one.sequences.some(({ total_tokens: total }) => total > 0)) {
     root.append(el("div", { class: "colouring" }, one.sequences.length > 1 && tabs, el("label", {}, "Colour by ", paint), legend,
       el("label", { class: "jump" }, "Go to token ", jump)), place);

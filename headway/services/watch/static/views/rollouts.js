@@ -4,6 +4,7 @@ import { count, el, fill, percent, plural, problems, quantity } from "../dom.js"
 import { said } from "./visible.js";
 
 const PAGE = 50;
+const LEAD = 60; // characters shown before a match, so that a narrow window still shows the match
 const ENDINGS = ["trained", "filtered", "pruned", "discarded", "overdue", "failed", "open"];
 const ORDERS = { newest: "newest first", oldest: "oldest first", "-reward": "highest reward", reward: "lowest reward",
   "-tokens": "longest", tokens: "shortest" };
@@ -32,14 +33,14 @@ export async function more(context, run, query, signal) {
 }
 
 /** "solved", with a colour and a sign that need no colour. */
-export const verdictChip = ({ solved, failure, ending }) => {
-  const [kind, text] = failure ? ["warn", "! failed"] : ending === "open" && solved === null ? ["", "open"]
+export const verdictChip = ({ solved, failure, ending, verified }) => {
+  const [kind, text] = failure || ending === "failed" ? ["warn", "! failed"] : verified === false ? ["", "… unfinished"]
     : solved ? ["good", "✓ solved"] : ["bad", "✗ not solved"];
   return el("span", { class: `outcome ${kind}` }, text);
 };
 
 const versions = ({ first_version: from, last_version: to }) =>
-  (from === null || from === undefined ? "no version" : from === to ? `version ${count(from)}` : `versions ${count(from)}–${count(to)}`);
+  (!(from >= 0) || from === null ? "no version" : from === to ? `version ${count(from)}` : `versions ${count(from)}–${count(to)}`);
 
 function hit(row, context, run, query) {
   const cause = typeof row.failure === "string" ? row.failure : row.failure?.cause;
@@ -50,7 +51,7 @@ function hit(row, context, run, query) {
     el("span", { class: "facts" }, verdictChip(row), el("b", {}, `reward ${quantity(row.reward)}`), said(row.task_id, { class: "task" }),
       facts.filter(Boolean).map((text) => el("span", {}, text))),
     cause && el("span", { class: "line bad" }, said(cause)),
-    row.snippet ? el("span", { class: "line" }, said(before), el("mark", {}, said(match)), said(after))
+    row.snippet ? el("span", { class: "line" }, said(before.length > LEAD ? `…${before.slice(-LEAD)}` : before), el("mark", {}, said(match)), said(after))
       : el("span", { class: "line quiet" }, said(row.prompt))));
 }
 

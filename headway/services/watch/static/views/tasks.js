@@ -8,7 +8,7 @@ const COLUMNS = {
   task_id: "Task", solved_rate: "Solve rate", change: "Over time", rollouts: "Rollouts", tokens_mean: "Mean length, tokens",
   failures: "Failures", weight: "Weight", last_step: "Last step",
 };
-const HINTS = { change: "Sorted by the last known rate minus the first", weight: "Of the curriculum: how often it is drawn against the others" };
+const HINTS = { change: "Sorted by the last known rate minus the first", weight: "Probability that the outcomes of a group differ, by which a curriculum draws tasks" };
 
 /** A share over time as a small line; gaps where nothing is known. */
 function line(values, label, { width = 132, height = 22, most = 1 } = {}) {
@@ -38,8 +38,8 @@ const course = (values, what) => {
 function drift(tools, x) {
   const names = Object.keys(tools ?? {}).sort();
   if (!names.length) return null;
-  const span = x?.length ? `over steps to ${count(x.at(-1))}` : "over the run";
-  return el("section", { class: "card tools-drift" }, el("h2", {}, "Tool errors ", el("span", { class: "aside" }, `share of calls that failed, ${span}`)),
+  const span = typeof x?.at(-1) === "number" ? `to step ${count(x.at(-1))}` : "over the run";
+  return el("section", { class: "card tools-drift" }, el("h2", {}, "Failures ", el("span", { class: "aside" }, `share that failed, by boundary or tool, ${span}`)),
     el("ul", {}, names.map((name) => {
       const most = Math.max(0.05, ...tools[name].filter((value) => value !== null));
       return el("li", {}, said(name, { class: "task" }), line(tools[name], course(tools[name], `errors of ${name}`), { most }),
@@ -80,7 +80,8 @@ export async function show(root, params, context) {
     rows.sort((a, b) => (known(b) - known(a)) || (known(a) ? (down ? order(b, a) : order(a, b)) : 0));
     fill(body, rows.slice(0, shown).map((task) => row(task)));
     for (const head of heads) head.setAttribute("aria-sort", head.dataset.name !== name ? "none" : down ? "descending" : "ascending");
-    fill(state, el("b", {}, count(rows.length)), ` of ${plural(tasks.length, "task")}`);
+    fill(state, el("b", {}, count(rows.length)), ` of ${plural(tasks.length, "task")}`,
+      answer.tasks_total > tasks.length && `, those seen last of ${count(answer.tasks_total)}`);
     more.hidden = rows.length <= shown;
   }
 

@@ -320,7 +320,7 @@ export class TokenPane {
     const trainer = values.trainer_logprobs?.[i] ?? null;
     const rows = [
       ["Token", el("code", { class: "text" }, said(values.tokens[i] ?? "no tokenizer", {}, true))],
-      ["Id", String(values.ids[i])],
+      ["Id", values.ids[i] < 0 ? "–" : String(values.ids[i])],
       ["Position", `${count(position)} of ${count(this.sequence.total_tokens)}`],
       ["Version", version === null ? "–" : `${count(version)}${behind}`],
       ["Engine", `${nats(values.logprobs[i])} nats`],
