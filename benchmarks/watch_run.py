@@ -48,7 +48,7 @@ from tests.support.synthetic_run import evaluation, step_record
 
 GROUP, GROUPS_PER_STEP, GROUPS_PER_BATCH = 8, 32, 128
 TASKS, WORDS, LINES = 4000, 20_000, 2000
-RESPONSE_TOKENS = 240  # mean
+RESPONSE_TOKENS = 270  # mean
 LONG_TOKENS = 1_000_000
 SECONDS_PER_STEP = 20.0
 RARE = "quixarvundel"
@@ -244,8 +244,8 @@ class RecordWriter:
             turn_ends=(20, len(ids)) if tools else (),
             opened_s=began_s,
             first_token_s=began_s + 0.2,
-            generated_s=began_s + 0.2 + len(ids) * 0.02,
-            finished_s=began_s + 0.4 + len(ids) * 0.02,
+            generated_s=began_s + 0.2 + min(30.0, len(ids) * 0.02),
+            finished_s=began_s + 0.4 + min(30.0, len(ids) * 0.02),
             verify_s=0.1,
         )  # fmt: skip
 

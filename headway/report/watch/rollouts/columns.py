@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import zlib
+import io
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from headway.telemetry.rollouts.segments import SegmentFile, list_segments
 OPEN = len(ENDINGS)  # code of an ending: its place in ENDINGS, or this
 FAILED = ENDINGS.index("failed")
 BOUNDARIES = ("model", "environment", "sandbox", "reward", "engine", "unknown")
-FILE_NAME = "rollouts.columns"  # of the cache
+FILE_NAME = "rollouts.npz"  # of the cache
 _NUMBERS: dict[str, DTypeLike] = {
     "group": np.int64, "member": np.int32, "reward": np.float64, "solved": np.bool_, "verified": np.bool_,
     "tokens": np.int32, "turns": np.int32, "finished_s": np.float64,
@@ -40,7 +41,6 @@ _READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id"]
 _ENDED: dict[str, DTypeLike] = {
     "group": np.int64, "step": np.int32, "time_s": np.float64, "ending": np.uint8, "reason": np.int32,
 }  # fmt: skip
-_HEADER = 8  # bytes: length of the header, checksum of what follows
 _KEEP_SHARE, _KEEP_ROWS = 0.1, 20_000  # growth after which the cache is written again
 
 Arrays = dict[str, NDArray[Any]]
@@ -119,7 +119,7 @@ class RolloutColumns:
         self._kept = kept
         self._table: RolloutTable | None = None
         self._count = self._written = 0  # rows that have been read, and those in the cache
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
             self._load()
 
     @property
@@ -145,8 +145,9 @@ class RolloutColumns:
         found, table = np.flatnonzero(self._ends["group"] == group), self.table()
         if not len(found):
             return None, None
-        step, times_s = self._ends["step"][found[-1]], self._ends["time_s"]
-        began = np.append(times_s[self._ends["step"] == step - 1], table["finished_s"][table["step"] == step])
+        step, times_s = int(self._ends["step"][found[-1]]), self._ends["time_s"]
+        before = times_s[(self._ends["step"] == step - 1) & (step > 0)]
+        began = np.append(before, table["finished_s"][table["step"] == step])
         return (float(began.max()) if step >= 0 and len(began) else None), float(times_s[found[-1]])
 
     def _new(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -196,52 +197,30 @@ class RolloutColumns:
         return RolloutTable(columns, list(self._names), -len(self._kept))
 
     def _store(self) -> None:
-        header = {
-            "identity": self.finished.identity(),
-            "finished": self.finished.place,
-            "ended": self.ended.place,
-            "problems": [self.finished.problems, self.ended.problems],
-            "names": list(self._names),
-            "rows": self._count,
-            "ends": len(self._ends["group"]),
-        }
-        encoded = msgspec.json.encode(header)
-        arrays = [array.tobytes() for array in (*self._rows.values(), *self._ends.values())]
-        checksum = zlib.crc32(encoded)
-        for data in arrays:
-            checksum = zlib.crc32(data, checksum)
-        sizes = len(encoded).to_bytes(4, "little") + checksum.to_bytes(4, "little")
-        write_cached(self._path, [sizes, encoded, *arrays])
+        tails = [(tail.place, tail.problems) for tail in (self.finished, self.ended)]
+        header = msgspec.json.encode((self.finished.identity(), tails, list(self._names)))
+        ends = {f"end_{name}": array for name, array in self._ends.items()}
+        buffer = io.BytesIO()
+        np.savez(buffer, header=np.frombuffer(header, np.uint8), **self._rows, **ends)
+        write_cached(self._path, [buffer.getbuffer()])
 
     def _load(self) -> None:
-        data = memoryview(self._path.read_bytes())
-        end = _HEADER + int.from_bytes(data[:4], "little")
-        if zlib.crc32(data[_HEADER:]) != int.from_bytes(data[4:_HEADER], "little"):
-            raise ValueError("damaged")
-        header = msgspec.json.decode(data[_HEADER:end])
-        if header["identity"] != self.finished.identity():
-            raise ValueError("of another record")
-        tables: list[Arrays] = []
-        for kinds, count in ((self._rows, header["rows"]), (self._ends, header["ends"])):
-            tables.append({})
-            for name, empty in kinds.items():
-                tables[-1][name] = np.frombuffer(data, empty.dtype, count, end)
-                end += tables[-1][name].nbytes
-        self._rows, self._ends = tables
-        self._count = self._written = header["rows"]
-        self._names = {name: code for code, name in enumerate(header["names"])}
-        for tail, problems, place in zip(
-            (self.finished, self.ended), header["problems"], (header["finished"], header["ended"]), strict=True
-        ):
+        with np.load(self._path) as found:  # which compares checksums
+            identity, tails, names = msgspec.json.decode(found["header"].tobytes())
+            if identity != self.finished.identity():
+                return
+            self._rows = {name: found[name] for name in self._rows}
+            self._ends = {name: found[f"end_{name}"] for name in self._ends}
+        self._count = self._written = len(self._rows["group"])
+        self._names = {name: code for code, name in enumerate(names)}
+        for tail, (place, problems) in zip((self.finished, self.ended), tails, strict=True):
             tail.place, tail.problems = Place(*place), problems
 
 
 def _joined(first: Arrays, further: Sequence[Arrays]) -> Arrays:
-    return (
-        {name: np.concatenate([array, *(one[name] for one in further)]) for name, array in first.items()}
-        if further
-        else first
-    )
+    if not further:
+        return first
+    return {name: np.concatenate([array, *(one[name] for one in further)]) for name, array in first.items()}
 
 
 def _numpy(column: pa.Array, kind: DTypeLike) -> NDArray[Any]:
@@ -283,18 +262,15 @@ def _ends_of(lists: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.where(filled, values[offsets[:-1]], np.int32(-1)), np.where(filled, values[offsets[1:] - 1], np.int32(-1))
 
 
-def _kept_columns(kept: Sequence[KeptSample], tasks: dict[str, int]) -> Arrays:
-    rows = [
-        (
-            one.group, one.member, one.reward, one.solved, True, one.tokens, 1, np.nan,
-            one.versions[0][0] if one.versions else -1, one.versions[-1][0] if one.versions else -1,
-            OPEN, 255, tasks.setdefault("", len(tasks)),
-            ENDINGS.index(one.ending) if one.ending in ENDINGS else OPEN, -1 if one.step is None else one.step, -1,
-        )
-        for one in kept
-    ]  # fmt: skip
+def _kept_columns(kept: Sequence[KeptSample], names: dict[str, int]) -> Arrays:
     kinds = {**_NUMBERS, **_OWN, "ending": np.uint8, "step": np.int32, "reason": np.int32}
-    return {
-        name: np.array(values, kind)
-        for (name, kind), values in zip(kinds.items(), zip(*rows, strict=True), strict=True)
-    }
+    no_task = names.setdefault("", len(names))
+    rows: list[tuple[Any, ...]] = []
+    for one in kept:
+        first, last = (one.versions[0][0], one.versions[-1][0]) if one.versions else (-1, -1)
+        ending = ENDINGS.index(one.ending) if one.ending in ENDINGS else OPEN
+        step = -1 if one.step is None else one.step
+        rows.append((one.group, one.member, one.reward, one.solved, True, one.tokens, 1, np.nan,
+                     first, last, OPEN, 255, no_task, ending, step, -1))  # fmt: skip
+    columns = zip(*rows, strict=True)
+    return {name: np.array(values, kind) for (name, kind), values in zip(kinds.items(), columns, strict=True)}

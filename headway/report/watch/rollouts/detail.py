@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -19,8 +20,8 @@ MAX_TOKENS = 20_000  # of a window
 _MAX_PARTS = 5_000
 _CONTEXT_TOKENS = 4  # before a window, so that a character that began there is whole
 _TRAINER = ("trainer_logprobs", "ratios", "clipped", "trained", "advantages")
-_PLAIN = ("group", "member", "task_id", "reward", "trained_reward", "solved", "verified", "finish_reason", "tokens",
-          "resumes", "reprefills", "attempts", "verify_s", "environment_s", "judge_tokens")  # fmt: skip
+_PLAIN = ("trained_reward", "verified", "finish_reason", "resumes", "reprefills", "attempts", "verify_s",
+          "environment_s", "judge_tokens")  # fmt: skip
 Array = NDArray[Any]
 
 
@@ -69,19 +70,16 @@ def sequences(
     """The sequences of the rollout that ``batch`` consists of: the trunk, then its branches. ``trained``: the trainer's
     values of each; ``window``: (sequence, None for all; first token; tokens)."""
     branches = batch["branches"][0].values
-    found = [{name: batch[name].slice(0, 1) for name in batch.schema.names}]
-    found += [
-        {field.name: branches.field(field.name).slice(number, 1) for field in branches.type}
-        for number in range(0 if branches is None else len(branches))
-    ]
+    found = [{field.name: batch[field.name] for field in batch.schema}]
+    for number in range(0 if branches is None else len(branches)):
+        found.append({field.name: branches.field(field.name).slice(number, 1) for field in branches.type})
     only, offset, limit = window
-    made = []
-    for number, columns in enumerate(found):
-        shown = only in (None, number)
-        cut = (max(0, offset), min(max(limit, 0), MAX_TOKENS)) if shown else (0, 0)
-        name = "trunk" if not number else f"branch {number}"
-        made.append({"name": name} | _sequence(columns, tokens, trained[number] if trained else None, cut))
-    return made
+    cut = max(0, offset), min(max(limit, 0), MAX_TOKENS)
+    return [
+        {"name": f"branch {number}" if number else "trunk"}
+        | _sequence(columns, tokens, seen, cut if only in (None, number) else (0, 0))
+        for number, (columns, seen) in enumerate(zip_longest(found, trained))
+    ]
 
 
 def _sequence(
@@ -98,23 +96,22 @@ def _sequence(
     texts: list[Any] = [None] * (end - offset)
     if tokens is not None:
         texts = tokens.strings(ids[offset:end], ids[max(0, offset - _CONTEXT_TOKENS) : offset])
-    values: dict[str, Any] = {"logprobs": _rounded(np.where(sampled, logprobs, np.nan))}
-    values["versions"] = [v if s else None for v, s in zip(versions[low:high].tolist(), sampled.tolist(), strict=False)]
-    values |= dict.fromkeys(_TRAINER)
+    values: dict[str, Any] = {
+        "logprobs": _rounded(np.where(sampled, logprobs, np.nan)),
+        "versions": [v if s else None for v, s in zip(versions[low:high].tolist(), sampled.tolist(), strict=False)],
+        **dict.fromkeys(_TRAINER),
+    }
     if trained is not None and len(trained.logprobs) == len(response):
-        theirs = trained.logprobs[low:high]
-        away = np.where(sampled, theirs - logprobs, np.nan)
-        flags = {"clipped": trained.clipped, "trained": trained.trained}
-        values |= {"trainer_logprobs": _rounded(theirs), "ratios": _rounded(np.exp(away))}
-        values |= {name: flag[low:high].tolist() for name, flag in flags.items()}
-        values["advantages"] = _rounded(trained.advantages[low:high])
+        theirs, clipped, taken, advantages = (one[low:high] for one in trained)
+        ratios = np.exp(np.where(sampled, theirs - logprobs, np.nan))
+        seen = _rounded(theirs), _rounded(ratios), clipped.tolist(), taken.tolist(), _rounded(advantages)
+        values |= dict(zip(_TRAINER, seen, strict=True))
     values = {name: None if one is None else [*[None] * before, *one] for name, one in values.items()}
     return {
         "parts": _parts(len(prompt), mask, _array(columns["turn_ends"])), "tokens": texts,
         "ids": ids[offset:end].tolist(), "mask": [*[False] * before, *sampled.tolist()], **values, "offset": offset,
         "total_tokens": len(ids), "prompt_tokens": len(prompt),
         "span_versions": _array(columns["span_versions"]).tolist(),
-        "finish_reason": columns["finish_reason"][0].as_py(),
     }  # fmt: skip
 
 
@@ -131,18 +128,15 @@ def turns(parts: list[dict[str, Any]], rewards: Sequence[float]) -> list[dict[st
 def kept_detail(sample: KeptSample) -> dict[str, Any]:
     """A line of samples.jsonl as a rollout: its texts, each like one token."""
     parts = [{"kind": "prompt", "from": 0, "to": 1}, {"kind": "sampled", "from": 1, "to": 2}]
-    nothing: list[Any] = [None, None]
     sequence: dict[str, Any] = {
         "name": "trunk", "parts": parts, "tokens": [sample.prompt, sample.response], "ids": [-1, -1],
-        "logprobs": nothing, "versions": [None, sample.versions[-1][0] if sample.versions else None],
-        "mask": [False, True], **dict.fromkeys(_TRAINER), "offset": 0, "total_tokens": 2, "prompt_tokens": 1,
-        "finish_reason": sample.finish_reason,
+        "logprobs": [None, None], "versions": [None, sample.versions[-1][0] if sample.versions else None],
+        "mask": [False, True], **dict.fromkeys(_TRAINER), "offset": 0, "total_tokens": 2,
     }  # fmt: skip
     return {
-        "group": sample.group, "member": sample.member, "task_id": "", "reward": sample.reward,
-        "trained_reward": None, "solved": sample.solved, "verdict": None, "failure": None, "tokens": sample.tokens,
-        "pruned": msgspec.to_builtins(sample.pruned), "finish_reason": sample.finish_reason, "life": [],
-        "sequences": [sequence], "turns": [], "problems": ["of this rollout samples.jsonl kept the texts alone"],
+        **dict.fromkeys(("trained_reward", "verdict", "failure")), "pruned": msgspec.to_builtins(sample.pruned),
+        "finish_reason": sample.finish_reason, "life": [], "sequences": [sequence], "turns": [],
+        "problems": ["of this rollout samples.jsonl kept the texts alone"],
     }  # fmt: skip
 
 

@@ -86,11 +86,11 @@ class WatchedRollouts:
         batch = self._row(row, None)
         if batch is None:
             raise ConfigurationError(f"row = {row} lies in a part of the record that can't be read")
-        count = 1 + len(batch["branches"][0].values or ())
         trained = []
-        if common["step"] is not None and common["ending"] == "trained":
-            of_step = self._record.trained(common["step"])
-            trained = [of_step.get((common["group"], common["member"], number)) for number in range(count)]
+        if common["ending"] == "trained" and common["step"] is not None:
+            seen = self._record.trained(common["step"])
+            numbers = range(1 + len(batch["branches"][0].values or ()))
+            trained = [seen.get((common["group"], common["member"], number)) for number in numbers]
         sequences = detail.sequences(batch, self._tokens, trained, (sequence, offset, limit))
         left = batch["left_reason"][0].as_py()
         return {
@@ -123,8 +123,10 @@ class WatchedRollouts:
         return found | {"problems": self._problems()}
 
     def _with_text(self, found: bytes, rows: Any, most: int) -> tuple[list[int], list[str]]:
-        kept = np.array([found in folded_kept for folded_kept in map(_kept_folded, self._kept)], bool)
-        rows = rows[(rows >= 0) | (kept[rows] if len(kept) else False)]
+        kept = np.array([found in one for one in map(_kept_folded, self._kept)], bool)
+        taken = rows >= 0
+        taken[~taken] = kept[rows[~taken]]
+        rows = rows[taken]
         if self._index is None:
             rows = rows[rows < 0]
             return rows[:most].tolist(), ["text is searched only where the run's tokenizer can be read"]

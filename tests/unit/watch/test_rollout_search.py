@@ -1,0 +1,451 @@
+"""Search over a run's rollouts: it finds what looking at each one would, whatever grows, tears or is deleted."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from headway.config.schema import LedgerConfig
+from headway.records.errors import ConfigurationError
+from headway.records.rollout import FinishedGroup
+from headway.records.tokens import TokenIds
+from headway.report.watch.cache import cache_folder
+from headway.report.watch.rollouts import texts
+from headway.report.watch.rollouts.columns import StreamTail
+from headway.report.watch.rollouts.texts import TokenTable, fold, folded
+from headway.report.watch.rollouts.view import WatchedRollouts
+from headway.runtime.clock import VirtualClock
+from headway.telemetry.rollouts.joined import JoinedRollouts
+from headway.telemetry.rollouts.recorder import RolloutRecorder
+from headway.telemetry.rollouts.segments import list_segments
+from headway.tokens.tokenizer import Tokenizer
+from tests.support.real_tokenizers import KINDS, write
+from tests.support.recorded import random_group, rows_in
+
+WORDS = [
+    "the ",
+    "answer",
+    " É",
+    "té",
+    " Ответ",
+    "你好",
+    "<script>alert(1)</script>",
+    "\n",
+    "def f(x):",
+    "İ",
+    "ſK",
+    "🙂",
+    "x",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write("qwen", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def tokens(tokenizer: Tokenizer) -> TokenTable:
+    return TokenTable(tokenizer.vocabulary_bytes(), tokenizer.special_ids)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(texts, "_FIRST_ROWS", 3)  # several chunks
+    monkeypatch.setattr("headway.report.watch.rollouts.view._INDEX_WAIT_S", 60.0)  # tests don't wait for a thread
+    monkeypatch.setattr("headway.report.watch.rollouts.columns._KEEP_ROWS", 1)
+
+
+def written_groups(tokenizer: Tokenizer, count: int, first: int = 0) -> list[FinishedGroup]:
+    """Groups whose tokens are some text, or none at all, in one or several sequences."""
+
+    def own(ids: Any) -> TokenIds:
+        encoded = tokenizer.encode("".join(chance.choice(WORDS) for _ in range(len(ids)))) if len(ids) % 3 else ids
+        return TokenIds([int(n) % tokenizer.vocabulary_size for n in np.resize(np.array(encoded or [0]), len(ids))])
+
+    found = []
+    for index in range(first, first + count):
+        chance, group = random.Random(index), random_group(index, 1 + index % 4)
+        members = []
+        for one in group.rollouts:
+            branches = tuple(msgspec.structs.replace(b, response_ids=own(b.response_ids)) for b in one.branches)
+            members.append(
+                msgspec.structs.replace(
+                    one, prompt_ids=own(one.prompt_ids), response_ids=own(one.response_ids), branches=branches,
+                    reward=round(one.reward, 1),
+                )
+            )  # fmt: skip
+        found.append(FinishedGroup(group=group.group, rollouts=tuple(members)))
+    return found
+
+
+def record(run: Path, groups: list[FinishedGroup], segment_bytes: int = 30_000) -> RolloutRecorder:
+    """The recorder, not closed, of groups of which every second has ended."""
+    recorder = RolloutRecorder(
+        run, LedgerConfig(), VirtualClock(), lambda *a, **k: None, segment_bytes=segment_bytes, reserve_bytes=0
+    )
+    recorder.begin(lambda share: 0)
+    for group in groups:
+        recorder.finished(group)
+        recorder.flush()
+    for group in groups[::2]:
+        index = group.group.index
+        trains = index % 3 > 0
+        recorder.ended([index], "trained" if trains else "filtered", "why", index // 4 if trains else None)
+    recorder.flush()
+    return recorder
+
+
+def folded_text(text: bytes) -> bytes:
+    """``text`` as a search sees it, character by character."""
+
+    def lower(c: str) -> str:
+        other = c.lower()
+        same = len(other) == 1 and len(other.encode("utf-8", "surrogateescape")) == len(
+            c.encode("utf-8", "surrogateescape")
+        )
+        return other if same and (ord(c) < 128) == (ord(other) < 128) and ord(c) < 1 << 16 else c
+
+    return "".join(map(lower, text.decode("utf-8", "surrogateescape"))).encode("utf-8", "surrogateescape")
+
+
+class BruteForce:
+    """All rows of a record with their texts, looked at one by one."""
+
+    def __init__(self, run: Path, tokenizer: Tokenizer) -> None:
+        vocabulary = tokenizer.vocabulary_bytes()
+        ends = JoinedRollouts(run)
+        self.rows: list[dict[str, Any]] = []
+        for number, row in enumerate(rows_in(run)):
+            sequences = [row["prompt_ids"], row["response_ids"], *(b["response_ids"] for b in row["branches"] or ())]
+            row["texts"] = [folded_text(b"".join(vocabulary[i] for i in ids)) for ids in sequences]
+            row["ending"], _, row["step"] = ends.end_of(row)
+            spans = [row["span_versions"], *(b["span_versions"] for b in row["branches"] or ())]
+            row["spans"] = [(own[0], own[-1]) for own in spans if own]
+            self.rows.append(row | {"row": number})
+
+    def search(self, query: dict[str, Any]) -> list[int]:
+        order = query.get("order", "newest")
+        found = [row for row in reversed(self.rows) if self._passes(row, query)]
+        if order != "newest":
+            key, sign = order.lstrip("-"), -1 if order.startswith("-") else 1
+            found.sort(key=lambda row: row["row"] if order == "oldest" else sign * row[key])
+        return [row["row"] for row in found]
+
+    @staticmethod
+    def _passes(row: dict[str, Any], query: dict[str, Any]) -> bool:
+        needle = folded_text(query.get("text", "").encode())
+        tests = [not needle or any(needle in text for text in row["texts"])]
+        for name in ("reward", "tokens", "step"):
+            for edge, sign in (("from", 1), ("to", -1)):
+                if f"{name}_{edge}" in query:
+                    tests.append(row[name] is not None and sign * row[name] >= sign * query[f"{name}_{edge}"])
+        if "version_from" in query:
+            tests.append(max((last for _, last in row["spans"]), default=-1) >= query["version_from"])
+        if "version_to" in query:
+            tests.append(min((first for first, _ in row["spans"]), default=1 << 30) <= query["version_to"])
+        for name in ("solved", "group", "ending"):
+            if name in query:
+                tests.append(row[name] == query[name])
+        if "task" in query:
+            tests.append(row["task_id"].startswith(query["task"]))
+        return all(tests) and (not query.get("failure") or row["failure"] is not None)
+
+
+def queries(brute: BruteForce, count: int) -> Iterator[dict[str, Any]]:
+    """Random queries, most of which find something."""
+    chance = random.Random(count)
+    for _ in range(count):
+        row = chance.choice(brute.rows)
+        text = chance.choice(row["texts"]).decode("utf-8", "ignore")
+        at = chance.randrange(len(text) + 1)
+        piece = text[at : at + chance.choice([1, 2, 5, 30])]
+        upper = piece.upper() if len(piece.upper()) == len(piece) else piece
+        possible = {
+            "text": chance.choice([piece, upper, "absent word", "É"]),
+            "reward_from": chance.random(), "reward_to": chance.random(), "tokens_from": chance.randrange(200),
+            "tokens_to": chance.randrange(400), "solved": chance.random() < 0.5, "task": row["task_id"],
+            "ending": row["ending"], "version_from": chance.randrange(6), "version_to": chance.randrange(6),
+            "step_from": chance.randrange(12), "step_to": chance.randrange(12), "group": row["group"], "failure": True,
+        }  # fmt: skip
+        names = chance.sample(sorted(possible), chance.choice([0, 1, 1, 2, 3]))
+        orders = ["newest", "oldest", "reward", "-reward", "tokens", "-tokens"]
+        yield {name: possible[name] for name in {*names, *chance.choice([[], ["text"]])}} | {
+            "order": chance.choice(orders)
+        }
+
+
+def all_pages(watched: WatchedRollouts, query: dict[str, Any], limit: int) -> list[int]:
+    """The rows of all pages."""
+    found: list[int] = []
+    after = ""
+    while True:
+        page = watched.search(**query, limit=limit, after=after)
+        assert not page["problems"]
+        assert page["indexed_share"] == 1
+        found += [row["row"] for row in page["rows"]]
+        if page["after"] is None:
+            return found
+        assert len(page["rows"]) == limit
+        after = page["after"]
+
+
+def test_search_finds_what_looking_at_each_rollout_finds(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
+) -> None:
+    record(tmp_path / "run", written_groups(tokenizer, 90)).close()
+    assert len(list_segments(tmp_path / "run" / "rollouts" / "finished")) > 3
+    brute = BruteForce(tmp_path / "run", tokenizer)
+    watched = WatchedRollouts(tmp_path / "run", tokens)
+    found_some = 0
+    for query in queries(brute, 400):
+        expected = brute.search(query)
+        found_some += 0 < len(expected) < len(brute.rows)
+        assert all_pages(watched, query, 1 + len(expected) // 2) == expected, query
+        assert watched.search(**query, limit=500)["total"] == len(expected), query
+    assert found_some > 150, "else the queries show nothing"
+    watched.close()
+
+
+def test_snippets_are_the_text_itself_and_whole_characters(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
+) -> None:
+    record(tmp_path / "run", written_groups(tokenizer, 30)).close()
+    watched = WatchedRollouts(tmp_path / "run", tokens)
+    for text in ("SCRIPT>alert", "é", "你", "ответ", "DEF F(X)"):
+        page = watched.search(text=text, limit=500)
+        assert page["rows"], text
+        for row in page["rows"]:
+            shown = row["snippet"]
+            assert folded(shown["match"]) == folded(text)
+            (sequence, *_) = (
+                s for s in watched.rollout(row["row"])["sequences"]
+                if shown["before"] + shown["match"] + shown["after"] in texts_in(s)
+            )  # fmt: skip
+            assert sequence
+    watched.close()
+
+
+def texts_in(sequence: dict[str, Any]) -> str:
+    """A sequence's text, with what is no character as a snippet has it."""
+    return b"".join(t.encode() for t in sequence["tokens"]).decode()
+
+
+def test_fold_keeps_every_character_in_its_place() -> None:
+    characters = [chr(code) for code in range(1 << 16) if not 0xD800 <= code < 0xE000] + ["𐐀", "🙂"]
+    text = "".join(characters).encode()
+    assert folded("".join(characters)) == folded_text(text)
+    assert folded("ÀÉΣЖＡ Straße") == "àéσжａ straße".encode()
+    for seed in range(200):
+        data = np.random.default_rng(seed).integers(0, 256, seed, np.uint8)
+        assert len(fold(data.copy())) == seed, "broken characters neither"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vocabulary_bytes_are_what_is_decoded(kind: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(kind, tmp_path))
+    vocabulary = tokenizer.vocabulary_bytes()
+    for text in ("The answer is 46.\n", "é and 你好", "def f(x):\n    return x", "  two 🙂 ", "<0x41>▁"):
+        ids = [*tokenizer.encode(text), tokenizer.eos_id]
+        joined = b"".join(vocabulary[i] for i in ids).decode()
+        assert joined.lstrip(" ") == tokenizer.decode(ids, keep_special=True).lstrip(" ")
+
+
+# --- growth and damage -----------------------------------------------------------------------------------
+
+
+def test_what_arrives_between_two_calls_is_found(tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable) -> None:
+    groups = written_groups(tokenizer, 60)
+    recorder = record(tmp_path, groups[:20], segment_bytes=10_000)
+    watched = WatchedRollouts(tmp_path, tokens)
+    for number, group in enumerate(groups[20:], start=20):
+        recorder.finished(group)
+        recorder.flush()
+        recorder.ended([number], "trained", "", number)
+        if number % 5 == 0:
+            brute = BruteForce(tmp_path, tokenizer)
+            for query in queries(brute, 12):
+                assert all_pages(watched, query, 500) == brute.search(query), query
+    recorder.close()
+    watched.close()
+    again = WatchedRollouts(tmp_path, tokens)
+    assert all_pages(again, {"text": "answer"}, 500) == BruteForce(tmp_path, tokenizer).search({"text": "answer"})
+    again.close()
+
+
+def test_torn_batch_is_left_out_until_it_is_whole(tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable) -> None:
+    record(tmp_path, written_groups(tokenizer, 12), segment_bytes=1 << 20).close()
+    (segment,) = list_segments(tmp_path / "rollouts" / "finished")
+    data = segment.path.read_bytes()
+    whole = BruteForce(tmp_path, tokenizer)
+    for cut in (0, 7, 500, len(data) // 2, len(data) - 30):
+        segment.path.write_bytes(data[:cut])
+        watched = WatchedRollouts(tmp_path, tokens)
+        page = watched.search(text="e", limit=500)
+        assert [str(segment.path) in problem for problem in page["problems"]] == [True], cut
+        assert page["rollouts"] < len(whole.rows)
+        assert [row["row"] for row in page["rows"]] == [n for n in whole.search({"text": "e"}) if n < page["rollouts"]]
+        segment.path.write_bytes(data)
+        assert all_pages(watched, {"text": "e"}, 500) == whole.search({"text": "e"})
+        watched.close()
+        shutil.rmtree(cache_folder(tmp_path))
+
+
+def test_rows_behind_a_damaged_segment_keep_their_numbers(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
+) -> None:
+    record(tmp_path, written_groups(tokenizer, 60), segment_bytes=20_000).close()
+    whole = BruteForce(tmp_path, tokenizer)
+    first, second, third, *_ = list_segments(tmp_path / "rollouts" / "finished")
+    second.path.write_bytes(b"\xa7" * 5000)
+    watched = WatchedRollouts(tmp_path, tokens)
+    page = watched.search(text="answer", limit=500)
+    expected = [n for n in whole.search({"text": "answer"}) if not second.first <= n < third.first]
+    assert [row["row"] for row in page["rows"]] == expected
+    assert len(page["problems"]) == 1
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        watched.rollout(second.first)
+    watched.close()
+    assert first.first == 0
+
+
+@pytest.mark.parametrize("damage", ["deleted", "garbage", "cut", "emptied", "swapped"])
+def test_cache_may_be_deleted_or_damaged_at_any_time(
+    damage: str, tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
+) -> None:
+    run = tmp_path / "run"
+    record(run, written_groups(tokenizer, 30)).close()
+    brute = BruteForce(run, tokenizer)
+    watched = WatchedRollouts(run, tokens)
+    assert all_pages(watched, {"text": "answer"}, 500) == brute.search({"text": "answer"})
+    files = sorted(cache_folder(run).iterdir())
+    assert len(files) >= 4
+    for number, file in enumerate(files):
+        data = file.read_bytes()
+        if damage == "deleted":
+            file.unlink()
+        else:
+            damaged = {"garbage": b"\xfe" * len(data), "cut": data[: len(data) // 2], "emptied": b""}
+            file.write_bytes(damaged.get(damage, files[number - 1].read_bytes()))
+    for one in (WatchedRollouts(run, tokens), watched):
+        one.search(text="answer")
+        assert all_pages(one, {"text": "answer"}, 500) == brute.search({"text": "answer"})
+        one.close()
+
+
+def test_cache_of_another_record_in_the_same_place_is_not_used(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
+) -> None:
+    run = tmp_path / "run"
+    for first in (0, 100):
+        shutil.rmtree(run / "rollouts", ignore_errors=True)
+        record(run, written_groups(tokenizer, 30, first)).close()
+        watched = WatchedRollouts(run, tokens)
+        brute = BruteForce(run, tokenizer)
+        assert all_pages(watched, {"text": "the"}, 500) == brute.search({"text": "the"})
+        watched.close()
+
+
+def test_two_watchers_share_one_index(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, written_groups(tokenizer, 30)).close()
+    brute = BruteForce(tmp_path, tokenizer)
+    first, second = WatchedRollouts(tmp_path, tokens), WatchedRollouts(tmp_path, tokens)
+    assert all_pages(first, {"text": "the"}, 500) == brute.search({"text": "the"})
+    monkeypatch.setattr(StreamTail, "batches", lambda *a: pytest.fail("read again"))
+    monkeypatch.setattr(second._columns, "table", first._columns.table)
+    monkeypatch.setattr(first._columns, "_new", lambda *a: iter(()))
+    assert all_pages(second, {"text": "the"}, 500) == brute.search({"text": "the"})
+    first.close()
+    second.close()
+
+
+# --- other runs ------------------------------------------------------------------------------------------
+
+
+def test_without_a_tokenizer_figures_are_searched_and_text_is_said_to_be_not(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    record(tmp_path, written_groups(tokenizer, 10)).close()
+    watched = WatchedRollouts(tmp_path, None)
+    assert watched.search(solved=True)["total"] == len(BruteForce(tmp_path, tokenizer).search({"solved": True}))
+    page = watched.search(text="the")
+    assert page["rows"] == []
+    assert "tokenizer" in page["problems"][0]
+
+
+def kept_line(step: int, group: int, **changes: Any) -> str:
+    line = {"step": step, "group": group, "member": 0, "prompt": f"Prompt {group} é", "response": "the <b>Answer</b>",
+            "reward": group / 10, "solved": True, "advantage": 0.1, "versions": [[step, 3], [step + 1, 2]],
+            "finish_reason": "stop", "ending": "trained"}  # fmt: skip
+    return json.dumps(line | changes) + "\n"
+
+
+def test_runs_of_earlier_versions_are_searched_and_shown(tmp_path: Path, tokens: TokenTable) -> None:
+    lines = [kept_line(0, 5, response="other"), kept_line(1, 6), '{"step": 1}\n', kept_line(1, 6, reward=0.9)]
+    (tmp_path / "samples.jsonl").write_text("".join(lines) + kept_line(3, 9)[:40])
+    for table in (tokens, None):
+        watched = WatchedRollouts(tmp_path, table)
+        page = watched.search(text="B>ANSWER")
+        assert [(row["row"], row["group"], row["reward"], row["step"]) for row in page["rows"]] == [(-1, 6, 0.9, 1)]
+        assert page["rows"][0]["snippet"] == {"before": "the <", "match": "b>Answer", "after": "</b>"}
+        assert any("1 lines are damaged" in problem for problem in page["problems"])
+        assert [row["row"] for row in watched.search(order="oldest")["rows"]] == [-2, -1]
+        detail = watched.rollout(-2)
+        assert detail["sequences"][0]["tokens"] == ["Prompt 5 é", "other"]
+        assert (detail["reward"], detail["ending"], detail["first_version"], detail["last_version"]) == (
+            0.5,
+            "trained",
+            0,
+            1,
+        )
+        watched.close()
+
+
+def test_run_that_was_resumed_under_a_newer_version_has_both(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
+) -> None:
+    (tmp_path / "samples.jsonl").write_text(kept_line(0, 900) + kept_line(1, 901))
+    record(tmp_path, written_groups(tokenizer, 8)).close()
+    brute = BruteForce(tmp_path, tokenizer)
+    watched = WatchedRollouts(tmp_path, tokens)
+    assert all_pages(watched, {"text": "answer"}, 2) == [*brute.search({"text": "answer"}), -1, -2]
+    assert (
+        watched.search(text="answer", order="reward", limit=500)["total"] == len(brute.search({"text": "answer"})) + 2
+    )
+    watched.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ({"order": "best"}, "order"),
+        ({"reward_from": "x"}, "reward_from"),
+        ({"ending": "lost"}, "ending"),
+        ({"after": "x"}, "after"),
+    ],
+)
+def test_bad_queries_name_the_key(name: str, value: str, tmp_path: Path, tokens: TokenTable) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        WatchedRollouts(tmp_path, tokens).search(**{name: value})
+
+
+def test_folder_without_rollouts_is_empty(tmp_path: Path, tokens: TokenTable) -> None:
+    watched = WatchedRollouts(tmp_path, tokens)
+    page = watched.search(text="x")
+    assert (page["rows"], page["total"], page["rollouts"]) == ([], 0, 0)
+    assert watched.tasks(4)["tasks"] == []
+    assert watched.newest_of_task("x") is None
+    with pytest.raises(ConfigurationError, match="row = 0"):
+        watched.rollout(0)
+    watched.close()
