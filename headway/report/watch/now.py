@@ -15,7 +15,7 @@ from headway.control.summaries import weighted_mean
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import StepRecord
 from headway.records.stalls import WaitGraph
-from headway.records.trace import GroupEnd, GroupTrace, Pulse, Span, TraceLine, TraceSession
+from headway.records.trace import GroupEnd, GroupTrace, Pulse, TraceLine, TraceSession
 from headway.report.live import WINDOW
 from headway.report.run_cost import cost_sentence
 from headway.report.series import Column
@@ -34,14 +34,13 @@ _decoder = msgspec.json.Decoder(TraceLine)
 
 
 class TraceTail:
-    """The end of a run's trace: its newest pulse, the groups that are buffered, what each worker did last."""
+    """The end of a run's trace: its newest pulse, and the groups that are buffered."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset = path, -1, 0
         self.pulse: Pulse | None = None
         self.written_unix_s: float | None = None
         self.buffered: dict[int, GroupTrace] = {}
-        self.did: dict[str, Span] = {}  # track -> its last span
         self._session: TraceSession | None = None
 
     def refresh(self) -> None:
@@ -69,7 +68,6 @@ class TraceTail:
         if isinstance(line, TraceSession):
             if self._session is not None and line != self._session:
                 self.buffered.clear()
-                self.did.clear()
             self._session = line
         elif isinstance(line, Pulse):
             self.pulse = line
@@ -77,8 +75,6 @@ class TraceTail:
             self.buffered[line.index] = line
         elif isinstance(line, GroupEnd):
             self.buffered.pop(line.index, None)
-        elif isinstance(line, Span):
-            self.did[line.track] = line
 
 
 def stamp(run: WatchedRun) -> tuple[Any, ...]:
@@ -112,7 +108,7 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
             "updated_unix_s": max(filter(None, (tail.written_unix_s, trace.written_unix_s)), default=None),
             "queue": _queue(tail, trace, waits, pulse, last),
             "rates": _rates(tail, last),
-            "workers": _workers(pulse, trace, waits),
+            "workers": _workers(pulse, waits),
             "stalls": [
                 {"worker": event.worker, "detail": event.detail, "since_unix_s": _since(tail, number, event)}
                 for number, event in tail.stalls.values()
@@ -239,17 +235,16 @@ def _rates(tail: RunTail, last: StepRecord | None) -> dict[str, Any]:
     return {**means, "trained": trained, "unit": "samples/s", "recent": list(map(list, drawn))}
 
 
-def _workers(pulse: Pulse | None, trace: TraceTail, waits: WaitGraph | None) -> list[dict[str, Any]]:
+def _workers(pulse: Pulse | None, waits: WaitGraph | None) -> list[dict[str, Any]]:
     calls: dict[str, Counter[str]] = {}
     for wait in waits.waits if waits is not None else ():
-        calls.setdefault(wait.owner, Counter())[wait.kind.rpartition(".")[2]] += 1
-    rows = []
-    for worker in pulse.workers if pulse is not None else ():
-        of = calls.get(worker.name, Counter()).most_common(1)
-        span = trace.did.get(worker.name)
-        doing = of[0][0] + (f" ({of[0][1]})" if of[0][1] > 1 else "") if of else span.name if span else ""
-        rows.append({**msgspec.to_builtins(worker), "doing": doing.replace("_", " ")})
-    return rows
+        calls.setdefault(wait.owner, Counter())[wait.kind.rpartition(".")[2].replace("_", " ")] += 1
+    doing = {
+        owner: ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in of.most_common(2))
+        for owner, of in calls.items()
+    }
+    workers = pulse.workers if pulse is not None else ()
+    return [{**msgspec.to_builtins(worker), "doing": doing.get(worker.name, "")} for worker in workers]
 
 
 def _since(tail: RunTail, number: int, event: Any) -> float | None:

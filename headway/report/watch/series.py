@@ -25,50 +25,32 @@ from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.metrics import STEP_METRICS
 
 _MOST_EVENTS, _MOST_LOGS, _BLOCK_BYTES = 2000, 500, 1 << 16
-_PLOTS = {  # section -> title, as in the report -> patterns of names
-    "Learning": {
-        "Solve rate": "reward/solve_rate",
-        "pass@k": "reward/pass_at_*[0-9]",
-        "Reward": "reward/mean",
-        "Groups without variance, truncated responses": "reward/zero_variance_share length/truncated_share",
-        "Tasks by region": "curriculum/*_tasks",
-        "Why tasks were drawn": "curriculum/*_draw_share",
-    },
-    "Balance": {
-        "Who waits": "wait/*",
-        "Rates": "rates/*samples_per_s",
-        "Queue depth": "queue/running_groups queue/buffered_groups queue/parked_groups",
-        "Oldest buffered group": "queue/oldest_age_s",
-        "Where a step's time goes": "time/trainer_*_s time/publish_s time/checkpoint_s time/switch_s",
-    },
-    "Staleness": {"Staleness": "staleness/t*", "Staleness of environments": "staleness/environment_*"},
-    "Rollouts": {
-        "Response lengths": "length/*_tokens",
-        "Length bias": "length_bias/*",
-        "Endings": "endings/*_rollouts",
-        "Failures": "failures/*",
-        "Filtered": "filtered/*",
-    },
-    "Optimiser": {
-        "Loss": "loss/loss",
-        "Entropy": "loss/entropy",
-        "Gradient norm": "optimiser/grad_norm",
-        "Importance ratio quantiles": "ratio/ratio_*",
-        "Clip fraction": "ratio/clip_fraction",
-        "Trainer against generator": "mismatch/*",
-        "Learning rate": "optimiser/learning_rate",
-    },
-    "Machine": {
-        "Tokens per second": "rates/*tokens_per_s",
-        "Model FLOP utilisation of the trainer": "rates/mfu_*",
-        "Weight updates": "time/apply_*",
-        "KV cache": "queue/kv_*",
-        "Slots": "queue/slots queue/running_rollouts queue/waiting_rollouts",
-    },
-}
+_PLOTS = (  # section, title, patterns of names: plots of several series as the report has them, and those shown first
+    ("Learning", "Solve rate", "reward/solve_rate"),
+    ("Learning", "Reward", "reward/mean"),
+    ("Learning", "pass@k", "reward/pass_at_*[0-9]"),
+    ("Learning", "Groups without variance, truncated responses", "reward/zero_variance_share length/truncated_share"),
+    ("Balance", "Who waits", "wait/*"),
+    ("Balance", "Rates", "rates/*samples_per_s"),
+    ("Balance", "Queue depth", "queue/running_groups queue/buffered_groups queue/parked_groups"),
+    ("Balance", "Oldest buffered group", "queue/oldest_age_s"),
+    ("Balance", "Where a step's time goes", "time/trainer_*_s time/publish_s time/checkpoint_s time/switch_s"),
+    ("Staleness", "Staleness", "staleness/t*"),
+    ("Rollouts", "Response lengths", "length/*_tokens"),
+    ("Rollouts", "Length bias", "length_bias/*"),
+    ("Rollouts", "Endings", "endings/*_rollouts"),
+    ("Optimiser", "Importance ratio quantiles", "ratio/ratio_*"),
+    ("Optimiser", "Trainer against generator", "mismatch/*"),
+    ("Machine", "Tokens per second", "rates/*tokens_per_s"),
+    ("Machine", "Model FLOP utilisation of the trainer", "rates/mfu_*"),
+    ("Machine", "Weight updates", "time/apply_*"),
+    ("Machine", "KV cache", "queue/kv_*"),
+    ("Machine", "Slots", "queue/slots queue/running_rollouts queue/waiting_rollouts"),
+)
 _SECTIONS = {  # of other series by the first part of their names; else their own
-    **{"reward": "Learning", "queue": "Balance", "control": "Balance", "loss": "Optimiser", "rates": "Machine"},
-    **{"time": "Machine", "length": "Rollouts", "endings": "Rollouts"},
+    **{"reward": "Learning", "queue": "Balance", "control": "Balance", "rates": "Machine", "time": "Machine"},
+    **dict.fromkeys(("loss", "ratio", "optimiser"), "Optimiser"),
+    **dict.fromkeys(("length", "endings", "failures", "filtered", "pruning"), "Rollouts"),
 }
 _UNITS = ("samples_per_s", "tokens_per_s", "flop_per_s", "groups", "rollouts", "tokens", "steps", "bytes", "s")
 _KINDS = {
@@ -88,11 +70,8 @@ def names(run: WatchedRun) -> dict[str, Any]:
     of one plot have one section and title."""
     with run.tail() as tail:
         left, rows = tail.names(), list[dict[str, str]]()
-        plots = [
-            (section, title, of.split()) for section, of_section in _PLOTS.items() for title, of in of_section.items()
-        ]
-        for section, title, patterns in plots:
-            of_plot = [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        for section, title, patterns in _PLOTS:
+            of_plot = [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
             left = [name for name in left if name not in of_plot]
             rows += [_named(name, section, title) for name in of_plot]
         for name in left:

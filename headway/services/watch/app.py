@@ -131,7 +131,9 @@ def _endpoint(watched: WatchedRuns, answers: SharedAnswers, view: View, stamp: S
 
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [first.replace(kind=kind, annotation=str)]
-    parameters += [of.replace(kind=kind, annotation=hints[of.name]) for of in rest if of.name != "price"]
+    parameters += [
+        of.replace(kind=kind, annotation=hints.get(of.name, of.annotation)) for of in rest if of.name != "price"
+    ]
     endpoint.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return endpoint
 

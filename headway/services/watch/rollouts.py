@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import fields
+
 from headway.records.errors import ConfigurationError
 from headway.report.watch.lanes import RunLanes
+from headway.report.watch.rollouts.search import RolloutQuery
 from headway.report.watch.rollouts.view import WatchedRollouts
 from headway.report.watch.runs import WatchedRun, within
 from headway.services.run_tokenizer import token_table
@@ -19,29 +23,18 @@ def _rollouts(path: Path) -> WatchedRollouts:
     return WatchedRollouts(path, token_table(path))
 
 
-def _search(
-    run: WatchedRun,
-    text: str = "",
-    reward_from: float | None = None,
-    reward_to: float | None = None,
-    tokens_from: int | None = None,
-    tokens_to: int | None = None,
-    solved: bool | None = None,
-    task: str = "",
-    ending: str = "",
-    version_from: int | None = None,
-    version_to: int | None = None,
-    step_from: int | None = None,
-    step_to: int | None = None,
-    group: int | None = None,
-    failure: bool = False,
-    order: str = "newest",
-    limit: int = 50,
-    after: str = "",
-) -> Any:
-    query = {name: value for name, value in locals().items() if name != "run"}
+def _search(run: WatchedRun, **query: Any) -> Any:
     with run.part(_rollouts) as reader:
         return reader.search(**query)
+
+
+_KIND = inspect.Parameter.KEYWORD_ONLY
+_search.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+    [
+        inspect.Parameter("run", _KIND),
+        *(inspect.Parameter(of.name, _KIND, default=of.default, annotation=of.type) for of in fields(RolloutQuery)),
+    ]
+)
 
 
 def _rollout(run: WatchedRun, row: int, sequence: int | None = None, offset: int = 0, limit: int = 4000) -> Any:
