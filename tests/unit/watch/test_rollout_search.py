@@ -282,6 +282,22 @@ def test_what_arrives_between_two_calls_is_found(tmp_path: Path, tokenizer: Toke
     again.close()
 
 
+def test_long_record_is_read_in_parts(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, written_groups(tokenizer, 30)).close()
+    monkeypatch.setattr("headway.report.watch.rollouts.columns._BATCHES", 12)
+    watched, counts = WatchedRollouts(tmp_path, tokens), list[int]()
+    while (page := watched.search())["problems"]:
+        assert "look again" in page["problems"][0]
+        counts.append(page["rollouts"])
+    whole = BruteForce(tmp_path, tokenizer)
+    assert counts == sorted(set(counts))
+    assert len(counts) == 2
+    assert all_pages(watched, {}, 7) == whole.search({})
+    watched.close()
+
+
 def test_torn_batch_is_left_out_until_it_is_whole(tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable) -> None:
     record(tmp_path, written_groups(tokenizer, 12), segment_bytes=1 << 20).close()
     (segment,) = list_segments(tmp_path / "rollouts" / "finished")

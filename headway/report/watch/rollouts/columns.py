@@ -41,6 +41,7 @@ _READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id"]
 _ENDED: dict[str, DTypeLike] = {
     "group": np.int64, "step": np.int32, "time_s": np.float64, "ending": np.uint8, "reason": np.int32,
 }  # fmt: skip
+_BATCHES = 2000  # read by one call, a second or two: of what is longer the next calls read more
 _KEEP_SHARE, _KEEP_ROWS = 0.1, 20_000  # growth after which the cache is written again
 
 Arrays = dict[str, NDArray[Any]]
@@ -118,17 +119,19 @@ class RolloutColumns:
         self._ends: Arrays = {name: np.empty(0, kind) for name, kind in _ENDED.items()}
         self._kept = kept
         self._table: RolloutTable | None = None
+        self.complete = True  # whether the last call has read to the end
         self._count = self._written = 0  # rows that have been read, and those in the cache
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
             self._load()
 
     @property
     def problems(self) -> list[str]:
-        return [*self.finished.problems.values(), *self.ended.problems.values()]
+        found = [*self.finished.problems.values(), *self.ended.problems.values()]
+        return found if self.complete else [*found, f"so far {self._count:,} rollouts are read: look again for more"]
 
     def table(self) -> RolloutTable:
         """The rollouts that can be read now."""
-        before = self.finished.place, self.ended.place
+        before, self.complete = (self.finished.place, self.ended.place), True
         self._ends = _joined(self._ends, [self._endings(batch) for _, batch in self._new(self.ended, ENDED.names)])
         self._rows = _joined(self._rows, [self._numbers(row, batch) for row, batch in self._new(self.finished, _READ)])
         if self._table is None or before != (self.finished.place, self.ended.place):
@@ -151,9 +154,12 @@ class RolloutColumns:
         return (float(began.max()) if step >= 0 and len(began) else None), float(times_s[found[-1]])
 
     def _new(self, tail: StreamTail, columns: list[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        for place, row, batch in tail.batches(columns):
+        for number, (place, row, batch) in enumerate(tail.batches(columns), start=1):
             yield row, batch
             tail.place = place
+            if number == _BATCHES:
+                self.complete = False
+                break
 
     def _numbers(self, row: int, batch: pa.RecordBatch) -> Arrays:
         """The columns of a batch, after those that are lost in a damaged segment before it."""

@@ -18,7 +18,7 @@ _BEFORE, _AFTER = 120, 240  # bytes of a snippet on both sides of what was found
 Array = NDArray[Any]
 
 
-class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Filters of rollouts, their order, and the page. None and "" don't filter."""
 
     text: str = ""
