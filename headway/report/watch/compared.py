@@ -28,7 +28,7 @@ def compare(
     within("runs", len(runs), 1, _MOST_RUNS)
     rows, problems, configurations = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
     for run in dict.fromkeys(runs):
-        with run.tail() as tail:
+        with run.tail(wide=True) as tail:
             known = ",".join(set(tail.names()) & set(names.split(",")))
             row = {"id": run.id, "name": run.path.name, "numbers": _numbers(run, tail, price)}
         try:

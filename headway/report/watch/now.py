@@ -228,11 +228,11 @@ def _queue(
 
 def _rates(tail: RunTail, last: StepRecord | None) -> dict[str, Any]:
     names = ("production", "effective_production", "consumption")
-    columns = {name: tail.column(f"rates/{name}_samples_per_s")[-RECENT:].tolist() for name in names}
-    drawn = zip(tail.unix_column()[-RECENT:].tolist(), columns["production"], columns["consumption"], strict=True)
     means = {name: _mean(tail, lambda s, field=f"{name}_per_s": getattr(s, field)) if last else None for name in names}
     trained = _mean(tail, lambda step: step.samples / step.step_s if step.step_s else 0.0) if last else None
-    return {**means, "trained": trained, "unit": "samples/s", "recent": list(map(list, drawn))}
+    drawn = [tail.unix_column(), *(tail.column(f"rates/{name}_samples_per_s") for name in (names[0], names[2]))]
+    recent = [list(row) for row in zip(*(column[-RECENT:].tolist() for column in drawn), strict=True)]
+    return {**means, "trained": trained, "unit": "samples/s", "recent": recent}
 
 
 def _workers(pulse: Pulse | None, waits: WaitGraph | None) -> list[dict[str, Any]]:

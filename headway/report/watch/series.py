@@ -68,7 +68,7 @@ _TIME = re.compile(rb"^\[?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-
 def names(run: WatchedRun) -> dict[str, Any]:
     """The series that a run has measured, those that the report draws first: name, section, title, unit, caption. Those
     of one plot have one section and title."""
-    with run.tail() as tail:
+    with run.tail(wide=True) as tail:
         left, rows = tail.names(), list[dict[str, str]]()
         for section, title, patterns in _PLOTS:
             of_plot = [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
@@ -99,7 +99,7 @@ def series(
     """Series (``names``: separated by commas) over an axis, in at most ``points`` bins of equally many steps, the first
     of version ``since``. Raises ConfigurationError for a name or an axis that the run doesn't have."""
     wanted = [name for name in names.split(",") if name]
-    with run.tail() as tail:
+    with run.tail(wide=True) as tail:
         known = set(tail.names())
         if missing := [name for name in wanted if name not in known]:
             raise ConfigurationError(f"names = {missing[0]!r}: valid: {', '.join(sorted(known)) or 'none yet'}")

@@ -50,7 +50,7 @@ def write(run: Path, lines: list[LedgerLine]) -> Path:
 
 def read(run: Path) -> RunTail:
     tail = RunTail(run)
-    tail.refresh()
+    tail.refresh(wide=True)
     return tail
 
 

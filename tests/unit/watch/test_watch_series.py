@@ -104,7 +104,7 @@ def test_names_stand_in_the_reports_plots_in_reading_order(run: WatchedRun) -> N
 
 
 def _all_names(run: WatchedRun) -> list[str]:
-    with run.tail() as tail:
+    with run.tail(wide=True) as tail:
         return tail.names()
 
 
