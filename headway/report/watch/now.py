@@ -81,7 +81,7 @@ def stamp(run: WatchedRun) -> tuple[Any, ...]:
     """Changes when the view of `now` may have."""
     files = [stamp_of(run.path / name) for name in (FILE_NAME, _WAITS, "epoch")]
     silent = files[1] and time.time() - files[1][2] / 1e9 > _SILENT_S
-    return run.stamp(), files, silent, RunDirectory(run.path).holder()
+    return run.stamp(), files, silent, holder_of(RunDirectory(run.path))
 
 
 def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
@@ -94,9 +94,12 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
         problems = list(tail.problems)
         if alive and waits is not None and (silent_s := time.time() - waits.written_s) > _SILENT_S:
             problems.append(f"the orchestrator (process {waits.pid}) has been silent for {silent_s:.0f} s")
+        state = state_of(list(tail.events.values()), holder)
         if tail.last is None:
             problems.append("nothing is recorded yet")
-        state = "running" if alive else state_of(list(tail.events.values()), holder)
+        elif alive and state != "running":
+            problems.append("it is being started or resumed: this session has recorded nothing yet")
+        state = "running" if alive else state
         last, pulse = tail.recent[-1] if tail.recent else None, trace.pulse if alive else None
         return {
             **{"run": run.id, "name": run.path.name, "state": state, "holder": holder, **_judged(tail, state, price)},

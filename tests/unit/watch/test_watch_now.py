@@ -170,6 +170,16 @@ def test_a_run_without_a_line_is_no_blank(live: LiveRun) -> None:
     assert stages(found)["generating"] == (0, 0)
 
 
+def test_a_run_that_is_being_resumed_is_said_to_be(live: LiveRun) -> None:
+    live.steps(2)
+    live.ledger.record(EventRecord(event="end"))
+    found = live.now()
+    assert (found["state"], len(found["problems"])) == ("running", 1)
+    assert "started or resumed" in found["problems"][0]
+    live.ledger.record(EventRecord(event="resume"))
+    assert live.now()["problems"] == []
+
+
 def test_a_dead_run_shows_what_it_was_last(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as held:
         run = LiveRun(tmp_path / "run")
