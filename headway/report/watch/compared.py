@@ -11,7 +11,7 @@ from headway.records.errors import ConfigurationError
 from headway.report.formats import duration, percent, quantity, score
 from headway.report.several.axes import AXES
 from headway.report.several.configurations import differences
-from headway.report.several.listing import holder_of, state_of
+from headway.report.several.listing import holder_of
 from headway.report.watch.now import learning_of
 from headway.report.watch.runs import RunTail, WatchedRun, within
 from headway.report.watch.series import configuration, series
@@ -48,7 +48,7 @@ def compare(
 
 
 def _numbers(run: WatchedRun, tail: RunTail, price: float | None) -> dict[str, str]:
-    state, steps_s = state_of(list(tail.events.values()), holder_of(RunDirectory(run.path))), tail.column("time/step_s")
+    state, steps_s = tail.state(holder_of(RunDirectory(run.path))), tail.column("time/step_s")
     rows = {"state": state, "time": duration(tail.duration_s), "steps": f"{len(tail.column('version')):,}"}
     for record in tail.evaluations.values():  # the last of each kind stays
         if record.samples:

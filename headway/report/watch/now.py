@@ -19,7 +19,7 @@ from headway.records.trace import GroupEnd, GroupTrace, Pulse, TraceLine, TraceS
 from headway.report.live import WINDOW
 from headway.report.run_cost import cost_sentence
 from headway.report.series import Column
-from headway.report.several.listing import holder_of, state_of
+from headway.report.several.listing import holder_of
 from headway.report.verdict import judge_balance, judge_learning
 from headway.report.watch.runs import RECENT, RunTail, WatchedRun, inside, stamp_of
 from headway.report.watch.series import event_of
@@ -94,7 +94,7 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
         problems = list(tail.problems)
         if alive and waits is not None and (silent_s := time.time() - waits.written_s) > _SILENT_S:
             problems.append(f"the orchestrator (process {waits.pid}) has been silent for {silent_s:.0f} s")
-        state = state_of(list(tail.events.values()), holder)
+        state = tail.state(holder)
         if tail.last is None:
             problems.append("nothing is recorded yet")
         elif alive and state != "running":

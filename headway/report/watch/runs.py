@@ -24,7 +24,7 @@ from headway.report.doctor import costs_of
 from headway.report.run_cost import LiveCost, live_cost
 from headway.report.series import Floats
 from headway.report.several.axes import AXES
-from headway.report.several.listing import ListedRun, find_runs, list_runs, traced_s
+from headway.report.several.listing import ListedRun, RunState, find_runs, list_runs, state_of, traced_s
 from headway.runtime.run_directory import RunDirectory, placed_as_before
 from headway.telemetry import ledger
 from headway.telemetry.metrics import scalars
@@ -231,6 +231,10 @@ class RunTail:
     def duration_s(self) -> float:
         """Time of all sessions so far."""
         return self._earlier_s + self._session_s
+
+    def state(self, holder: str) -> RunState:
+        """State of the run, as `headway runs` has it; ``holder``: the process that runs it."""
+        return state_of([*self.events.values(), *self.recent], holder)
 
     def unix_s(self, number: int, time_s: float) -> float | None:
         """Time of day of what line ``number`` says of ``time_s``; None: of a session whose beginning isn't known."""

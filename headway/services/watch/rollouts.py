@@ -57,9 +57,9 @@ def _same_task(runs: Sequence[WatchedRun], task: str) -> Any:
     return {"rollouts": found}
 
 
-def _lanes(run: WatchedRun, since_s: float | None = None) -> Any:
+def _lanes(run: WatchedRun, since: float | None = None) -> Any:
     with run.part(RunLanes) as reader:
-        return reader.lanes(since_s)
+        return reader.lanes(since)
 
 
 def _window(run: WatchedRun, from_s: float, to_s: float, pixels: int = 1600, tracks: str = "") -> Any:
