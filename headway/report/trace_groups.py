@@ -86,25 +86,28 @@ def group_phases(life: GroupLife, computing_s: float | None) -> Iterator[Phase]:
     yield f"step {life.step}", trained_s, life.end_s
 
 
-def rollout_phases(life: GroupLife, rollout: RolloutTrace) -> tuple[Phase, ...]:
-    """Phases of a member of a finished group, from its admission until it is verified."""
-    assert life.trace is not None
-    assert life.finished_s is not None
-    last_generated_s = max(r.generated_s for r in life.trace.rollouts)
-
-    def moment(clock_s: float) -> float:
-        return min(max(clock_s + life.offset, life.start_s), life.finished_s or life.end_s)
-
-    generated_s = moment(rollout.generated_s)
-    first_token_s = min(moment(rollout.first_token_s), generated_s) if rollout.first_token_s else generated_s
-    verifying_s = moment(last_generated_s)
-    finished_s = max(moment(rollout.finished_s), verifying_s if not rollout.failure else generated_s)
-    return (
-        ("queued", life.start_s, first_token_s),
-        ("generating", first_token_s, generated_s),
-        ("waits for its group", generated_s, verifying_s),
-        ("verifying", verifying_s, finished_s),
-    )
+def rollout_phases(life: GroupLife) -> Iterator[tuple[RolloutTrace, tuple[Phase, ...]]]:
+    """Members of a finished group with their phases, from admission until they are verified."""
+    if life.trace is None or life.finished_s is None:
+        return
+    offset, admitted_s, end_s = life.offset, life.start_s, life.finished_s
+    verifying_s = min(max(max(r.generated_s for r in life.trace.rollouts) + offset, admitted_s), end_s)
+    for rollout in life.trace.rollouts:
+        generated_s = min(max(rollout.generated_s + offset, admitted_s), end_s)
+        first_token_s = min(max(rollout.first_token_s + offset, admitted_s), generated_s)
+        if not rollout.first_token_s:
+            first_token_s = generated_s
+        finished_s = min(max(rollout.finished_s + offset, admitted_s), end_s)
+        finished_s = max(finished_s, verifying_s if not rollout.failure else generated_s)
+        yield (
+            rollout,
+            (
+                ("queued", admitted_s, first_token_s),
+                ("generating", first_token_s, generated_s),
+                ("waits for its group", generated_s, verifying_s),
+                ("verifying", verifying_s, finished_s),
+            ),
+        )
 
 
 def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence[StepTrace]) -> None:
@@ -118,8 +121,8 @@ def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence
     for life in lives:
         if life.trace is not None and life.finished_s is not None:
             block = blocks.take(life.start_s, life.finished_s)
-            for rollout in life.trace.rollouts:
-                _draw_rollout(events, f"lane {block:03d} member {rollout.member:02d}", life, rollout)
+            for rollout, phases in rollout_phases(life):
+                _draw_rollout(events, f"lane {block:03d} member {rollout.member:02d}", life, rollout, phases)
 
 
 def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: float | None) -> None:
@@ -136,8 +139,9 @@ def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: f
         events.slice(_GROUPS, track, what, start_s, end_s)
 
 
-def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace) -> None:
-    phases = rollout_phases(life, rollout)
+def _draw_rollout(
+    events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace, phases: Sequence[Phase]
+) -> None:
     sampled = rollout.first_version >= 0  # it has at least one token
     arguments = {
         "tokens": rollout.tokens,

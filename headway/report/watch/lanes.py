@@ -83,8 +83,8 @@ class RunLanes:
         self._targets: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
 
     def lanes(self, since_s: float | None = None) -> dict[str, Any]:
-        """Tracks, names of spans (``waiting``: those that aren't work), and steps, versions and marks that ended after
-        ``since_s``. Reads what the run has written since the last call; ``indexed_share`` says how much of it."""
+        """Tracks, names of spans (``waiting``: those that aren't work), and marks, steps that ended and versions that
+        were published after ``since_s``. Reads what was written since the last call; ``indexed_share``: of all there is."""
         self._refresh()
         state, found = self._state, [self._problem] if self._problem else []
         if state.damaged:
@@ -102,9 +102,8 @@ class RunLanes:
             "indexed_share": self._share,
             "problems": found,
         }
-        for kind, ends in (("versions", ("applied_s", "published_s")), ("marks", ("time_s",)), ("steps", ("end_s",))):
-            kept = getattr(state, kind)
-            answer[kind] = [one for one in kept if since_s is None or any((one[end] or 0) > since_s for end in ends)]
+        for kind, at in (("versions", "published_s"), ("marks", "time_s"), ("steps", "end_s")):
+            answer[kind] = [one for one in getattr(state, kind) if since_s is None or one[at] > since_s]
         return answer
 
     def window(self, from_s: float, to_s: float, pixels: int, tracks: Iterable[int]) -> dict[str, Any]:
@@ -200,13 +199,13 @@ class RunLanes:
 
     def _take_line(self, line: TraceLine) -> None:
         state = self._state
-        if isinstance(line, TraceSession):
+        if isinstance(line, Span) and state.session_s is not None:
+            self._take_span(line.track, line.name, line.start_s + state.shift_s, line.end_s + state.shift_s)
+        elif isinstance(line, TraceSession):
             state.session_s, state.shift_s = line.unix_s, line.unix_s - line.clock_s
             self._reach(line.unix_s, line.unix_s)
         elif state.session_s is None:
             return  # no telling when
-        elif isinstance(line, Span):
-            self._take_span(line.track, line.name, line.start_s + state.shift_s, line.end_s + state.shift_s)
         elif isinstance(line, GroupTrace):
             self._take_group(line, state.session_s)
         elif isinstance(line, GroupEnd):
@@ -225,8 +224,10 @@ class RunLanes:
 
     def _reach(self, start_s: float, end_s: float) -> None:
         state = self._state
-        state.from_s = start_s if state.from_s is None else min(start_s, state.from_s)
-        state.to_s = max(end_s, state.to_s)
+        if state.from_s is None or start_s < state.from_s:
+            state.from_s = start_s
+        if end_s > state.to_s:
+            state.to_s = end_s
 
     def _take_span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         if (targets := self._targets.get((track, name))) is None:
@@ -234,11 +235,10 @@ class RunLanes:
         for number, place, code in targets:
             self._fresh.append((start_s, end_s, number, -1, place, code))
         self._reach(start_s, end_s)
-        versions = self._state.versions
-        if name == "publish" and track == "trainer-0":
-            versions.append({"version": self._state.version, "published_s": end_s, "applied_s": None})
+        if track == "trainer-0" and name == "publish":
+            self._state.versions.append({"version": self._state.version, "published_s": end_s, "applied_s": None})
         elif track == "weights" and name.startswith("apply version "):
-            version = targets[0][0]
+            versions, version = self._state.versions, targets[0][0]
             if not versions or versions[-1]["version"] != version or versions[-1]["applied_s"] is not None:
                 versions.append({"version": version, "published_s": start_s})
             versions[-1]["applied_s"] = end_s
@@ -285,9 +285,8 @@ class RunLanes:
         state.lives[line.index] = (life, lane)
         self._draw("groups", f"{lane:03d}", line.index, -1, list(group_phases(life, None))[:2])
         lane = state.members.take(life.start_s, life.end_s)
-        for rollout in line.rollouts:
-            name = f"{lane:03d}.{rollout.member:02d}"
-            self._draw("rollouts", name, line.index, rollout.member, rollout_phases(life, rollout))
+        for rollout, phases in rollout_phases(life):
+            self._draw("rollouts", f"{lane:03d}.{rollout.member:02d}", line.index, rollout.member, phases)
         self._reach(life.start_s, life.end_s)
 
     def _end_group(self, line: GroupEnd, session_s: float) -> None:
@@ -312,5 +311,7 @@ class RunLanes:
     def _draw(self, group: str, track: str, number: int, member: int, phases: Sequence[Phase]) -> None:
         place, number, member = self._track(group, track), min(number, _MOST_INT), min(member, _MOST_INT)
         for name, start_s, end_s in phases:
-            code = self._name(name.rstrip("0123456789-").strip())
-            self._fresh.append((start_s, end_s, number, member, place, code))
+            if end_s > start_s:
+                if (code := self._state.names.get(name)) is None:
+                    code = self._name(name.rstrip("0123456789-").strip())
+                self._fresh.append((start_s, end_s, number, member, place, code))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,8 @@ class SpanStore:
 
     def restore(self, stored: StoredSpans) -> None:
         """Go back to a state of the files. Raises ValueError when they are shorter."""
-        self.stored, self._tail = stored, np.frombuffer(stored.tail, _ROW)
+        self.stored = stored
+        self._keep(np.frombuffer(stored.tail, _ROW))
         sizes = stored.rows * _ROW.itemsize, stored.blocks * _BLOCK.itemsize
         for file, size in zip(self._files, sizes, strict=True):
             if file.seek(0, 2) < size:
@@ -65,20 +67,20 @@ class SpanStore:
             file.seek(size)
         self._files[1].seek(0)
         self._blocks: dict[int, list[NDArray[Any]]] = {}
-        self._grown(np.frombuffer(self._files[1].read(), _BLOCK))
+        self._take_up(np.frombuffer(self._files[1].read(), _BLOCK))
 
-    def _grown(self, blocks: NDArray[Any]) -> None:
-        """Map the rows, and take up their last blocks."""
-        rows = self.stored.rows
-        self._rows: NDArray[Any] = np.memmap(self._files[0], _ROW, "r", shape=rows) if rows else np.zeros(0, _ROW)
+    def _take_up(self, blocks: NDArray[Any]) -> None:
         blocks = blocks[np.argsort(blocks["track"], kind="stable")]
         for part in np.split(blocks, np.flatnonzero(np.diff(blocks["track"])) + 1):
             self._blocks.setdefault(int(part["track"][0]) if len(part) else -1, []).append(part)
 
+    def _keep(self, tail: NDArray[Any]) -> None:
+        self._tail, self._tail_tracks = tail, tail["track"].copy()
+
     def add(self, fresh: Sequence[Row], works: Flags, to_s: float) -> bool:
         """Add rows; returns whether the tail was sealed. ``works``: of each name, whether it is work; ``to_s``: the end
         of all. Raises OSError when the disk is full."""
-        self._tail = _sorted(np.concatenate((self._tail, np.array(fresh, _ROW))))
+        self._keep(_sorted(np.concatenate((self._tail, np.array(fresh, _ROW)))))
         late = self._tail["end"] > to_s - _LATE_S
         late &= len(late) < 2 * SEAL_ROWS
         rows, tail = self._tail[~late], self._tail[late]
@@ -89,8 +91,9 @@ class SpanStore:
             file.write(data.tobytes())
             file.flush()
         sizes = {"rows": self.stored.rows + len(rows), "blocks": self.stored.blocks + len(blocks)}
-        self._tail, self.stored = tail, StoredSpans(**sizes, tail=tail.tobytes())
-        self._grown(blocks)
+        self.stored = StoredSpans(**sizes, tail=tail.tobytes())
+        self._keep(tail)
+        self._take_up(blocks)
         return True
 
     def window(self, track: int, from_s: float, to_s: float, pixels: int, works: Flags) -> dict[str, list[Any]]:
@@ -130,12 +133,17 @@ class SpanStore:
         parts[:] = [np.concatenate(parts)] if len(parts) > 1 else parts
         blocks = parts[0][(parts[0]["end"] > from_s) & (parts[0]["start"] < to_s)]
         inner = (blocks["end"] - blocks["start"] < width_s) & (blocks["start"] >= from_s) & (blocks["end"] <= to_s)
-        counts = blocks["count"][~inner]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        low, high = np.searchsorted(self._tail["track"], (track, track + 1))
-        sealed = np.asarray(self._rows[np.repeat(blocks["row"][~inner], counts) + within])
-        rows = np.concatenate((sealed, self._tail[low:high]))
+        begin, count = blocks["row"][~inner], blocks["count"][~inner]
+        runs = _first(begin[1:] == begin[:-1] + count[:-1], len(begin))  # one behind the other in the file
+        sizes = np.add.reduceat(count, runs) if len(runs) else runs
+        rows = np.frombuffer(b"".join(map(self._read_rows, begin[runs].tolist(), sizes.tolist())), _ROW)
+        low, high = np.searchsorted(self._tail_tracks, (track, track + 1))
+        rows = np.concatenate((rows, self._tail[low:high]))
         return blocks[inner], rows[(rows["end"] > from_s) & (rows["start"] < to_s)]
+
+    def _read_rows(self, row: int, count: int) -> bytes:
+        # Not mapped: what was looked at once would count as this process's memory.
+        return os.pread(self._files[0].fileno(), count * _ROW.itemsize, row * _ROW.itemsize)
 
 
 def _sorted(rows: NDArray[Any]) -> NDArray[Any]:

@@ -74,7 +74,7 @@ def end(index: int, time_s: float, admitted_s: float, ending: str = "trained", f
 
 
 def drawn(lanes: RunLanes, pixels: int = 10_000) -> dict[str, list[tuple[str, float, float]]]:
-    """All spans by track, as (name, start, end) in seconds since T0, at a resolution that joins none of these tests'."""
+    """All spans by track, as (name, start, end) in seconds since T0, so finely that none are joined."""
     found = lanes.lanes()
     ids = {track["id"]: f"{track['group']}/{track['name']}" for track in found["tracks"]}
     spans = lanes.window(T0, T0 + 1000, pixels, ids)["tracks"] if ids else {}
@@ -116,7 +116,7 @@ def test_workers_are_drawn_on_their_tracks_and_devices(run: Path):
     assert found["steps"] == [{"step": 7, "start_s": T0, "end_s": T0 + 60, "skipped": False}]
     assert found["marks"] == [{"time_s": T0 + 64, "event": "checkpoint", "detail": "version 8"}]
     assert (found["from_s"], found["to_s"], found["events"], found["problems"]) == (T0, T0 + 70, 13, [])
-    later = lanes.lanes(since_s=T0 + 62)
+    later = lanes.lanes(since_s=T0 + 60.5)
     assert (len(later["versions"]), later["steps"], len(later["marks"])) == (1, [], 1)
     step = lanes.window(T0 + 41, T0 + 50, 100, [next(t["id"] for t in found["tracks"] if t["name"] == "trainer-0")])
     (of_step,) = step["tracks"].values()

@@ -62,10 +62,13 @@ export async function show(root, params, context) {
 
 class DevicesView {
   constructor(place, overview, ask, context, params) {
-    Object.assign(this, { overview, ask, context, run: params.run, ended: false, hover: null, steps: [], intervals: [] });
+    Object.assign(this, { overview, ask, context, run: params.run, ended: false, hover: null, intervals: [] });
     this.whole = () => ({ from: 0, to: Math.max(1e-3, (this.overview.to_s - this.overview.from_s) * 1.01) });
     this.tiles = new LaneTiles((from, to, pixels, tracks) =>
-      ask("lanes/window", { from_s: from + overview.from_s, to_s: to + overview.from_s, pixels, tracks: tracks.join(",") }), () => this.redraw());
+      ask("lanes/window", { from_s: from + overview.from_s, to_s: to + overview.from_s, pixels, tracks: tracks.join(",") }), (error) => {
+      if (error) fill(this.trouble, problems([error.message]));
+      this.redraw();
+    });
     this.build(place);
     const [from, to] = [Number(params.from), Number(params.to)];
     this.view = params.to && to > from ? { from, to } : this.whole();
@@ -130,7 +133,7 @@ class DevicesView {
     frame.addEventListener("pointermove", (event) => this.onMove(event), stop);
     frame.addEventListener("pointerup", (event) => this.onUp(event), stop);
     frame.addEventListener("pointerleave", () => this.setHover(null), stop);
-    frame.addEventListener("dblclick", () => this.go(this.whole()), stop);
+    frame.addEventListener("dblclick", (event) => event.target.closest("button") || this.go(this.whole()), stop);
     scroller.addEventListener("scroll", () => this.redraw(), stop);
     document.addEventListener("keydown", (event) => this.onKey(event), stop);
     document.addEventListener("themechange", () => {
@@ -218,9 +221,6 @@ class DevicesView {
     this.context.remember({ from: all ? null : from.toFixed(digits), to: all ? null : to.toFixed(digits) });
     this.shown = tracks;
     this.drawShares();
-    const failed = this.tiles.failed;
-    if (failed) fill(this.trouble, problems([...this.overview.problems, failed.message]));
-    this.tiles.failed = null;
   }
 
   isWhole({ from, to }) {
@@ -247,21 +247,20 @@ class DevicesView {
     if (document.hidden || this.asking) return;
     this.asking = true;
     const before = this.overview;
-    const since_s = before.to_s - 60; // versions are applied after they were published
-    const found = await this.ask("lanes", { since: since_s }).catch(() => null);
+    const since = before.to_s - 600; // versions are applied after they were published
+    const found = await this.ask("lanes", { since }).catch(() => null);
     this.asking = false;
-    if (!found || this.ended || found.from_s === null || (found.events === before.events && found.indexed_share === before.indexed_share)) return;
+    if (!found || this.ended || (found.events === before.events && found.indexed_share === before.indexed_share)) return;
     if (found.from_s !== before.from_s) { // another trace
       this.context.navigate(location.hash);
       return;
     }
-    const older = (kind, ends) => before[kind].filter((one) => ends.every((end) => !(one[end] > since_s)));
-    found.steps = [...older("steps", ["end_s"]), ...found.steps];
-    found.marks = [...older("marks", ["time_s"]), ...found.marks];
-    found.versions = [...older("versions", ["published_s", "applied_s"]), ...found.versions];
+    for (const [kind, at] of [["steps", "end_s"], ["marks", "time_s"], ["versions", "published_s"]]) {
+      found[kind] = [...before[kind].filter((one) => one[at] <= since), ...found[kind]];
+    }
     const [all, atEnd] = [this.isWhole(this.target), this.target.to >= before.to_s - before.from_s];
     this.overview = found;
-    this.tiles.grown();
+    this.tiles.age += 1;
     if (all) this.go(this.whole());
     else if (atEnd) this.go({ from: this.target.from + found.to_s - before.to_s, to: this.target.to + found.to_s - before.to_s });
     this.layOut();

@@ -20,9 +20,12 @@ export const KINDS = [
   ["skipped, failed", "--bad", /skipped|failed|discarded|overdue/],
   ["waits for the other side", "--warn", /^(wait)$/],
   ["idle, queued, buffered", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/],
-  ["other", "--c8", /./],
+  ...["--c8", "--c5", "--c7"].map((colour) => ["other", colour, /^$/]),
 ];
-export const kindOf = (name) => KINDS.findIndex(([, , fits]) => fits.test(name));
+export function kindOf(name) {
+  const kind = KINDS.findIndex(([, , fits]) => fits.test(name));
+  return kind >= 0 ? kind : KINDS.length - 1 - ([...name].reduce((sum, letter) => sum + letter.charCodeAt(0), 0) % 3);
+}
 const BAD = /died|stall|lost|failed|refused|alert|opened/;
 
 /** Seconds since the start, as finely as `step` needs: 1 h 05, 12:30, 12:30.125. */
@@ -113,7 +116,7 @@ export class LaneCanvas {
     const room = Math.round(row.height * ratio) - 2 * gap - 1;
     const [least, wide] = [Math.max(2, Math.round(room * 0.2)), 5 * ratio];
     const scale = this.scale * ratio;
-    scene.tiles.parts(row.track, scene.view.from, scene.view.to, (spans, offset, from, to) => {
+    scene.tiles.parts(row.track, scene.view, (spans, offset, from, to) => {
       const { start, end, name, share } = spans;
       const zero = GUTTER * ratio + (offset - scene.view.from) * scale;
       const [left, right] = [from, to].map((at) => Math.round(GUTTER * ratio + (at - scene.view.from) * scale));
@@ -121,8 +124,8 @@ export class LaneCanvas {
         const begin = Math.max(left, Math.round(zero + start[place] * scale));
         let until = Math.min(right, Math.max(begin + 1, Math.round(zero + end[place] * scale)));
         if (until - begin > wide) {
-          until -= gap;
-          if (until - begin > 44 * ratio) this.label(spans, place, begin, until, row, top, scene);
+          if (end[place] <= to - offset) until -= gap;
+          if (start[place] >= from - offset || from === scene.view.from) this.label(spans, place, begin, until, row, top, scene);
         }
         const colour = this.kinds[scene.kinds[name[place]]];
         const height = share[place] ? Math.max(least, Math.round(room * share[place])) : least;

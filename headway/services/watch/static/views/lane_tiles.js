@@ -1,11 +1,11 @@
-// Windows of a trace at a resolution, kept: a tile is 2^level seconds of some tracks, and each view finds the sharpest there is.
+// Windows of a trace at a resolution, kept: a tile is 2^level seconds of some tracks, and a view finds the sharpest there is.
 
-const MOST_SPANS = 3e6; // kept in memory
-const PIXELS = 2048; // spans a tile and track, at most
+const MOST_TILES = 96; // kept in memory
+const PIXELS = 2048; // spans of a tile and track, at most
 const TRACKS = 100; // of one request
 
 /** The first place of a sorted array whose value is above `at`. */
-function above(values, at) {
+export function above(values, at) {
   let [low, high] = [0, values.length];
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -15,127 +15,94 @@ function above(values, at) {
   return low;
 }
 
+/** The level whose tiles are at least half as wide as a view, and at most as wide. */
+const levelOf = (span) => Math.ceil(Math.log2(span)) - 1;
+
 export class LaneTiles {
-  /** `ask(from_s, to_s, pixels, tracks)` gets a window, seconds since the trace's start; `changed()` when there is more. */
+  /** `ask(from, to, pixels, tracks)` gets a window, in seconds since the trace's start; `changed(error)`: there is more. */
   constructor(ask, changed) {
-    this.ask = ask;
-    this.changed = changed;
+    Object.assign(this, { ask, changed, top: -Infinity });
     this.tiles = new Map(); // "level:place" -> {level, place, tracks: Map(track -> spans), asked: Map(track -> age)}
-    this.age = 0; // of the trace: tiles from before it grew are drawn until newer ones are here
-    this.busy = 0;
+    this.age = 0; // grows with the trace: older tiles are drawn until newer ones are there
   }
 
-  grown() {
-    this.age += 1;
-  }
-
-  /** The level whose tiles are half as wide as a view, or up to all of it. */
-  levelOf(span) {
-    return Math.ceil(Math.log2(span)) - 1;
-  }
-
-  /** Ask for what a view of `tracks` lacks, the coarse tile of `whole` seconds first. Returns whether that was anything. */
+  /** Ask for what a view of `tracks` lacks, and for the whole, coarsely: it is what is drawn until the rest is there. */
   want(view, tracks, whole) {
-    const level = this.levelOf(view.to - view.from);
-    const top = Math.max(level, this.levelOf(whole) + 1);
-    this.top = Math.max(this.top ?? top, top);
+    const level = levelOf(view.to - view.from);
+    this.top = Math.max(this.top, level, levelOf(whole) + 1);
+    this.load(this.top, 0, tracks);
     const width = 2 ** level;
-    const wanted = [[top, 0]];
     for (let place = Math.max(0, Math.floor(view.from / width)); place * width < Math.min(view.to, whole); place += 1) {
-      if (level !== top) wanted.push([level, place]);
+      this.load(level, place, tracks);
     }
-    let asked = false;
-    for (const [of, place] of wanted) {
-      const tile = this.tile(of, place);
-      const lacking = tracks.filter((track) => tile.asked.get(track) !== this.age);
-      for (let at = 0; at < lacking.length; at += TRACKS) asked = this.load(tile, lacking.slice(at, at + TRACKS)) || asked;
-    }
-    return asked;
   }
 
-  tile(level, place) {
+  load(level, place, wanted) {
     const key = `${level}:${place}`;
-    const tile = this.tiles.get(key) ?? { level, place, tracks: new Map(), asked: new Map(), spans: 0 };
-    this.tiles.delete(key); // the last used one is the last
-    this.tiles.set(key, tile);
-    return tile;
-  }
-
-  load(tile, tracks) {
-    if (!tracks.length) return false;
-    const age = this.age;
-    const width = 2 ** tile.level;
-    for (const track of tracks) tile.asked.set(track, age);
-    this.busy += 1;
-    this.ask(tile.place * width, (tile.place + 1) * width, PIXELS, tracks).then((found) => {
-      for (const [track, spans] of Object.entries(found.tracks)) {
-        tile.spans += spans.start.length - (tile.tracks.get(Number(track))?.start.length ?? 0);
-        tile.tracks.set(Number(track), spans);
-      }
-      this.forget();
-    }).catch((error) => {
-      for (const track of tracks) tile.asked.delete(track);
-      if (error.name !== "AbortError") this.failed = error;
-    }).finally(() => {
-      this.busy -= 1;
+    const tile = this.tiles.get(key) ?? { level, place, tracks: new Map(), asked: new Map() };
+    this.tiles.delete(key);
+    this.tiles.set(key, tile); // the last used one is the last
+    for (const [old, { level: of }] of this.tiles) if (this.tiles.size > MOST_TILES && of !== this.top) this.tiles.delete(old);
+    const tracks = wanted.filter((track) => tile.asked.get(track) !== this.age).slice(0, TRACKS);
+    if (!tracks.length) return;
+    for (const track of tracks) tile.asked.set(track, this.age);
+    this.ask(place * 2 ** level, (place + 1) * 2 ** level, PIXELS, tracks).then((found) => {
+      for (const [track, spans] of Object.entries(found.tracks)) tile.tracks.set(Number(track), spans);
       this.changed();
+    }, (error) => {
+      if (error.name !== "AbortError") this.changed(error);
     });
-    return true;
-  }
-
-  forget() {
-    let total = [...this.tiles.values()].reduce((sum, tile) => sum + tile.spans, 0);
-    for (const [key, tile] of this.tiles) {
-      if (total <= MOST_SPANS) return;
-      if (tile.level === this.top) continue;
-      this.tiles.delete(key);
-      total -= tile.spans;
-    }
   }
 
   /** Call `each(spans, offset, from, to)` with the sharpest spans there are for each part of a track's view; those of
-   * `spans` count from `offset`. */
-  parts(track, from, to, each) {
-    const level = this.levelOf(to - from);
-    const width = 2 ** level;
+   * `spans` count from `offset`, and may reach beyond the part. */
+  parts(track, { from, to }, each) {
+    const level = levelOf(to - from);
+    const levels = [level, level - 1, level - 2];
+    for (let coarser = level + 1; coarser <= this.top; coarser += 1) levels.push(coarser);
+    const width = 2 ** (level - 2);
+    let part = null;
     for (let place = Math.max(0, Math.floor(from / width)); place * width < to; place += 1) {
-      for (let [of, at] = [level, place]; of <= (this.top ?? level); of += 1, at = Math.floor(at / 2)) {
-        const spans = this.tiles.get(`${of}:${at}`)?.tracks.get(track);
-        if (!spans) continue;
-        each(spans, at * 2 ** of, Math.max(from, place * width), Math.min(to, (place + 1) * width));
-        break;
+      let tile;
+      for (const of of levels) {
+        tile = this.tiles.get(`${of}:${Math.floor(place * 2 ** (level - 2 - of))}`);
+        if (tile?.tracks.has(track)) break;
       }
+      const until = Math.min(to, (place + 1) * width);
+      const spans = tile?.tracks.get(track);
+      if (part && part.spans === spans) {
+        part.to = until;
+        continue;
+      }
+      if (part) each(part.spans, part.offset, part.from, part.to);
+      part = spans ? { spans, offset: tile.place * 2 ** tile.level, from: Math.max(from, place * width), to: until } : null;
     }
+    if (part) each(part.spans, part.offset, part.from, part.to);
   }
 
-  /** The span of a track at a moment, as {name, start, end, share, number, member}; undefined: nothing. */
+  /** The span of a track at a moment of a view; undefined: nothing. */
   at(track, moment, view) {
     let found;
-    this.parts(track, view.from, view.to, (spans, offset, from, to) => {
-      if (moment < from || moment >= to) return;
+    this.parts(track, view, (spans, offset, from, to) => {
       const place = above(spans.end, moment - offset);
-      if (spans.start[place] > moment - offset || place === spans.end.length) return;
-      const value = (name) => spans[name]?.[place] ?? -1;
-      found = { name: spans.name[place], share: spans.share[place], number: value("number"), member: value("member") };
-      found.start = spans.start[place] + offset;
-      found.end = spans.end[place] + offset;
+      if (moment < from || moment >= to || !(spans.start[place] <= moment - offset)) return;
+      const { name, share, number, member } = spans;
+      found = { name: name[place], share: share[place], number: number?.[place] ?? -1, member: member?.[place] ?? -1 };
+      Object.assign(found, { start: spans.start[place] + offset, end: spans.end[place] + offset });
     });
     return found;
   }
 
-  /** Seconds of work of a track in a view, and by name what took how long. */
+  /** Seconds of work of a track in a view, and how long each name took. */
   busyIn(track, view) {
-    let work = 0;
-    const names = new Map();
-    this.parts(track, view.from, view.to, (spans, offset, from, to) => {
-      for (let place = above(spans.end, from - offset); place < spans.end.length && spans.start[place] < to - offset; place += 1) {
-        const took = Math.min(spans.end[place], to - offset) - Math.max(spans.start[place], from - offset);
-        work += took * spans.share[place];
-        names.set(spans.name[place], (names.get(spans.name[place]) ?? 0) + took * (spans.share[place] || 1));
+    const [found, names] = [{ work: 0 }, new Map()];
+    this.parts(track, view, ({ start, end, share, name }, offset, from, to) => {
+      for (let place = above(end, from - offset); place < end.length && start[place] < to - offset; place += 1) {
+        const took = Math.min(end[place], to - offset) - Math.max(start[place], from - offset);
+        found.work += took * share[place];
+        names.set(name[place], (names.get(name[place]) ?? 0) + took * (share[place] || 1));
       }
     });
-    return { work, names };
+    return { ...found, names };
   }
 }
-
-export { above };
