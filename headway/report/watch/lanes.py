@@ -84,7 +84,7 @@ class RunLanes:
 
     def lanes(self, since_s: float | None = None) -> dict[str, Any]:
         """Tracks, names of spans (``waiting``: those that aren't work), and marks, steps that ended and versions that
-        were published after ``since_s``. Reads what was written since the last call; ``indexed_share``: of all there is."""
+        were published after ``since_s``. Reads what was written since; ``indexed_share``: of all there is."""
         self._refresh()
         state, found = self._state, [self._problem] if self._problem else []
         if state.damaged:
