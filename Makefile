@@ -27,7 +27,7 @@ help:
 	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
 	@echo "make test-clients set up, with ten clients of the endpoint in environments of their own, then the tests that start them"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
-	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends, of ssh and of Slurm need; they are skipped without"
+	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends, of ssh, of Slurm and of the page need; they are skipped without"
 	@echo "make test-hostile set up, then code that means harm in every kind of sandbox, Docker's too"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
@@ -39,11 +39,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 install: $(VENV)/.installed
 
-# Tests start a Docker daemon, an sshd and a Slurm of their own.
+# Tests start a Docker daemon, an sshd and a Slurm of their own, and a browser.
 system-packages:
-	command -v bwrap && command -v dockerd && command -v sshd && command -v slurmctld || { apt-get update -qq && \
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap docker.io \
-		openssh-server openssh-client slurm-wlm munge; }
+	command -v bwrap && command -v dockerd && command -v sshd && command -v slurmctld && command -v chromium || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap \
+		docker.io openssh-server openssh-client slurm-wlm munge chromium; }
 
 # An agent as it comes: it needs nothing of Headway, and Headway nothing of it. Its litellm needs mcp, and doesn't say so.
 $(AGENTS_VENV)/.installed: constraints-agents.txt

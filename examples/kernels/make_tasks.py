@@ -107,7 +107,8 @@ SHAPES = {
     "centre": Shape(
         (*COMMON, "volatile", "start", "pragma", "add"),
         "    " + ROWS_LOOP + " {{\n" + SUM + "        {real} mean = sum / columns;\n        " + COLUMNS_LOOP
-        + " {{\n            " + READ + "            y[i * columns + j] = ({function}) - mean;\n        }}\n    }}\n",
+        + " {{\n            " + READ + "            {real} u = {function};\n            y[i * columns + j] = u - mean;\n"
+        "        }}\n    }}\n",
         "x.shape",
         "y = {function}\n        return y - y.mean(1, keepdim=True)",
     ),
@@ -151,11 +152,15 @@ def get_inputs():
 def get_init_inputs():
     return []
 '''
-HELD_OUT = {
+HELD_OUT = {  # each function in one shape
     "map bump": (224, 320),
+    "map cube": (224, 320),
     "row sum hinge": (160, 448),
+    "row sum spline": (160, 448),
     "centre gap": (224, 320),
+    "centre leak": (224, 320),
     "column sum bend": (160, 448),
+    "column sum square": (160, 448),
 }
 DEMONSTRATIONS = 8000
 
