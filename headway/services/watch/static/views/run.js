@@ -2,7 +2,7 @@
 
 import { bytes, el, empty, fill, moment, plural, problems, quantity } from "../dom.js";
 import { colourOf, plot } from "../plot.js";
-import { axisAndSmoothing, chooser, firstOf, plotsOf, shortName } from "../series.js";
+import { AXES, axisAndSmoothing, chooser, firstOf, plotsOf, shortName } from "../series.js";
 
 const POINTS = 800;
 const AGAIN_MS = 2000; // between two readings of the series
@@ -75,6 +75,11 @@ export async function show(root, params, context) {
     ]);
     answer = series;
     events = found.events;
+    if (series.x.some((x) => x === null)) { // dollars without a price
+      for (const of of Object.values(series.series)) of.mean = [];
+      series.x = [];
+      series.problems.push(`This run has no place on the axis ${AXES[settings.axis].toLowerCase()}.`);
+    }
     const note = series.per_point > 1 ? `Each point stands for ${quantity(series.per_point)} steps; the band is their range.` : "";
     fill(warnings, problems(series.problems), note && el("p", { class: "muted" }, note));
     drawAll();
@@ -95,7 +100,7 @@ export async function show(root, params, context) {
       const lines = of.names.filter((name) => answer.series[name]).map((name, number) => (
         { name: shortName(name), colour: colourOf(number), ...answer.series[name] }));
       const spec = {
-        title: of.title, caption: of.caption, unit: of.unit, x: answer.x, xLabel: answer.label, lines, marks,
+        title: of.title, caption: of.caption, unit: of.unit, x: answer.x, xLabel: AXES[settings.axis]?.toLowerCase(), lines, marks,
         smoothing: settings.smoothing, group: "run", onPick: showMoment, points: of.names.includes(SOLVED) ? evaluations() : [],
       };
       if (drawn.has(of.key)) drawn.get(of.key).set(spec);
@@ -134,7 +139,7 @@ export async function show(root, params, context) {
     side.hidden = false;
     body.classList.add("with-moment");
     fill(side, el("div", { class: "moment-head" },
-      el("h2", { tabindex: -1 }, `${quantity(x)} ${answer.label}`, unix_s && el("span", { class: "muted" }, ` ${moment(unix_s)}`)),
+      el("h2", { tabindex: -1 }, `${AXES[settings.axis]} ${quantity(x)}`, unix_s && el("span", { class: "muted" }, ` ${moment(unix_s)}`)),
       el("button", { type: "button", "aria-label": "Close the moment", onclick: hideMoment }, "×")),
     near.length > 0 && el("ul", {}, near.slice(0, 20).map((event) => el("li", {}, el("strong", {}, event.event.replaceAll("_", " ")),
       event.worker && `, ${event.worker}`, event.detail && `: ${event.detail}`))), log);
@@ -159,10 +164,11 @@ export async function show(root, params, context) {
   function showLog(place, name, where) {
     return context.api.attempt(place, async () => {
       const part = await context.api.get("log", { run: context.run, name, ...where });
+      const said = problems(part.problems);
       const lines = el("pre", { class: "log", tabindex: 0, role: "region", "aria-label": `Log ${name}` }, part.text || "(empty)");
       const go = (end, words, possible) => el("button", { type: "button", disabled: !possible, onclick: () => showLog(place, name, { end }) }, words);
       const length = Math.max(1, part.end - part.start);
-      fill(place, lines, el("p", { class: "log-way" }, go(part.start, "Earlier", part.start > 0),
+      fill(place, said, lines, el("p", { class: "log-way" }, go(part.start, "Earlier", part.start > 0),
         go(Math.min(part.size_bytes, part.end + length), "Later", part.end < part.size_bytes),
         go(part.size_bytes, "End", part.end < part.size_bytes),
         el("span", { class: "muted" }, `${bytes(part.start)} to ${bytes(part.end)} of ${bytes(part.size_bytes)}`)));
