@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -72,10 +71,10 @@ class RunLanes:
         self.path, self._problem, self._share = path, "", 0.0
         self._kept = cache_folder(path) / f"{_CACHED}.state"
         self._store = SpanStore(*(self._kept.with_suffix(suffix) for suffix in (".rows", ".blocks")))
-        self._restart(_State())
-        if self._store.kept:
-            with contextlib.suppress(OSError, msgspec.DecodeError, ValueError):
-                self._restart(msgspec.msgpack.decode(self._kept.read_bytes(), type=_State))
+        try:
+            self._restart(msgspec.msgpack.decode(self._kept.read_bytes() * self._store.kept, type=_State))
+        except (OSError, msgspec.DecodeError, ValueError):  # nothing is kept, or not all of it
+            self._restart(_State())
 
     def _restart(self, state: _State) -> None:
         self._store.restore(state.spans)

@@ -40,9 +40,9 @@ class StoredSpans(msgspec.Struct, frozen=True, kw_only=True):
 class SpanStore:
     """Spans as rows, by track and start, which don't overlap.
 
-    Lifecycle of a row: *tail*, in memory, where new ones are sorted in -> *sealed*, with SEAL_ROWS others: appended to
-    a file, each _BLOCK_ROWS of a track with a block that says when, how much of it is work, and what took longest. A
-    window takes blocks that are narrower than its pixels, and rows elsewhere.
+    Lifecycle: ``restore``, then ``add`` and ``window``. Of a row: *tail*, in memory, where new ones are sorted in ->
+    *sealed*, with SEAL_ROWS others: appended to a file, each _BLOCK_ROWS of a track with a block that says when, how much
+    of it is work, and what took longest. A window takes blocks that are narrower than its pixels, and rows elsewhere.
     """
 
     def __init__(self, rows: Path, blocks: Path) -> None:
@@ -53,10 +53,9 @@ class SpanStore:
             fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except OSError:
             self.kept, self._files = False, [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
-        self.restore(StoredSpans())
 
     def restore(self, stored: StoredSpans) -> None:
-        """Go back to a state of the files. Raises ValueError when they are shorter."""
+        """Begin with a state of the files, and forget what follows it. Raises ValueError when they are shorter."""
         self.stored = stored
         self._keep(np.frombuffer(stored.tail, _ROW))
         sizes = stored.rows * _ROW.itemsize, stored.blocks * _BLOCK.itemsize

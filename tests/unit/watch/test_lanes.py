@@ -31,7 +31,7 @@ from headway.records.trace import (
 )
 from headway.report.trace_groups import Lanes
 from headway.report.watch.lanes import RunLanes
-from headway.report.watch.spans import SpanStore
+from headway.report.watch.spans import SpanStore, StoredSpans
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
 
 T0 = 1e9  # seconds since 1970 when the clocks of these traces are at 0
@@ -304,6 +304,7 @@ def test_a_window_has_all_the_work_there_is(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headway.report.watch.spans, "SEAL_ROWS", 40)
         store = SpanStore(Path("/nowhere/rows"), Path("/nowhere/blocks"))
+        store.restore(StoredSpans())
         for part in np.array_split(np.arange(len(rows)), pieces):
             store.add([rows[place] for place in part], works, rows[part[-1]][1] if len(part) else 0)
     from_s = left * at
