@@ -1,7 +1,7 @@
 // One rollout: its conversation token by token, its group, its life from admission to gradient.
 
 import { count, duration, el, empty, fill, plural, problems, quantity, table } from "../dom.js";
-import { found, keyOf, more, queryOf, rolloutHash, verdictChip } from "./rollouts.js";
+import { NO_RUN, found, keyOf, more, queryOf, rolloutHash, verdictChip } from "./rollouts.js";
 import { COLOURS, TokenPane } from "./tokens.js";
 import { said, visible } from "./visible.js";
 
@@ -29,23 +29,24 @@ function failureCard(failure) {
 }
 
 /** A recorded object, folded up. */
-function recordedCard(title, record) {
+function recorded(title, record) {
   const shown = Object.entries(record ?? {}).filter(([, value]) => value !== null && value !== "");
   if (!shown.length) return null;
-  return el("details", { class: "card" }, el("summary", {}, title), el("dl", { class: "pairs" }, shown.map(([name, value]) =>
+  return el("details", {}, el("summary", {}, title), el("dl", { class: "pairs" }, shown.map(([name, value]) =>
     [el("dt", {}, said(name)), el("dd", {}, el("pre", {}, visible(typeof value === "string" ? value : JSON.stringify(value, null, 1), true)))])));
 }
 
 /** From admission to gradient as a bar, and its phases as a list. */
-function lifeCard(life) {
+function lifeCard({ life, verdict, pruned }) {
   const phases = (life ?? []).filter(({ start_s, end_s }) => start_s !== null && end_s !== null && end_s >= start_s);
-  if (!phases.length) return el("section", { class: "card" }, el("h2", {}, "Life"), empty("Its times aren't recorded."));
+  const records = [recorded("Verdict as the verifier gave it", verdict), recorded("Pruned", pruned)];
+  if (!phases.length) return el("section", { class: "card" }, el("h2", {}, "Life"), empty("Its times aren't recorded."), records);
   const [from, to] = [Math.min(...phases.map((phase) => phase.start_s)), Math.max(...phases.map((phase) => phase.end_s))];
   const share = (value) => `${((value / (to - from || 1)) * 100).toFixed(3)}%`;
   return el("section", { class: "card" }, el("h2", {}, "Life ", el("span", { class: "aside" }, `${duration(to - from)} from admission to ${phases.at(-1).name === "training" ? "gradient" : "here"}, of the run's clock from ${duration(from)}`)),
     el("div", { class: "life", role: "img", "aria-label": phases.map(({ name, start_s, end_s }) => `${name} ${duration(end_s - start_s)}`).join(", ") },
       phases.map(({ name, start_s, end_s }, i) => el("span", { class: `l${i % 8}`, title: `${name}: ${duration(end_s - start_s)}`, style: { left: share(start_s - from), width: share(end_s - start_s) } }))),
-    el("ol", { class: "phases" }, phases.map(({ name, start_s, end_s }, i) => el("li", {}, el("span", { class: `swatch l${i % 8}` }), ` ${name} `, el("b", {}, duration(end_s - start_s))))));
+    el("ol", { class: "phases" }, phases.map(({ name, start_s, end_s }, i) => el("li", {}, el("span", { class: `swatch l${i % 8}` }), ` ${name} `, el("b", {}, duration(end_s - start_s))))), records);
 }
 
 function groupCard(one, { run, context, query, beside, choose }) {
@@ -107,7 +108,7 @@ function besideCard(one, other, { titles, onClose }) {
   const [a, b] = [left.lines, right.lines];
   const start = a.findIndex(([line], i) => line !== b[i]?.[0]);
   const head = (of, title) => el("div", { class: "head" }, el("h3", {}, title), el("p", { class: "aside" }, verdictChip(of),
-    ` reward ${quantity(of.reward)} · ${plural(of.sequences.reduce((sum, sequence) => sum + sequence.total_tokens, 0), "token")} with the prompt · ${of.ending}`));
+    ` reward ${quantity(of.reward)} · ${plural(of.tokens, "token")} · ${of.ending}`));
   const cell = (lines, i, same) => el("div", { class: `cell ${i === null ? "gap" : lines[i][1]} ${same ? "same" : ""}` }, i === null ? "" : said(lines[i][0] || " "));
   return el("section", { class: "card beside" },
     el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, start < 0 ? "the responses begin alike" : start === 0 ? "they differ from the first line" : `the first ${plural(start, "line")} are the same`)),
@@ -125,6 +126,7 @@ function besideCard(one, other, { titles, onClose }) {
 async function rowOf(params, context, signal) {
   if (params.row !== undefined && params.row !== "") return params.row;
   const { run, group, member = "0" } = params;
+  if (!group) return null;
   let after = null;
   do { // a group has few pages
     const page = await context.api.get("rollouts", { run, group, limit: 200, after }, { signal });
@@ -144,6 +146,7 @@ function neighbours(run, { row, rollouts, first_row: first = 0 }, query) {
 
 export async function show(root, params, context) {
   const { run } = params;
+  if (!run) return void fill(root, el("h1", {}, "Rollout"), empty(NO_RUN));
   const ending = new AbortController();
   const { signal } = ending;
   const query = queryOf(Object.fromEntries(new URLSearchParams(params.q ?? "")));
@@ -151,7 +154,8 @@ export async function show(root, params, context) {
   fill(root, el("h1", {}, "Rollout"), el("p", { class: "muted" }, "Loading …"));
   const at = await rowOf(params, context, signal);
   if (at === null) {
-    fill(root, el("h1", {}, "Rollout"), empty(`No rollout of group ${params.group}, member ${params.member ?? 0} is recorded yet: it has a row when its group has finished.`), back);
+    fill(root, el("h1", {}, "Rollout"), empty(params.group
+      ? `No rollout of group ${params.group}, member ${params.member ?? 0} is recorded yet: it has a row when its group has finished.` : "No rollout is chosen. Open one of:"), back);
     return () => {};
   }
   const one = await context.api.get("rollout", { run, row: at, sequence: 0, offset: 0, limit: WINDOW }, { signal });
@@ -198,7 +202,10 @@ export async function show(root, params, context) {
     context.remember({ colour });
     pane?.paint(colour);
   } }, Object.entries(COLOURS).map(([name, { label }]) => el("option", { value: name, selected: name === colour }, label)));
-  const jump = el("input", { type: "number", min: 0, onchange: () => pane?.go(Number(jump.value), { aloud: false }) });
+  const jump = el("input", { type: "number", min: 0, onchange: () => {
+    pane?.go(Number(jump.value), { aloud: false });
+    pane?.body.focus({ preventScroll: true });
+  } });
   const legend = el("div", {});
   const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Sequences" });
   const load = (sequence) => async (offset, limit) =>
@@ -244,8 +251,7 @@ export async function show(root, params, context) {
       el("span", { class: "turning" }, turn(-1, "Previous", "k"), turn(1, "Next", "j"))),
     el("div", { class: "summary" }, verdictChip(one), said(one.task_id, { class: "task" }), facts(one).map(([name, value]) => el("span", {}, `${name} `, el("b", {}, said(value))))),
     trouble, one.failure && failureCard(one.failure),
-    el("div", { class: "split" }, lifeCard(one.life), one.siblings?.length > 0 && card), sides,
-    recordedCard("Verdict as the verifier gave it", one.verdict), recordedCard("Pruned", one.pruned));
+    el("div", { class: "split" }, lifeCard(one), one.siblings?.length > 0 && card), sides);
   if (one.siblings?.length > 0) drawGroup();
   if (one.sequences.some(({ total_tokens: total }) => total > 0)) {
     root.append(el("div", { class: "colouring" }, one.sequences.length > 1 && tabs, el("label", {}, "Colour by ", paint), legend,

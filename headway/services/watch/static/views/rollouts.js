@@ -1,9 +1,10 @@
 // Rollouts: a search over all that a run has recorded. The address holds the whole query.
 
-import { count, el, fill, percent, plural, problems, quantity } from "../dom.js";
+import { count, el, empty, fill, percent, plural, problems, quantity } from "../dom.js";
 import { said } from "./visible.js";
 
 const PAGE = 50;
+export const NO_RUN = "There is no run here yet. Its rollouts appear when its first groups have finished.";
 const LEAD = 60; // characters shown before a match, so that a narrow window still shows the match
 const ENDINGS = ["trained", "filtered", "pruned", "discarded", "overdue", "failed", "open"];
 const ORDERS = { newest: "newest first", oldest: "oldest first", "-reward": "highest reward", reward: "lowest reward",
@@ -44,12 +45,15 @@ const versions = ({ first_version: from, last_version: to }) =>
 
 function hit(row, context, run, query) {
   const cause = typeof row.failure === "string" ? row.failure : row.failure?.cause;
-  const facts = [`${plural(row.tokens, "token")}`, row.turns > 1 && plural(row.turns, "turn"), `group ${row.group}/${row.member}`,
-    row.step === null ? "no step" : `step ${count(row.step)}`, versions(row), row.ending + (row.ending_reason ? `: ${row.ending_reason}` : "")];
+  const facts = {
+    length: plural(row.tokens, "token"), turns: row.turns > 1 && plural(row.turns, "turn"), step: row.step === null ? "no step" : `step ${count(row.step)}`,
+    versions: versions(row), place: `group ${row.group}/${row.member}`,
+  };
   const { before, match, after } = row.snippet ?? {};
   return el("li", {}, el("a", { class: "hit", "data-item": true, href: rolloutHash(context, run, row.row, query) },
-    el("span", { class: "facts" }, verdictChip(row), el("b", {}, `reward ${quantity(row.reward)}`), said(row.task_id, { class: "task" }),
-      facts.filter(Boolean).map((text) => el("span", {}, text))),
+    el("span", { class: "facts" }, verdictChip(row), el("b", { class: "reward" }, `reward ${quantity(row.reward)}`),
+      Object.entries(facts).map(([name, text]) => el("span", { class: name }, text)),
+      el("span", {}, row.ending, row.ending_reason && [": ", said(row.ending_reason)]), said(row.task_id, { class: "task" })),
     cause && el("span", { class: "line bad" }, said(cause)),
     row.snippet ? el("span", { class: "line" }, said(before.length > LEAD ? `…${before.slice(-LEAD)}` : before), el("mark", {}, said(match)), said(after))
       : el("span", { class: "line quiet" }, said(row.prompt))));
@@ -75,7 +79,8 @@ function form(query, onChange) {
 }
 
 export async function show(root, params, context) {
-  const run = params.run;
+  const { run } = params;
+  if (!run) return void fill(root, el("h1", {}, "Rollouts"), empty(NO_RUN));
   let query = queryOf(params);
   let [asked, timer, busy, page, held] = [null, null, false, null, null];
 

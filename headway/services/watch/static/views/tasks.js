@@ -1,6 +1,7 @@
 // Tasks: which are solved, since when, and which tools fail.
 
 import { bar, count, el, empty, fill, percent, plural, problems, quantity, score, svg } from "../dom.js";
+import { NO_RUN } from "./rollouts.js";
 import { said } from "./visible.js";
 
 const SHOWN = 200; // rows drawn at once
@@ -49,6 +50,7 @@ function drift(tools, x) {
 
 export async function show(root, params, context) {
   const { run } = params;
+  if (!run) return void fill(root, el("h1", {}, "Tasks"), empty(NO_RUN));
   let [sort, filter, shown] = [params.sort || "-rollouts", params.filter ?? "", SHOWN];
   const answer = await context.api.get("tasks", { run, bins: 24 });
   const tasks = answer.tasks.map((task) => {

@@ -6,6 +6,7 @@ import { said, visible } from "./visible.js";
 const WINDOW = 4000; // tokens of a request
 const BLOCK = 500; // tokens drawn at once, where a sequence is longer than a window
 const KEPT = 16; // windows in memory
+const TOP = 110; // px of the page's head that stays
 const AROUND = 8; // tokens listed to each side of the chosen one
 
 // Bounds of classes: a value belongs to the first bound that it reaches.
@@ -21,10 +22,10 @@ const nats = (value) => (value === null || value === undefined ? "–" : value.t
 /** What tokens can be coloured by: `tone(values, index)` is the class of one, `legend` pairs of class and text. */
 export const COLOURS = {
   logprob: {
-    label: "log-probability (engine)", unit: "nats; in brackets the probability",
+    label: "log-probability (engine)", unit: "nats, at least",
     tone: (values, i) => (values.logprobs[i] === null ? "none" : `t${below(values.logprobs[i], LOGPROBS)}`),
     legend: () => [...LOGPROBS, null].map((bound, i) => [`t${i}`, bound === null
-      ? "less" : `≥ ${quantity(Number(bound.toPrecision(2)))} (${quantity(Number(Math.exp(bound).toPrecision(1)))})`]),
+      ? "less" : quantity(Number(bound.toPrecision(2))), bound === null ? "" : `probability ${quantity(Number(Math.exp(bound).toPrecision(1)))} or more`]),
   },
   version: {
     label: "version", unit: "version that sampled the token",
@@ -114,7 +115,7 @@ export class TokenPane {
   explain() {
     const { unit, legend } = COLOURS[this.colour];
     this.legend.className = `legend by-${this.colour}`;
-    fill(this.legend, el("li", { class: "unit" }, unit), legend(this.versions).map(([tone, text]) => el("li", {}, el("span", { class: `tok ${tone}` }, text))));
+    fill(this.legend, el("li", { class: "unit" }, unit), legend(this.versions).map(([tone, text, title]) => el("li", { title }, el("span", { class: `tok ${tone}` }, text))));
   }
 
   // --- windows -----------------------------------------------------------------------------------------------
@@ -196,8 +197,9 @@ export class TokenPane {
     }
   }
 
-  async draw(block) {
-    if (block.drawn || !(await this.fetch(block)) || block.drawn || this.ended) return;
+  /** Draw a block that is near; `wanted`: also one that isn't yet. What is read stays where it is on the screen. */
+  async draw(block, wanted = false) {
+    if (block.drawn || !(await this.fetch(block)) || block.drawn || this.ended || !(block.near || wanted)) return;
     const spans = [];
     for (let position = block.from; position < block.to; position += 1) {
       const found = this.find(position);
@@ -209,9 +211,10 @@ export class TokenPane {
       spans.push(node);
     }
     block.drawn = true;
+    const { top, height } = block.node.getBoundingClientRect();
     block.node.style.minHeight = "";
     fill(block.node, spans);
-    if (!block.near && !this.wanted && this.size === BLOCK && block.near !== undefined) this.clear(block);
+    if (top < TOP && height) scrollBy(0, block.node.getBoundingClientRect().height - height);
   }
 
   clear(block) {
@@ -233,13 +236,12 @@ export class TokenPane {
   /** Make the token at `position` the chosen one, bring it into view and show its values. */
   async go(position, { extend = false, aloud = true } = {}) {
     const target = Math.max(0, Math.min(this.sequence.total_tokens - 1, position));
-    const block = this.blocks.find(({ to }) => target < to);
-    if (!block) return;
-    if (!block.drawn) {
-      this.wanted = true;
-      block.node.scrollIntoView({ block: "center" });
-      await this.draw(block);
-      this.wanted = false;
+    const number = this.blocks.findIndex(({ to }) => target < to);
+    if (number < 0) return;
+    if (!this.blocks[number].drawn) {
+      this.blocks[number].node.scrollIntoView({ block: "center" });
+      await Promise.all(this.blocks.slice(Math.max(0, number - 1), number + 2).map((block) => this.draw(block, true)));
+      this.nodes.get(target)?.scrollIntoView({ block: "center" });
     }
     this.anchor = extend ? (this.anchor ?? this.at ?? target) : target;
     this.at = target;

@@ -3,21 +3,21 @@
 import { el } from "../dom.js";
 
 const NAMES = {
-  0xad: "SHY", 0x61c: "ALM", 0x180e: "MVS", 0x200b: "ZWSP", 0x200c: "ZWNJ", 0x200d: "ZWJ", 0x200e: "LRM", 0x200f: "RLM",
+  0x7f: "DEL", 0xad: "SHY", 0x61c: "ALM", 0x180e: "MVS", 0x200b: "ZWSP", 0x200c: "ZWNJ", 0x200d: "ZWJ", 0x200e: "LRM", 0x200f: "RLM",
   0x2028: "LSEP", 0x2029: "PSEP", 0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF", 0x202d: "LRO", 0x202e: "RLO",
   0x2060: "WJ", 0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI", 0xfeff: "BOM",
 };
 // Controls, zero-width and bidirectional marks, tags, lone surrogates, private use.
 const HIDDEN = /([\p{Cc}\p{Cf}\p{Cs}\p{Co}\u2028\u2029])/u;
 
-/** A hidden character's symbol: `␀` for NUL, `⟨RLO⟩` for an override. */
+const CONTROLS = "NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
+
+/** A hidden character's symbol: `⟨NUL⟩`, `⟨RLO⟩` for an override, `⏎` for a line break. */
 function symbol(character) {
   const code = character.codePointAt(0);
   if (code === 0x0a) return "⏎";
   if (code === 0x09) return "⇥";
-  if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-  if (code === 0x7f) return "␡";
-  return `⟨${NAMES[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}⟩`;
+  return `⟨${CONTROLS[code] ?? NAMES[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}⟩`;
 }
 
 /** `text` as nodes: hidden characters are symbols; a line break is one too where `lines`. */
