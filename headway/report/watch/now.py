@@ -199,7 +199,7 @@ def _left_s(tail: RunTail) -> float | None:
 def _queue(
     tail: RunTail, trace: TraceTail, waits: WaitGraph | None, pulse: Pulse | None, last: StepRecord | None
 ) -> dict[str, Any]:
-    found = pulse or last or Pulse(**dict.fromkeys(Pulse.__struct_fields__[:8], 0))
+    found = pulse or last or StepRecord(step=0, version=0)
     kinds = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
     experiment, training = tail.experiment, any(kind.startswith("trainer.") for kind in kinds)
     group = 1 if experiment is None else experiment.rollout.group_size

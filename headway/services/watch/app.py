@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -126,8 +127,8 @@ def _endpoint(watched: WatchedRuns, answers: SharedAnswers, view: View, stamp: S
             found = [watched.run(one) for one in ids.split(",") if one] if several else watched.run(ids)
             return view(found, **query, **more)
 
-        key = (view, ids, *sorted(query.items()))
-        return json_response(await answers.get(key, make, stamp and (lambda: stamp(watched.run(ids)))))
+        found = None if stamp is None else partial(lambda of: of(watched.run(ids)), stamp)
+        return json_response(await answers.get((view, ids, *sorted(query.items())), make, found))
 
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [first.replace(kind=kind, annotation=str)]
@@ -140,12 +141,11 @@ def _endpoint(watched: WatchedRuns, answers: SharedAnswers, view: View, stamp: S
 
 def _refusal(status: int | None) -> Any:
     async def handle(_: Request, error: Any) -> Response:
+        if status is None:
+            return json_response({"error": error.detail}, error.status_code)
         if isinstance(error, RequestValidationError):
-            text = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
-        elif isinstance(error, HTTPException):
-            text = error.detail
-        else:
-            text = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
-        return json_response({"error": text}, status or error.status_code)
+            return json_response({"error": "; ".join(f"{of['loc'][-1]}: {of['msg']}" for of in error.errors())}, status)
+        words = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
+        return json_response({"error": words}, status)
 
     return handle

@@ -322,7 +322,7 @@ def test_a_server_streams_a_run_and_ends_on_ctrl_c_with_viewers_connected(runs: 
             now = events_of(client, "/api/stream?run=group/long")
             lists = events_of(client, "/api/stream")
             assert (await anext(now))["step"] == 60
-            assert [run["id"] for run in (await anext(lists))["runs"]] == ["ended", "group/long"]
+            assert {run["id"] for run in (await anext(lists))["runs"]} == {"ended", "group/long"}
             with (runs / "group" / "long" / "ledger.jsonl").open("ab") as file:
                 file.write(msgspec.json.encode(step_record(60)) + b"\n")
             assert (await anext(now))["step"] == 61

@@ -111,13 +111,14 @@ export function bytes(value) {
   return `${quantity(value / 1000 ** step)}${THIN}${["B", "kB", "MB", "GB", "TB"][step]}`;
 }
 
-/** Unix seconds as local date and time. */
+/** Unix seconds as local date and time; `parts`: "time" alone, or to the "minute". */
 export function moment(unix_s, parts = "date time") {
   if (!known(unix_s)) return "–";
   const at = new Date(unix_s * 1000);
   const two = (value) => String(value).padStart(2, "0");
   const date = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-  const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
+  const minute = `${two(at.getHours())}:${two(at.getMinutes())}`;
+  const time = parts === "minute" ? minute : `${minute}:${two(at.getSeconds())}`;
   return parts === "time" ? time : `${date} ${time}`;
 }
 

@@ -117,8 +117,8 @@ class DevicesView {
       return head;
     }));
     const used = new Set(this.kinds);
-    fill(this.legend, KINDS.map(([name, colour], kind) => used.has(kind) && name !== "other" &&
-      el("span", {}, el("span", { class: "swatch", style: { background: `var(${colour})` } }), ` ${name}`)));
+    fill(this.legend, KINDS.map(([name, colour, , opacity = 1], kind) => used.has(kind) && name !== "other" &&
+      el("span", {}, el("span", { class: "swatch", style: { background: `var(${colour})`, opacity } }), ` ${name}`)));
     fill(this.facts, `${plural(overview.events, "event")} over ${duration(overview.to_s - overview.from_s)}`,
       overview.indexed_share < 1 && ` · ${percent(overview.indexed_share)} read`);
     fill(this.trouble, problems(overview.problems));

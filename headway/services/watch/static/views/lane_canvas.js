@@ -19,7 +19,7 @@ export const KINDS = [
   ["checkpoint, evaluation", "--c6", /checkpoint|before|during|after|interval|test|validation/],
   ["skipped, failed", "--bad", /skipped|failed|discarded|overdue/],
   ["waits for the other side", "--warn", /^(wait)$/],
-  ["idle, queued, buffered", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/],
+  ["idle, queued, buffered", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/, 0.5],
   ...["--c8", "--c5", "--c7"].map((colour) => ["other", colour, /^$/]),
 ];
 export function kindOf(name) {
@@ -57,13 +57,16 @@ export class LaneCanvas {
     const names = ["--bg", "--card", "--raised", "--fg", "--muted", "--line", "--accent", "--bad", "--warn", "--c4", "--c6"];
     this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(name).trim()]));
     const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const packed = (name) => {
-      pixel.fillStyle = style.getPropertyValue(name).trim();
-      pixel.fillRect(0, 0, 1, 1);
+    const packed = (name, alpha = 1) => {
+      for (const [of, share] of [["--card", 1], [name, alpha]]) {
+        pixel.globalAlpha = share;
+        pixel.fillStyle = style.getPropertyValue(of).trim();
+        pixel.fillRect(0, 0, 1, 1);
+      }
       return new Uint32Array(pixel.getImageData(0, 0, 1, 1).data.buffer)[0];
     };
-    this.kinds = Uint32Array.from(KINDS, ([, colour]) => packed(colour));
-    [this.paper, this.band, this.rule] = ["--card", "--raised", "--line"].map(packed);
+    this.kinds = Uint32Array.from(KINDS, ([, colour, , alpha]) => packed(colour, alpha));
+    [this.paper, this.band, this.rule] = ["--card", "--raised", "--line"].map((name) => packed(name));
   }
 
   resize(width, height) {
@@ -161,12 +164,14 @@ export class LaneCanvas {
     if (x < GUTTER || x > this.width) return;
     const { context } = this;
     context.strokeStyle = colour;
+    context.globalAlpha = 0.7;
     context.setLineDash(dash);
     context.beginPath();
     context.moveTo(x, top);
     context.lineTo(x, this.height);
     context.stroke();
     context.setLineDash([]);
+    context.globalAlpha = 1;
   }
 
   drawRuler({ view, overview }) {
@@ -211,15 +216,15 @@ export class LaneCanvas {
     const { context, colours } = this;
     const [from, to] = [view.from + from_s, view.to + from_s];
     const shown = versions.filter((one) => (one.applied_s ?? one.published_s) >= from && one.published_s <= to);
-    const sparse = shown.length * 16 < this.width;
-    let free = GUTTER;
+    let [last, free] = [0, GUTTER];
     for (const { version, published_s, applied_s } of shown) {
       const [published, applied] = [published_s - from_s, applied_s === null ? null : applied_s - from_s];
-      if (sparse) {
+      const x = this.x(applied ?? published);
+      if (x - last > 12) {
         this.drawLine(published, colours["--c6"], [], 2 * RULER_ROW + 3);
         if (applied !== null) this.drawLine(applied, colours["--c4"], [4, 3], 2 * RULER_ROW + 3);
+        last = x;
       }
-      const x = this.x(applied ?? published);
       context.fillStyle = colours["--c4"];
       if (x >= GUTTER) context.fillRect(Math.round(x), 2 * RULER_ROW + 3, 1, RULER_ROW - 6);
       const text = `v${version}`;

@@ -32,6 +32,7 @@ export async function show(root, params, context) {
     el("div", { class: "split" }, card("Workers", "workers"), card("Newest events", "latest")));
   place.sentence.className = "sentence";
   place.tiles.className = "tiles";
+  place.stale.className = "stale";
 
   const chart = plot(rates, {
     title: "Production and consumption", unit: "samples/s", xLabel: "minutes from now", x: [], height: 160,
@@ -61,17 +62,15 @@ export async function show(root, params, context) {
     if (!now?.queue || !width) return;
     fill(place.queue, drawQueue(now, width));
     const budget = now.queue.budget;
-    fill(place.stale, drawStaleness(now, Math.min(width, 960)),
+    fill(place.stale, drawStaleness(now, Math.min(width, 640)),
       el("p", { class: "caption muted" }, "Versions between the first token and the gradient. ",
         budget === 0 ? "The budget is 0: synchronous, on-policy." : `The budget, the red line, is ${budget ?? "unknown"}: nothing older is trained on.`,
         now.queue.oldest_age_s ? ` The oldest buffered group has waited for ${duration(now.queue.oldest_age_s)}.` : ""));
   }
 
   function tiles() {
-    const behind = now.version - (now.applied_version ?? now.version);
     const of = {
       "Is it learning?": now.learning, Balance: now.balance,
-      "Version trained": count(now.version) + (behind > 0 ? `, ${behind} ahead of the generator` : ""),
       "Cost so far": now.cost && dollars(now.cost.usd),
       "of it, of waits": now.cost && dollars(now.cost.trainer_waits_usd + now.cost.generator_waits_usd),
     };

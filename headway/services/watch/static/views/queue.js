@@ -112,7 +112,7 @@ function head(stage, x, y, inLine) {
   const rollouts = stage.rollouts === null || stage.rollouts === undefined ? null : plural(stage.rollouts, "rollout");
   return [
     svg("text", { x, y, class: "name" }, stage.name, svg("title", {}, WHAT[stage.name] ?? stage.name)),
-    inLine ? svg("text", { x: x + 88, y, class: "small" }, [groups, rollouts].filter(Boolean).join(" · "))
+    inLine ? svg("text", { x: x + 96, y, class: "small" }, [groups, rollouts].filter(Boolean).join(" · "))
       : [groups, rollouts].map((text, line) => text && svg("text", { x, y: y + 18 + 16 * line, class: "small" }, text)),
   ];
 }
@@ -179,7 +179,8 @@ export function drawStaleness(now, width) {
   const by = new Map(versions.map((of) => [now.version - of.version, of]));
   const last = Math.max(budget ?? 0, ...by.keys(), 0);
   const most = Math.max(1, ...versions.map((of) => of.groups));
-  const wide = Math.min(72, (width - 8) / (last + 1));
+  const wide = Math.min(72, (width - 80) / (last + 1));
+  const drawn = (last + 1) * wide + 80;
   const every = Math.ceil(36 / wide);
   const [top, floor] = [20, 84];
   const columns = Array.from({ length: last + 1 }, (_, staleness) => {
@@ -195,10 +196,9 @@ export function drawStaleness(now, width) {
     ];
   });
   const line = budget === null || budget === undefined ? [] : [
-    svg("path", { class: "budget", d: `M ${Math.min((budget + 1) * wide + 1, width - 2)} ${top - 16} V ${floor + 4}` }),
-    svg("text", { x: Math.min((budget + 1) * wide + 8, width - 8), y: top - 6, class: "small",
-      "text-anchor": (budget + 1) * wide + 80 > width ? "end" : "start" }, `budget ${budget}`),
+    svg("path", { class: "budget", d: `M ${(budget + 1) * wide + 1} ${top - 16} V ${floor + 4}` }),
+    svg("text", { x: (budget + 1) * wide + 8, y: top - 6, class: "small" }, `budget ${budget}`),
   ];
   const label = `Staleness of buffered groups: ${versions.map((of) => `${plural(of.groups, "group")} of version ${of.version}`).join(", ") || "none"}; budget ${budget ?? "none"}.`;
-  return svg("svg", { class: "queue", width, height: 104, viewBox: `0 0 ${width} 104`, role: "img", "aria-label": label }, columns, line);
+  return svg("svg", { class: "queue", width: drawn, height: 104, viewBox: `0 0 ${drawn} 104`, role: "img", "aria-label": label }, columns, line);
 }

@@ -22,6 +22,8 @@ export async function show(root, params, context) {
   let answer = null;
   let seen = -1;
   let ended = false;
+  let loading = Promise.resolve();
+  let waiting = null;
   const warnings = el("div");
   const grid = el("div", { class: "plots" });
   const side = el("aside", { class: "moment card", hidden: true, "aria-label": "A moment" });
@@ -52,9 +54,6 @@ export async function show(root, params, context) {
     context.remember({ series: plots.filter((of) => chosen.has(of.key)).map((of) => of.names[0]) });
     load();
   }
-
-  let loading = Promise.resolve();
-  let waiting = null;
 
   /** Read all series that are drawn; while one reading runs, the next waits for it. */
   function load() {

@@ -8,7 +8,7 @@ export async function show(root, params, context) {
   const chosen = new Set();
   let found = { runs: [], roots: [], problems: [] };
   const search = el("input", { type: "search", placeholder: "Name or state", "aria-label": "Search runs", oninput: draw });
-  const compare = el("a", { class: "button", role: "link" });
+  const compare = el("button", { type: "button", onclick: () => context.navigate(context.hashOf("compare", { runs: [...chosen] })) });
   const place = el("div", { class: "runs" });
   const lost = el("div");
   fill(root, el("h1", {}, "Runs"), el("div", { class: "controls" }, search, compare), lost, place);
@@ -18,7 +18,7 @@ export async function show(root, params, context) {
     const shown = found.runs.filter((run) => words.every((word) => `${run.name} ${run.id} ${run.state}`.toLowerCase().includes(word)));
     const focused = document.activeElement?.dataset?.id;
     const list = shown.length
-      ? table(["Run", "", "Step", "Solve rate", "Reward", "Device time", "Cost", "Disk", "Started", "Heard", { text: "Problems", class: "text" }],
+      ? table(["Run", "", "Step", "Solve rate", "Reward", "Device time", "Cost", "Disk", "Started", "Heard"],
         shown.map(row), { textColumns: 2, label: "Runs" })
       : empty(found.runs.length ? "No run has these words." :
         `No run lies in ${found.roots.join(", ") || "the folders that are watched"}. \`headway train FILE\` begins one; it appears here by itself.`);
@@ -38,11 +38,10 @@ export async function show(root, params, context) {
     const step = el("span", { class: "step" }, `${count(run.step)} of ${count(run.steps)}`,
       bar(run.steps ? run.step / run.steps : 0, `${count(run.step)} of ${count(run.steps)} steps`));
     const state = el("span", { class: `chip ${STATE_CLASS[run.state] ?? ""}`, title: run.holder ? `process ${run.holder}` : null }, run.state);
-    const warnings = run.problems?.length ? problems(run.problems) : "";
-    return [el("span", { class: "pick" }, box, name), state, step,
+    return [[el("span", { class: "pick" }, box, name), problems(run.problems)], state, step,
       el("span", { title: run.solve_rate_of ?? null }, score(run.solve_rate, run.standard_error)), quantity(run.reward),
       Number.isFinite(run.device_hours) ? duration(run.device_hours * 3600) : "–", dollars(run.usd), bytes(run.disk_bytes),
-      moment(run.started_unix_s), ago(run.last_unix_s), warnings];
+      moment(run.started_unix_s, "minute"), ago(run.last_unix_s)];
   }
 
   function choose(id) {
@@ -52,12 +51,8 @@ export async function show(root, params, context) {
   }
 
   function drawCompare() {
-    const enough = chosen.size > 1;
-    fill(compare, enough ? `Compare ${chosen.size} runs` : "Choose two or more to compare them");
-    compare.classList.toggle("muted", !enough);
-    if (enough) compare.setAttribute("href", context.hashOf("compare", { runs: [...chosen] }));
-    else compare.removeAttribute("href");
-    compare.setAttribute("aria-disabled", String(!enough));
+    compare.disabled = chosen.size < 2;
+    compare.textContent = compare.disabled ? "Choose two or more to compare them" : `Compare ${chosen.size} runs`;
   }
 
   await context.api.attempt(place, async () => {
