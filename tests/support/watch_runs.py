@@ -61,6 +61,7 @@ def write_hostile_run(folder: Path, model: Path, tokenizer: Tokenizer, *, long_t
     logs, the configuration. ``long_tokens``: length of one more rollout, the last."""
     hostile = HOSTILE[1]
     folder.mkdir(parents=True)
+    shutil.copytree(RECORDED / "ended" / "epoch", folder / "epoch")
     (folder / "config.json").write_text(json.dumps(_configuration(folder, model)))
     lines: list[LedgerLine] = [*synthetic_lines(40)]
     events = ("stall", "worker_death", "alert", "restart", hostile)
