@@ -1,12 +1,13 @@
 // One rollout: its conversation token by token, its group, its life from admission to gradient.
 
 import { count, duration, el, empty, fill, plural, problems, quantity, table } from "../dom.js";
-import { NO_RUN, found, keyOf, more, queryOf, rolloutHash, verdictChip } from "./rollouts.js";
+import { NO_RUN, endingOf, found, keyOf, more, queryOf, rolloutHash, verdictChip } from "./rollouts.js";
 import { COLOURS, TokenPane } from "./tokens.js";
 import { said, visible } from "./visible.js";
 
 const WINDOW = 4000; // tokens of a request
 const LINES = 1500; // aligned at most, on each side
+const PHASES = ["waiting", "first token", "generating", "verifying", "buffered", "training"]; // a colour each
 
 function facts(one) {
   const { first_version: low, last_version: high } = one;
@@ -15,7 +16,7 @@ function facts(one) {
     ["Reward", quantity(one.reward)],
     one.trained_reward !== null && one.trained_reward !== undefined && one.trained_reward !== one.reward && ["Reward as trained", quantity(one.trained_reward)],
     ["Length", plural(one.tokens, "token")], one.turns?.length > 1 && ["Turns", count(one.turns.length)],
-    ["Ending", one.ending + (one.ending_reason ? `: ${one.ending_reason}` : "")], one.finish_reason && ["Finish", one.finish_reason],
+    ["Ending", endingOf(one)], one.finish_reason && ["Finish", one.finish_reason],
     ["Step", one.step === null ? "none" : count(one.step)],
     versioned && ["Version", low === high ? count(low) : `${count(low)}–${count(high)}`],
     versioned && one.step !== null && ["Staleness", count(one.step - low)],
@@ -37,16 +38,18 @@ function recorded(title, record) {
 }
 
 /** From admission to gradient as a bar, and its phases as a list. */
-function lifeCard({ life, verdict, pruned }) {
+function lifeCard({ life, verdict, pruned, ending }) {
   const phases = (life ?? []).filter(({ start_s, end_s }) => start_s !== null && end_s !== null && end_s >= start_s);
   const records = [recorded("Verdict as the verifier gave it", verdict), recorded("Pruned", pruned)];
   if (!phases.length) return el("section", { class: "card" }, el("h2", {}, "Life"), empty("Its times aren't recorded."), records);
   const [from, to] = [Math.min(...phases.map((phase) => phase.start_s)), Math.max(...phases.map((phase) => phase.end_s))];
+  const until = phases.at(-1).name === "training" ? "gradient" : ending === "open" ? "here" : "its end";
+  const tone = (name, i) => `l${PHASES.includes(name) ? PHASES.indexOf(name) : 6 + (i % 2)}`;
   const share = (value) => `${((value / (to - from || 1)) * 100).toFixed(3)}%`;
-  return el("section", { class: "card" }, el("h2", {}, "Life ", el("span", { class: "aside" }, `${duration(to - from)} from admission to ${phases.at(-1).name === "training" ? "gradient" : "here"}, of the run's clock from ${duration(from)}`)),
+  return el("section", { class: "card" }, el("h2", {}, "Life ", el("span", { class: "aside" }, `${duration(to - from)} from admission to ${until}; it began ${duration(from)} into the run`)),
     el("div", { class: "life", role: "img", "aria-label": phases.map(({ name, start_s, end_s }) => `${name} ${duration(end_s - start_s)}`).join(", ") },
-      phases.map(({ name, start_s, end_s }, i) => el("span", { class: `l${i % 8}`, title: `${name}: ${duration(end_s - start_s)}`, style: { left: share(start_s - from), width: share(end_s - start_s) } }))),
-    el("ol", { class: "phases" }, phases.map(({ name, start_s, end_s }, i) => el("li", {}, el("span", { class: `swatch l${i % 8}` }), ` ${name} `, el("b", {}, duration(end_s - start_s))))), records);
+      phases.map(({ name, start_s, end_s }, i) => el("span", { class: tone(name, i), title: `${name}: ${duration(end_s - start_s)}`, style: { left: share(start_s - from), width: share(end_s - start_s) } }))),
+    el("ol", { class: "phases" }, phases.map(({ name, start_s, end_s }, i) => el("li", {}, el("span", { class: `swatch ${tone(name, i)}` }), ` ${name} `, el("b", {}, duration(end_s - start_s))))), records);
 }
 
 function groupCard(one, { run, context, query, beside, choose }) {
@@ -111,7 +114,7 @@ function besideCard(one, other, { titles, onClose }) {
     ` reward ${quantity(of.reward)} · ${plural(of.tokens, "token")} · ${of.ending}`));
   const cell = (lines, i, same) => el("div", { class: `cell ${i === null ? "gap" : lines[i][1]} ${same ? "same" : ""}` }, i === null ? "" : said(lines[i][0] || " "));
   return el("section", { class: "card beside" },
-    el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, start < 0 ? "the responses begin alike" : start === 0 ? "they differ from the first line" : `the first ${plural(start, "line")} are the same`)),
+    el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, start < 0 ? (a.length === b.length ? "the same, word for word" : "one goes on where the other ends") : start === 0 ? "they differ from the first line" : `the first ${plural(start, "line")} are the same`)),
       el("button", { type: "button", onclick: onClose }, "Close")),
     el("div", { class: "pairing", tabindex: 0, role: "region", "aria-label": "Two responses, equal lines side by side" }, head(one, titles[0]), head(other, titles[1]),
       aligned(a, b).map(([i, j]) => {
@@ -207,6 +210,7 @@ export async function show(root, params, context) {
     pane?.body.focus({ preventScroll: true });
   } });
   const legend = el("div", {});
+  const match = el("span", {});
   const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Sequences" });
   const load = (sequence) => async (offset, limit) =>
     (await context.api.get("rollout", { run, row: one.row, sequence, offset, limit }, { signal })).sequences[sequence];
@@ -229,6 +233,8 @@ export async function show(root, params, context) {
     pane = new TokenPane(sequence, { load: load(number), turns: number === 0 ? one.turns : null, step: one.step, announce: context.announce,
       onProblem: (text) => trouble.append(problems([text])) });
     pane.paint(colour);
+    const where = query.text && pane.findText(query.text);
+    fill(match, where && el("button", { type: "button", onclick: () => pane.go(...where) }, "Go to ", el("mark", {}, said(query.text.slice(0, 24)))));
     jump.max = sequence.total_tokens - 1;
     fill(legend, pane.legend);
     fill(place, el("div", { class: "conversation", id: "sequence", role: tabs.childNodes.length ? "tabpanel" : null, "aria-labelledby": tabs.childNodes.length ? `sequence-${number}` : null }, pane.body),
@@ -254,7 +260,7 @@ export async function show(root, params, context) {
     el("div", { class: "split" }, lifeCard(one), one.siblings?.length > 0 && card), sides);
   if (one.siblings?.length > 0) drawGroup();
   if (one.sequences.some(({ total_tokens: total }) => total > 0)) {
-    root.append(el("div", { class: "colouring" }, one.sequences.length > 1 && tabs, el("label", {}, "Colour by ", paint), legend,
+    root.append(el("div", { class: "colouring" }, one.sequences.length > 1 && tabs, el("label", {}, "Colour by ", paint), legend, match,
       el("label", { class: "jump" }, "Go to token ", jump)), place);
     await open(0);
   } else root.append(empty("It has no tokens in the record: its group ended before it had finished."));

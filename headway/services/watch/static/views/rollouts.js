@@ -43,17 +43,20 @@ export const verdictChip = ({ solved, failure, ending, verified }) => {
 const versions = ({ first_version: from, last_version: to }) =>
   (!(from >= 0) || from === null ? "no version" : from === to ? `version ${count(from)}` : `versions ${count(from)}–${count(to)}`);
 
+/** How a rollout ended and why, where that says more than its step. */
+export const endingOf = ({ ending, ending_reason: why, step }) => (why && why !== `step ${step}` ? `${ending}: ${why}` : ending);
+
 function hit(row, context, run, query) {
   const cause = typeof row.failure === "string" ? row.failure : row.failure?.cause;
   const facts = {
-    length: plural(row.tokens, "token"), turns: row.turns > 1 && plural(row.turns, "turn"), step: row.step === null ? "no step" : `step ${count(row.step)}`,
-    versions: versions(row), place: `group ${row.group}/${row.member}`,
+    length: plural(row.tokens, "token") + (row.turns > 1 ? `, ${plural(row.turns, "turn")}` : ""),
+    step: row.step === null ? "no step" : `step ${count(row.step)}`, versions: versions(row), place: `group ${count(row.group)}/${row.member}`,
   };
   const { before, match, after } = row.snippet ?? {};
   return el("li", {}, el("a", { class: "hit", "data-item": true, href: rolloutHash(context, run, row.row, query) },
     el("span", { class: "facts" }, verdictChip(row), el("b", { class: "reward" }, `reward ${quantity(row.reward)}`),
       Object.entries(facts).map(([name, text]) => el("span", { class: name }, text)),
-      el("span", {}, row.ending, row.ending_reason && [": ", said(row.ending_reason)]), said(row.task_id, { class: "task" })),
+      el("span", { class: "ending" }, said(endingOf(row))), said(row.task_id, { class: "task" })),
     cause && el("span", { class: "line bad" }, said(cause)),
     row.snippet ? el("span", { class: "line" }, said(before.length > LEAD ? `…${before.slice(-LEAD)}` : before), el("mark", {}, said(match)), said(after))
       : el("span", { class: "line quiet" }, said(row.prompt))));

@@ -1,7 +1,7 @@
 // A sequence's tokens: loaded and drawn in windows as one scrolls, coloured by a value, walked by keyboard.
 
 import { count, el, fill, plural, quantity, table } from "../dom.js";
-import { said, visible } from "./visible.js";
+import { token, visible } from "./visible.js";
 
 const WINDOW = 4000; // tokens of a request
 const BLOCK = 500; // tokens drawn at once, where a sequence is longer than a window
@@ -17,7 +17,7 @@ const RATIOS = [1.03, 1.1, 1.25, 1.5, 2];
 const below = (value, bounds) => (bounds.findIndex((bound) => value >= bound) + bounds.length + 1) % (bounds.length + 1);
 const beyond = (value, bounds) => bounds.filter((bound) => value >= bound).length;
 const signed = (value) => (value > 0 ? `+${quantity(value)}` : quantity(value));
-const nats = (value) => (value === null || value === undefined ? "–" : value.toFixed(3).replace("-", "−"));
+const nats = (value) => (value === null || value === undefined ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000").replace("-", "−"));
 
 /** What tokens can be coloured by: `tone(values, index)` is the class of one, `legend` pairs of class and text. */
 export const COLOURS = {
@@ -91,7 +91,7 @@ export class TokenPane {
       "aria-label": "Tokens; arrow keys walk, Shift with them selects, Escape clears",
       onkeydown: (event) => this.key(event), onclick: (event) => this.click(event),
       onmouseover: (event) => this.hover(event), onmouseleave: () => this.tell(this.at) });
-    this.observer = new IntersectionObserver((entries) => this.scrolled(entries), { rootMargin: "700px 0px" });
+    this.observer = new IntersectionObserver((entries) => this.scrolled(entries), { rootMargin: "350px 0px" });
     this.keep(sequence);
     this.lay();
     this.paint(this.colour);
@@ -173,7 +173,7 @@ export class TokenPane {
       for (let start = from; start < to;) {
         const stop = Math.min(to, start + this.size, (Math.floor(start / WINDOW) + 1) * WINDOW);
         const node = el("div", { class: "block", "data-from": this.size === BLOCK && count(start) });
-        this.blocks.push({ from: start, to: stop, node, drawn: false });
+        this.blocks.push({ from: start, to: stop, node, drawn: false, begins: start === from, end: to });
         node.block = this.blocks.at(-1);
         section.append(node);
         start = stop;
@@ -201,7 +201,9 @@ export class TokenPane {
   async draw(block, wanted = false) {
     if (block.drawn || !(await this.fetch(block)) || block.drawn || this.ended || !(block.near || wanted)) return;
     const spans = [];
-    for (let position = block.from; position < block.to; position += 1) {
+    block.first = block.begins ? block.from : this.lineFrom(block.from, block.end);
+    block.last = block.to === block.end ? block.to : this.lineFrom(block.to, block.end);
+    for (let position = block.first; position < block.last; position += 1) {
       const found = this.find(position);
       if (!found) break;
       const text = found.values.tokens[found.i];
@@ -210,6 +212,7 @@ export class TokenPane {
       this.nodes.set(position, node);
       spans.push(node);
     }
+    if (this.size === BLOCK) block.node.dataset.from = count(block.first);
     block.drawn = true;
     const { top, height } = block.node.getBoundingClientRect();
     block.node.style.minHeight = "";
@@ -217,10 +220,21 @@ export class TokenPane {
     if (top < TOP && height) scrollBy(0, block.node.getBoundingClientRect().height - height);
   }
 
+  /** The place soon after `position` where a line begins, so that a block needn't end within one; else `position`. */
+  lineFrom(position, end) {
+    const most = Math.min(end, position + BLOCK / 2, (Math.floor(position / WINDOW) + 1) * WINDOW);
+    if (position % WINDOW === 0) return position;
+    for (let place = position; place < most; place += 1) {
+      const found = this.find(place - 1);
+      if (found?.values.tokens[found.i]?.includes("\n")) return place;
+    }
+    return position;
+  }
+
   clear(block) {
     block.node.style.minHeight = `${block.node.offsetHeight}px`;
     fill(block.node);
-    for (let position = block.from; position < block.to; position += 1) this.nodes.delete(position);
+    for (let position = block.first; position < block.last; position += 1) this.nodes.delete(position);
     block.drawn = false;
   }
 
@@ -231,10 +245,23 @@ export class TokenPane {
     return `tok ${tone}${position === this.at ? " at" : ""}${chosen ? " in" : ""}`;
   }
 
+  /** The tokens of the first place where `text` stands, selected, as arguments of `go`; null: nowhere in what is loaded. */
+  findText(text) {
+    const { tokens, start } = this.windows.get(0) ?? { tokens: [], start: 0 };
+    const ends = [];
+    let all = "";
+    for (const piece of tokens) ends.push((all += piece ?? "").length);
+    const at = all.toLowerCase().indexOf(text.toLowerCase());
+    if (at < 0) return null;
+    const [from, to] = [at, at + text.length - 1].map((place) => start + ends.findIndex((end) => end > place));
+    this.select([from, to]);
+    return [from, { keep: true, aloud: false }];
+  }
+
   // --- walking -----------------------------------------------------------------------------------------------
 
   /** Make the token at `position` the chosen one, bring it into view and show its values. */
-  async go(position, { extend = false, aloud = true } = {}) {
+  async go(position, { extend = false, keep = false, aloud = true } = {}) {
     const target = Math.max(0, Math.min(this.sequence.total_tokens - 1, position));
     const number = this.blocks.findIndex(({ to }) => target < to);
     if (number < 0) return;
@@ -245,7 +272,7 @@ export class TokenPane {
     }
     this.anchor = extend ? (this.anchor ?? this.at ?? target) : target;
     this.at = target;
-    this.select(extend ? [Math.min(this.anchor, target), Math.max(this.anchor, target)] : null);
+    this.select(keep ? this.range : extend ? [Math.min(this.anchor, target), Math.max(this.anchor, target)] : null);
     this.nodes.get(target)?.scrollIntoView({ block: "nearest" });
     const found = this.find(target);
     if (aloud && found) this.announce(`${found.values.tokens[found.i] ?? found.values.ids[found.i]}, log-probability ${nats(found.values.logprobs[found.i])}`);
@@ -321,16 +348,18 @@ export class TokenPane {
     const behind = version !== null && typeof this.step === "number" ? ` (staleness ${this.step - version})` : "";
     const trainer = values.trainer_logprobs?.[i] ?? null;
     const rows = [
-      ["Token", el("code", { class: "text" }, said(values.tokens[i] ?? "no tokenizer", {}, true))],
+      ["Token", values.tokens[i] === null ? "no tokenizer" : el("code", {}, token(values.tokens[i]))],
       ["Id", values.ids[i] < 0 ? "–" : String(values.ids[i])],
       ["Position", `${count(position)} of ${count(this.sequence.total_tokens)}`],
       ["Version", version === null ? "–" : `${count(version)}${behind}`],
       ["Engine", `${nats(values.logprobs[i])} nats`],
-      ["Trainer", trainer === null ? "–" : `${nats(trainer)} nats`],
-      ["Ratio", quantity(values.ratios?.[i] ?? null)],
-      ["Clipped", yes(values.clipped?.[i])],
-      ["In the loss", values.mask[i] ? yes(values.trained?.[i]) : "no: not sampled"],
-      ["Advantage", signed(values.advantages?.[i] ?? null)],
+      ...(values.trainer_logprobs ? [
+        ["Trainer", trainer === null ? "–" : `${nats(trainer)} nats`],
+        ["Ratio", quantity(values.ratios?.[i] ?? null)],
+        ["Clipped", yes(values.clipped?.[i])],
+        ["In the loss", values.mask[i] ? yes(values.trained?.[i]) : "no: not sampled"],
+        ["Advantage", signed(values.advantages?.[i] ?? null)],
+      ] : [["Trainer", "not trained on"]]),
     ];
     fill(this.token, el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
   }
@@ -349,8 +378,7 @@ export class TokenPane {
       if (trainer !== null) kept.trainer.push(trainer), kept.away.push(Math.abs(trainer - engine));
       if (values.clipped?.[i]) kept.clipped += 1;
       if (rows.length < 200) {
-        const text = values.tokens[i] === null ? `⟨${values.ids[i]}⟩` : values.tokens[i];
-        rows.push({ class: position === this.at ? "at" : null, cells: [said(text, { class: "text" }, false), nats(engine), nats(trainer),
+        rows.push({ class: position === this.at ? "at" : null, cells: [token(values.tokens[i] || `⟨${values.ids[i]}⟩`), nats(engine), nats(trainer),
           quantity(values.ratios?.[i] ?? null) + (values.clipped?.[i] ? " ✂" : ""), signed(values.advantages?.[i] ?? null)] });
       }
     }

@@ -31,5 +31,9 @@ export function visible(text, lines = false) {
   }).flat();
 }
 
+/** A token's text where nothing stands around it: its spaces are symbols too. */
+export const token = (text) => el("bdi", { class: "text", dir: "ltr" }, text.split(/( )/).filter(Boolean)
+  .map((piece) => (piece === " " ? el("span", { class: "ctl" }, "␣") : visible(piece))));
+
 /** `text` in an element of its own, whose direction nothing outside feels. */
 export const said = (text, attributes = {}, lines = false) => el("bdi", { dir: "ltr", ...attributes }, visible(text ?? "", lines));
