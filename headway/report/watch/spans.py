@@ -41,8 +41,9 @@ class SpanStore:
     """Spans as rows, by track and start, which don't overlap.
 
     Lifecycle: ``restore``, then ``add`` and ``window``. Of a row: *tail*, in memory, where new ones are sorted in ->
-    *sealed*, with SEAL_ROWS others: appended to a file, each _BLOCK_ROWS of a track with a block that says when, how much
-    of it is work, and what took longest. A window takes blocks that are narrower than its pixels, and rows elsewhere.
+    *sealed*, with SEAL_ROWS others: appended to a file, each _BLOCK_ROWS of a track with a block that says when, how
+    much of it is work, and what took longest. A window takes blocks that are narrower than its pixels, and rows
+    elsewhere.
     """
 
     def __init__(self, rows: Path, blocks: Path) -> None:

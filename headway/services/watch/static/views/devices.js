@@ -204,8 +204,8 @@ class DevicesView {
     this.moved = moving ? now : null;
     while (this.intervals.length > 1 && this.intervals.reduce((sum, [ms]) => sum + ms, 0) > 2000) this.intervals.shift();
     const total = this.intervals.reduce((sum, [ms]) => sum + ms, 0);
-    const drawn = this.intervals.map(([, ms]) => ms);
-    measured = { frames: drawn.length, frames_per_s: total ? (1000 * drawn.length) / total : null, draw_ms: Math.max(0, ...drawn) };
+    const count = this.intervals.length;
+    measured = { frames: count, frames_per_s: total ? (1000 * count) / total : null, draw_ms: this.intervals.reduce((sum, [, ms]) => sum + ms, 0) / count };
     this.frame.dataset.framesPerS = measured.frames_per_s?.toFixed(1) ?? "";
   }
 

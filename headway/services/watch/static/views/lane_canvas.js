@@ -47,7 +47,7 @@ function tickStep(least) {
 export class LaneCanvas {
   constructor(canvas) {
     this.canvas = canvas;
-    this.context = canvas.getContext("2d", { alpha: false });
+    this.context = canvas.getContext("2d", { alpha: false, willReadFrequently: true }); // whole images are put on it
     this.readColours();
   }
 
@@ -131,7 +131,7 @@ export class LaneCanvas {
           if (start[place] >= from - offset || from === scene.view.from) this.label(spans, place, begin, until, row, top, scene);
         }
         const colour = this.kinds[scene.kinds[name[place]]];
-        const height = share[place] ? Math.max(least, Math.round(room * share[place])) : least;
+        const height = Math.max(least, Math.round(room * share[place] * Math.min(1, (end[place] - start[place]) * scale)));
         const last = Math.min(this.image.height - 1, base - gap);
         for (let y = Math.max(0, base - gap - height + 1); y <= last; y += 1) {
           if (until - begin > 12) this.pixels.fill(colour, y * width + begin, y * width + until);
@@ -216,20 +216,22 @@ export class LaneCanvas {
     const { context, colours } = this;
     const [from, to] = [view.from + from_s, view.to + from_s];
     const shown = versions.filter((one) => (one.applied_s ?? one.published_s) >= from && one.published_s <= to);
+    const places = shown.map((one) => this.x((one.applied_s ?? one.published_s) - from_s));
+    const top = 2 * RULER_ROW;
     let [last, free] = [0, GUTTER];
-    for (const { version, published_s, applied_s } of shown) {
-      const [published, applied] = [published_s - from_s, applied_s === null ? null : applied_s - from_s];
-      const x = this.x(applied ?? published);
-      if (x - last > 12) {
-        this.drawLine(published, colours["--c6"], [], 2 * RULER_ROW + 3);
-        if (applied !== null) this.drawLine(applied, colours["--c4"], [4, 3], 2 * RULER_ROW + 3);
-        last = x;
-      }
+    for (const [place, { version, published_s, applied_s }] of shown.entries()) {
+      const x = places[place];
+      if (x < GUTTER || x - last < 2) continue;
       context.fillStyle = colours["--c4"];
-      if (x >= GUTTER) context.fillRect(Math.round(x), 2 * RULER_ROW + 3, 1, RULER_ROW - 6);
+      context.fillRect(Math.round(x), top + RULER_ROW - 5, 1, 5);
+      if (x - last > 12 && !(places[place + 1] - x < 12)) { // alone: a line each over all lanes
+        this.drawLine(published_s - from_s, colours["--c6"], [], top + RULER_ROW);
+        if (applied_s !== null) this.drawLine(applied_s - from_s, colours["--c4"], [4, 3], top + RULER_ROW);
+      }
+      last = x;
       const text = `v${version}`;
       if (x >= free && x < this.width - 8) {
-        context.fillText(text, x + 4, 2.5 * RULER_ROW + 0.5);
+        context.fillText(text, x + 4, top + RULER_ROW / 2 - 0.5);
         free = x + 16 + 7 * text.length;
       }
     }
