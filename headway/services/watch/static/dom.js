@@ -96,7 +96,8 @@ export const dollars = (value) => (known(value) ? `$${separated(value.toFixed(2)
 export function duration(seconds) {
   if (!known(seconds)) return "–";
   if (seconds < 0) return `−${duration(-seconds)}`;
-  if (seconds > 0 && seconds < 0.9995) return `${count(seconds * 1000)}${THIN}ms`;
+  if (seconds === 0) return `0${THIN}s`;
+  if (seconds < 0.9995) return `${count(seconds * 1000)}${THIN}ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)}${THIN}s`;
   const s = Math.round(seconds);
   if (s < 60) return `${s}${THIN}s`;

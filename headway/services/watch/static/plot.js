@@ -7,6 +7,7 @@ const COLOURS = 8;
 const MARK_COLOURS = {
   restart: "--bad", stall: "--warn", alert: "--bad", plan: "--c4", update: "--c6", evaluation: "--c1", other: "--muted",
 };
+const HEIGHT = 168;
 const NEAR_PX = 6; // the cursor is at a mark
 
 let palette = {};
@@ -48,7 +49,7 @@ export function plot(host, spec) {
   const canvas = el("div", { class: "plot-area" });
   const note = el("p", { class: "plot-note", hidden: true });
   const frame = el("figure", { class: "plot", tabindex: 0, "aria-label": `${spec.title}. Left and right: along the curve.`, onkeydown: onKey },
-    el("figcaption", {}, el("h3", {}, spec.title, spec.unit && el("span", { class: "muted" }, ` ${spec.unit}`)),
+    el("figcaption", {}, el("h3", {}, spec.title, spec.unit && !shortUnit(spec.unit) && el("span", { class: "muted" }, ` ${spec.unit}`)),
       spec.caption && el("p", { class: "caption", title: spec.caption }, spec.caption)),
     reading, canvas, note);
   host.append(frame);
@@ -104,10 +105,10 @@ export function plot(host, spec) {
     const axis = { stroke: () => colour("--muted"), font: "11px system-ui, sans-serif", grid: { stroke: () => colour("--line"), width: 1 },
       ticks: { show: false } };
     return {
-      width: Math.max(160, canvas.clientWidth), height: spec.height ?? 168, legend: { show: false }, series, bands,
+      width: Math.max(160, canvas.clientWidth), height: spec.height ?? HEIGHT, legend: { show: false }, series, bands,
       padding: [8, 8, 0, 0],
       scales: { x: { time: false, range: xRange }, y: { range: yRange } },
-      axes: [{ ...axis, size: 36, label: spec.xLabel, labelSize: 16, labelGap: 0, labelFont: axis.font, gap: 2,
+      axes: [{ ...axis, size: 18, label: spec.xLabel, labelSize: 16, labelGap: 0, labelFont: axis.font, gap: 2,
         values: (_, ticks) => ticks.map(quantity) },
       { ...axis, size: 56, gap: 4, values: (_, ticks) => ticks.map((tick) => withUnit(tick, shortUnit(spec.unit))) }],
       cursor: { y: false, sync: spec.group ? { key: spec.group, setSeries: false } : undefined,
@@ -159,7 +160,7 @@ export function plot(host, spec) {
   }
 
   function drawPoints(u) {
-    const size = 3.5 * devicePixelRatio;
+    const size = 3 * devicePixelRatio;
     u.ctx.save();
     u.ctx.lineWidth = 1.5 * devicePixelRatio;
     for (const point of spec.points ?? []) {
@@ -182,12 +183,14 @@ export function plot(host, spec) {
   function read() {
     const u = chart;
     if (!u) return;
-    const at = u.cursor.idx ?? u.data[0].length - 1;
+    const last = u.data[0].length - 1;
+    const at = u.cursor.idx ?? last;
+    const back = at === u.cursor.idx ? 50 : last; // of joined lines each has holes, or ends before the others
     const items = lines().map((line, number) => {
-      const [raw, , , smooth] = [1, 2, 3, 4].map((column) => valueAt(u.data[4 * number + column], at));
+      const [raw, smooth] = [1, 4].map((column) => valueAt(u.data[4 * number + column], at, back));
       return el("span", {}, el("i", { class: "swatch", style: { "background-color": `var(${line.colour})` } }),
         spec.lines.length > 1 && ` ${line.name}`, " ", el("b", {}, withUnit(smooth ?? raw, shortUnit(spec.unit))),
-        spec.smoothing > 0 && el("span", { class: "muted" }, ` (${withUnit(raw, shortUnit(spec.unit))})`));
+        spec.smoothing > 0 && spec.lines.length < 3 && el("span", { class: "muted" }, ` (${withUnit(raw, shortUnit(spec.unit))})`));
     });
     const x = u.data[0][at];
     fill(reading, el("span", { class: "muted" }, `${quantity(x)} ${spec.xLabel ?? ""}`), items, pointItems(x));
@@ -208,9 +211,9 @@ export function plot(host, spec) {
     });
   }
 
-  /** The value at an index, or the last one before it: joined lines have holes. */
-  function valueAt(column, at) {
-    for (let i = at; column && i >= 0 && i > at - 50; i--) if (column[i] !== null && column[i] !== undefined) return column[i];
+  /** The value at an index, or the last one before it, at most `back` of it. */
+  function valueAt(column, at, back) {
+    for (let i = at; column && i >= 0 && i >= at - back; i--) if (column[i] !== null && column[i] !== undefined) return column[i];
     return null;
   }
 
@@ -248,7 +251,7 @@ export function plot(host, spec) {
   const resized = new ResizeObserver(() => {
     if (canvas.clientWidth === width || !canvas.clientWidth) return;
     width = canvas.clientWidth;
-    if (chart) chart.setSize({ width, height: spec.height ?? 168 });
+    if (chart) chart.setSize({ width, height: spec.height ?? HEIGHT });
     else draw();
   });
   resized.observe(canvas);

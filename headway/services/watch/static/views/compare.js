@@ -2,7 +2,7 @@
 
 import { el, empty, fill, problems, table } from "../dom.js";
 import { colourOf, plot } from "../plot.js";
-import { AXES, axisAndSmoothing, chooser, plotsOf } from "../series.js";
+import { AXES, axisAndSmoothing, chooser, plotsOf, shortName } from "../series.js";
 
 const POINTS = 400;
 const AGAIN_MS = 15_000;
@@ -53,7 +53,7 @@ export async function show(root, params, context) {
     await context.api.attempt(warnings, async () => {
       // Every series is a plot of its own: its lines are the runs.
       const found = await context.api.get("names", { run: ids[0] });
-      const plots = plotsOf(found.series.map((of) => ({ ...of, title: alone(of, found.series) ? of.title : `${of.title}: ${of.name}` })));
+      const plots = plotsOf(found.series.map((of) => ({ ...of, title: alone(of, found.series) ? of.title : `${of.title}: ${shortName(of.name)}` })));
       if (!chosen.size) {
         const named = params.series ? params.series.split(",") : FIRST;
         chosen = new Set(plots.filter((of) => named.includes(of.names[0])).map((of) => of.key));
@@ -109,7 +109,7 @@ export async function show(root, params, context) {
       lines: answer.runs.filter((run) => run.series[of.names[0]]).map((run) => (
         { name: run.name, colour: colourOf(indexOf(run.id)), ...run.series[of.names[0]], low: null, high: null, x: xOf(run) })),
       points: of.names[0] === SOLVED ? answer.runs.flatMap((run) => (run.evaluations ?? []).filter((e) => Number.isFinite(e.solve_rate)).map((e) => ({
-        x: e.x, y: e.solve_rate, error: e.standard_error, colour: colourOf(indexOf(run.id)), label: e.split,
+        x: e.x, y: e.solve_rate, error: e.standard_error, colour: colourOf(indexOf(run.id)),
         text: `${run.name}, ${e.split} ${e.phase}: ${e.solve_rate.toFixed(3)} ± ${(e.standard_error ?? 0).toFixed(3)}` }))) : [],
     }));
     if (handles.length === specs.length && handles.every((handle, number) => handle.title === specs[number].title)) {

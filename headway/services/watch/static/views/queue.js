@@ -3,7 +3,6 @@
 import { count, duration, el, percent, plural, quantity, svg } from "../dom.js";
 
 const HEAD = 58; // px: a stage's name and numbers
-const AREA = 96; // the marks of a stage
 const LOOP = 40; // the way of the weights, back
 const LEAST = 88; // a stage's width
 const TRAINER = 128;
@@ -14,7 +13,7 @@ const WHAT = {
   parked: "set aside, resumed later", verifying: "answers are being judged",
   buffered: "finished, waiting for the trainer", batch: "what the trainer computes now, or collects",
 };
-const SIZES = [16, 14, 12, 10, 8, 7, 6];
+const SIZES = [24, 20, 16, 14, 12, 10, 8, 7, 6];
 const PER_MARK = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000];
 
 /** A colour from fresh to as stale as the budget allows; red beyond it. */
@@ -48,25 +47,26 @@ export function drawQueue(now, width) {
 
 function drawAcross(now, stages, width) {
   const gaps = stages.map(gapAfter);
+  const tall = Math.round(Math.min(168, Math.max(96, width / 14)) / 8) * 8; // the marks of a stage
   const room = width - gaps.reduce((sum, gap) => sum + gap, 0) - TRAINER;
-  const { size, perMark, widths } = fit(stages, room);
+  const { size, perMark, widths } = fit(stages, room, tall);
   const spare = Math.max(0, room - widths.reduce((sum, w) => sum + w, 0)) / stages.length;
   const parts = [];
   let x = 0;
   let generating = 0;
   stages.forEach((stage, number) => {
     const wide = widths[number];
-    parts.push(...head(stage, x, 14), ...frame(stage, x, HEAD, wide, AREA));
+    parts.push(...head(stage, x, 14), ...frame(stage, x, HEAD, wide, tall));
     parts.push(...marks(now, stage, perMark, (index) => {
-      const rows = Math.floor(AREA / size);
-      return [x + wide - (Math.floor(index / rows) + 1) * size - 3, HEAD + (index % rows) * size + 2, size - 2];
+      const rows = Math.floor((tall - 4) / size);
+      return [x + wide - (Math.floor(index / rows) + 1) * size - 3, HEAD + (index % rows) * size + 3, size - 2];
     }));
     if (stage.name === "generating") generating = x + wide / 2;
-    parts.push(...arrow(now, stage.name, x + wide + 6, HEAD + AREA / 2, gaps[number] + spare - 12));
+    parts.push(...arrow(now, stage.name, x + wide + 6, HEAD + tall / 2, gaps[number] + spare - 12));
     x += wide + gaps[number] + spare;
   });
-  const bottom = HEAD + AREA;
-  parts.push(...trainer(now, width - TRAINER, HEAD, TRAINER, AREA));
+  const bottom = HEAD + tall;
+  parts.push(...trainer(now, width - TRAINER, HEAD, TRAINER, tall));
   const way = `M ${width - TRAINER / 2} ${bottom + 2} v 14 q 0 8 -8 8 H ${generating + 8} q -8 0 -8 -8 v -8`;
   parts.push(svg("path", { class: "way", d: way }),
     svg("path", { class: "tip", d: `M ${generating - 5} ${bottom + 12} l 5 -9 l 5 9 z` }),
@@ -96,10 +96,10 @@ function drawDown(now, stages, width) {
 }
 
 /** The largest marks, and the fewest groups a mark, with which all stages fit. */
-function fit(stages, room) {
+function fit(stages, room, tall) {
   for (const perMark of PER_MARK) {
     for (const size of SIZES) {
-      const rows = Math.floor(AREA / size);
+      const rows = Math.floor((tall - 4) / size);
       const widths = stages.map((stage) => Math.max(LEAST, Math.ceil(stage.places / perMark / rows) * size + 6));
       if (widths.reduce((sum, width) => sum + width, 0) <= room) return { size, perMark, widths };
     }

@@ -1,6 +1,6 @@
 // Run: any series over steps or time as small multiples, marks of events, and what the logs said at a moment.
 
-import { bytes, el, empty, fill, moment, plural, problems, quantity } from "../dom.js";
+import { bytes, el, empty, fill, moment, plural, problems, quantity, score } from "../dom.js";
 import { colourOf, plot } from "../plot.js";
 import { AXES, axisAndSmoothing, chooser, firstOf, plotsOf, shortName } from "../series.js";
 
@@ -119,10 +119,12 @@ export async function show(root, params, context) {
     else if (!shown.length) grid.prepend(empty("Choose series: their curves appear here."));
   }
 
-  const evaluations = () => (answer.evaluations ?? []).filter((of) => Number.isFinite(of.solve_rate)).map((of) => ({
-    x: of.x, y: of.solve_rate, error: of.standard_error, label: of.split, colour: SPLITS[of.split] ?? "--c6",
-    text: `${of.split} ${of.phase}: ${of.solve_rate.toFixed(3)} ± ${(of.standard_error ?? 0).toFixed(3)} (${plural(of.tasks, "task")})`,
-  }));
+  function evaluations() {
+    return (answer.evaluations ?? []).filter((of) => Number.isFinite(of.solve_rate)).map((of) => ({
+      x: of.x, y: of.solve_rate, error: of.standard_error, label: of.split, colour: SPLITS[of.split] ?? "--c6",
+      text: `${of.split} ${of.phase}: ${score(of.solve_rate, of.standard_error)} (${plural(of.tasks, "task")})`,
+    }));
+  }
 
   function reset() {
     for (const handle of drawn.values()) handle.reset();
