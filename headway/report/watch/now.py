@@ -97,7 +97,7 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
         state = tail.state(holder)
         if tail.last is None:
             problems.append("nothing is recorded yet")
-        elif alive and state != "running":
+        elif alive and state != "running" and _begun(run.path) > (tail.written_unix_s or 0.0) + 1e-3:  # else it ends
             problems.append("it is being started or resumed: this session has recorded nothing yet")
         state = "running" if alive else state
         last, pulse = tail.recent[-1] if tail.recent else None, trace.pulse if alive else None
@@ -105,7 +105,7 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
             **{"run": run.id, "name": run.path.name, "state": state, "holder": holder, **_judged(tail, state, price)},
             "step": last.version if last else 0,
             "steps": tail.experiment and tail.experiment.run.steps,
-            "version": pulse.version if pulse else last.version if last else 0,
+            "version": max(pulse.version if pulse else 0, last.version if last else 0),
             "applied_version": pulse.applied_version if pulse else None,
             "left_s": _left_s(tail) if alive else None,
             "updated_unix_s": max(filter(None, (tail.written_unix_s, trace.written_unix_s)), default=None),
@@ -123,6 +123,12 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
             "latest": [event_of(tail, number) for number in sorted(tail.events)[-_LATEST:][::-1]],
             "problems": problems,
         }
+
+
+def _begun(path: Path) -> float:
+    """When a process last took the run's lock, seconds since 1970; 0: never."""
+    found = stamp_of(RunDirectory(path).lock)
+    return found[2] / 1e9 if found else 0.0
 
 
 def _waits(path: Path) -> WaitGraph | None:
