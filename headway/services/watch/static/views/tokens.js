@@ -1,12 +1,13 @@
 // A sequence's tokens: loaded and drawn in windows as one scrolls, coloured by a value, walked by keyboard.
 
-import { count, el, fill, plural, quantity, table } from "../dom.js";
+import { count, duration, el, fill, plural, quantity, table } from "../dom.js";
 import { token, visible } from "./visible.js";
 
 const WINDOW = 4000; // tokens of a request
 const BLOCK = 500; // tokens drawn at once, where a sequence is longer than a window
 const KEPT = 16; // windows in memory
 const TOP = 110; // px of the page's head that stays
+const AT_ONCE = 1500; // tokens drawn before anything is known of the window
 const AROUND = 8; // tokens listed to each side of the chosen one
 
 // Bounds of classes: a value belongs to the first bound that it reaches.
@@ -18,6 +19,8 @@ const below = (value, bounds) => (bounds.findIndex((bound) => value >= bound) + 
 const beyond = (value, bounds) => bounds.filter((bound) => value >= bound).length;
 const signed = (value) => (value > 0 ? `+${quantity(value)}` : quantity(value));
 const nats = (value) => (value === null || value === undefined ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000").replace("-", "−"));
+
+const ratio = (value) => (value < 10 ? nats(value) : quantity(value));
 
 /** What tokens can be coloured by: `tone(values, index)` is the class of one, `legend` pairs of class and text. */
 export const COLOURS = {
@@ -169,7 +172,7 @@ export class TokenPane {
       const title = ends[kind] ?? (turn > 1 || this.turns?.length > 1 ? `Model, turn ${turn}` : "Model");
       const section = el("section", { class: `part ${kind}` }, el("h3", {}, title, el("span", { class: "aside" },
         plural(to - from, "token"), typeof of?.reward === "number" && ` · reward ${quantity(of.reward)}`,
-        of?.end_s !== undefined && of?.end_s !== null && of.start_s !== null && ` · ${quantity(of.end_s - of.start_s)} s`)));
+        of?.end_s !== undefined && of?.end_s !== null && of.start_s !== null && ` · ${duration(of.end_s - of.start_s)}`)));
       for (let start = from; start < to;) {
         const stop = Math.min(to, start + this.size, (Math.floor(start / WINDOW) + 1) * WINDOW);
         const node = el("div", { class: "block", "data-from": this.size === BLOCK && count(start) });
@@ -180,6 +183,7 @@ export class TokenPane {
       }
       this.body.append(section);
     }
+    for (const block of this.blocks.filter(({ from }) => from < AT_ONCE)) this.draw(block, true);
     requestAnimationFrame(() => {
       const line = Math.max(20, (this.body.clientWidth || 800) / 8); // characters
       for (const block of this.blocks) {
@@ -281,6 +285,7 @@ export class TokenPane {
   select(range) {
     const before = this.range ?? [Infinity, -Infinity];
     this.range = range;
+    this.body.toggleAttribute("data-at", this.at !== null);
     for (const [position, node] of this.nodes) {
       const was = position >= before[0] && position <= before[1];
       if (was || (range && position >= range[0] && position <= range[1]) || position === this.at || node.classList.contains("at")) {
@@ -355,7 +360,7 @@ export class TokenPane {
       ["Engine", `${nats(values.logprobs[i])} nats`],
       ...(values.trainer_logprobs ? [
         ["Trainer", trainer === null ? "–" : `${nats(trainer)} nats`],
-        ["Ratio", quantity(values.ratios?.[i] ?? null)],
+        ["Ratio", ratio(values.ratios?.[i] ?? null)],
         ["Clipped", yes(values.clipped?.[i])],
         ["In the loss", values.mask[i] ? yes(values.trained?.[i]) : "no: not sampled"],
         ["Advantage", signed(values.advantages?.[i] ?? null)],
@@ -379,7 +384,7 @@ export class TokenPane {
       if (values.clipped?.[i]) kept.clipped += 1;
       if (rows.length < 200) {
         rows.push({ class: position === this.at ? "at" : null, cells: [token(values.tokens[i] || `⟨${values.ids[i]}⟩`), nats(engine), nats(trainer),
-          quantity(values.ratios?.[i] ?? null) + (values.clipped?.[i] ? " ✂" : ""), signed(values.advantages?.[i] ?? null)] });
+          ratio(values.ratios?.[i] ?? null) + (values.clipped?.[i] ? " ✂" : ""), signed(values.advantages?.[i] ?? null)] });
       }
     }
     const mean = (numbers) => nats(numbers.length ? numbers.reduce((sum, value) => sum + value, 0) / numbers.length : null);
