@@ -49,7 +49,7 @@ export function plot(host, spec) {
   const canvas = el("div", { class: "plot-area" });
   const note = el("p", { class: "plot-note", hidden: true });
   const frame = el("figure", { class: "plot", tabindex: 0, "aria-label": `${spec.title}. Left and right: along the curve.`, onkeydown: onKey },
-    el("figcaption", {}, el("h3", {}, spec.title, spec.unit && !shortUnit(spec.unit) && el("span", { class: "muted" }, ` ${spec.unit}`)),
+    el("figcaption", {}, el("h2", {}, spec.title, spec.unit && !shortUnit(spec.unit) && el("span", { class: "muted" }, ` ${spec.unit}`)),
       spec.caption && el("p", { class: "caption", title: spec.caption }, spec.caption)),
     reading, canvas, note);
   host.append(frame);

@@ -9,10 +9,15 @@ const FIRST = 12; // plots, unless others are chosen
 /** Plots from /api/names: series of one section and title are drawn together. */
 export function plotsOf(names) {
   const plots = new Map();
+  const all = new Map();
+  const keyOf = (series) => `${series.section}/${series.title}`;
+  for (const series of names) all.set(keyOf(series), (all.get(keyOf(series)) ?? 0) + 1);
   for (const series of names) {
-    const key = `${series.section}/${series.title}`;
-    const plot = plots.get(key) ?? { key, section: series.section, title: series.title, caption: series.caption, unit: series.unit, names: [] };
+    const key = keyOf(series);
+    const plot = plots.get(key) ?? { key, section: series.section, title: series.title, caption: "", unit: series.unit, names: [] };
     plot.names.push(series.name);
+    const said = all.get(key) > 1 ? `${shortName(series.name)}: ${series.caption}` : series.caption;
+    if (series.caption) plot.caption = plot.caption ? `${plot.caption}; ${said}` : said;
     plots.set(key, plot);
   }
   return [...plots.values()];

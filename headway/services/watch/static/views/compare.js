@@ -132,7 +132,7 @@ export async function show(root, params, context) {
     const heads = answer.runs.map((run) => run.name);
     const labels = [...new Set(answer.runs.flatMap((run) => Object.keys(run.numbers ?? {})))];
     fill(numbers, el("h2", {}, "Last numbers"), labels.length
-      ? table(["", ...heads], labels.map((label) => [label, ...answer.runs.map((run) => run.numbers?.[label])]), { label: "Last numbers" })
+      ? table(["Number", ...heads], labels.map((label) => [label, ...answer.runs.map((run) => run.numbers?.[label])]), { label: "Last numbers" })
       : empty("Numbers come with the first step."));
     const keys = Object.entries(answer.differences ?? {});
     fill(differences, el("h2", {}, "What their configurations differ in"), answer.runs.length < 2 ? empty("Choose a second run.") :

@@ -20,10 +20,11 @@ export async function show(root, params, context) {
   const place = Object.fromEntries(
     ["sentence", "heard", "problems", "tiles", "queue", "stale", "rates", "waits", "wrong", "workers", "latest"].map((name) => [name, el("div")]));
   const card = (title, name, wide = "") => el("section", { class: `card ${wide} now-${name}` }, el("h2", {}, title), place[name]);
+  const heading = el("h2", {}, "The queue");
   const rates = el("div", { class: "now-plot" });
   place.title = el("h1", {}, context.run);
   fill(root, place.title, place.sentence, place.heard, place.problems,
-    el("section", { class: "card hero", "aria-label": "The queue" }, el("h2", {}, "The queue"), place.queue,
+    el("section", { class: "card hero", "aria-label": "The queue" }, heading, place.queue,
       el("h2", {}, "How stale they would be, if they were trained now"), place.stale),
     place.tiles,
     el("div", { class: "split" },
@@ -61,7 +62,13 @@ export async function show(root, params, context) {
     const width = place.queue.clientWidth;
     if (!now?.queue || !width) return;
     fill(place.queue, drawQueue(now, width));
+    heading.textContent = now.state === "running" ? "The queue" : "The queue, as it was when last recorded";
     const budget = now.queue.budget;
+    if (!now.queue.buffered_by_version?.length) {
+      fill(place.stale, el("p", { class: "muted" }, now.state === "running" ? "Nothing is buffered." : "The versions of what is buffered are known while a run goes on.",
+        ` The budget is ${budget ?? "unknown"}.`));
+      return;
+    }
     fill(place.stale, drawStaleness(now, Math.min(width, 640)),
       el("p", { class: "caption muted" }, "Versions between the first token and the gradient. ",
         budget === 0 ? "The budget is 0: synchronous, on-policy." : `The budget, the red line, is ${budget ?? "unknown"}: nothing older is trained on.`,

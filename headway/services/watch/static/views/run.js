@@ -6,6 +6,7 @@ import { AXES, axisAndSmoothing, chooser, firstOf, plotsOf, shortName } from "..
 
 const POINTS = 800;
 const AGAIN_MS = 2000; // between two readings of the series
+const MOST_UPDATES = 60; // marked: more would hide the curves
 const SOLVED = "reward/solve_rate"; // whose plot has the evaluations
 const SPLITS = { validation: "--c4", test: "--c5" };
 
@@ -86,7 +87,8 @@ export async function show(root, params, context) {
 
   function drawAll() {
     if (!answer || ended) return;
-    const marks = events.filter((event) => !["other", "evaluation"].includes(event.kind)).map((event) => ({
+    const many = events.filter((event) => event.kind === "update").length > MOST_UPDATES;
+    const marks = events.filter((event) => !["other", "evaluation", many && "update"].includes(event.kind)).map((event) => ({
       kind: event.kind, x: event.x?.[settings.axis], text: `${event.event.replaceAll("_", " ")} at step ${event.step}${event.detail ? `: ${event.detail}` : ""}`,
     })).filter((mark) => Number.isFinite(mark.x));
     for (const [key, handle] of drawn) {

@@ -18,7 +18,7 @@ export async function show(root, params, context) {
     const shown = found.runs.filter((run) => words.every((word) => `${run.name} ${run.id} ${run.state}`.toLowerCase().includes(word)));
     const focused = document.activeElement?.dataset?.id;
     const list = shown.length
-      ? table(["Run", "", "Step", "Solve rate", "Reward", "Device time", "Cost", "Disk", "Started", "Heard"],
+      ? table(["Run", "State", "Step", "Solve rate", "Reward", "Device time", "Cost", "Disk", "Started", "Heard"],
         shown.map(row), { textColumns: 2, label: "Runs" })
       : empty(found.runs.length ? "No run has these words." :
         `No run lies in ${found.roots.join(", ") || "the folders that are watched"}. \`headway train FILE\` begins one; it appears here by itself.`);
