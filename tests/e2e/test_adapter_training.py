@@ -51,6 +51,7 @@ def weights_of(folder: Path) -> dict[str, bytes]:
     return {name: one.numpy().tobytes() for name, one in tensors.items()}
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_with_the_very_same_adapter(inputs: Path, tmp_path: Path) -> None:
     """Budget 0, run.deterministic: not one bit differs, wherever it is killed; and the model stays as it was."""
     before, finals = file_digests(inputs / "model"), list[dict[str, bytes]]()

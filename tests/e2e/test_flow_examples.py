@@ -95,6 +95,7 @@ def test_examples_are_at_most_a_hundred_lines_of_code(example: str):
     assert len(lines) <= 100
 
 
+@pytest.mark.slow
 def test_five_stages_train_alike_apart_and_in_turns(inputs: Path, trained: Callable[[int | None], tuple[Path, Path]]):
     said: list[str] = []
     for plan in (

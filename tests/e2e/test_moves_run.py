@@ -100,6 +100,7 @@ def test_plan_auto_has_the_controller_move_the_run_or_says_why_it_cannot(folder:
     assert (control["mode"], control["devices"]) == ("act", "move")
 
 
+@pytest.mark.slow
 def test_a_move_that_fails_is_taken_back(folder: Path, tmp_path: Path) -> None:
     moves = [(2, ["cpu:0"], ["cpu:77"]), (3, ["cpu:0", "cpu:77"], ["cpu:1"]), (4, ["cpu:1"], ["cpu:77"])]
     config = tiny_run.write_experiment(tmp_path, run={"steps": 8}, **tiny_run.inputs_in(folder))
@@ -112,6 +113,7 @@ def test_a_move_that_fails_is_taken_back(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "placement.json").exists()
 
 
+@pytest.mark.slow
 def test_a_move_that_makes_the_run_slower_is_reverted_once(folder: Path, tmp_path: Path) -> None:
     control = {"mode": "act", "devices": "move", "interval_steps": 100_000}  # comes to no decision of its own
     config = tiny_run.write_experiment(tmp_path, run={"steps": 50}, control=control, **tiny_run.inputs_in(folder))

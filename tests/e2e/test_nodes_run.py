@@ -125,6 +125,7 @@ def test_sides_that_offload_on_another_machine_train_the_weights_of_one(inputs: 
     assert {event.worker for event in tiny_run.events_of(tmp_path / "two/run", "offload")} == {"generator-0", "trainer"}
 
 
+@pytest.mark.slow
 def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
         tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 20.0}

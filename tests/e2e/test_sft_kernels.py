@@ -63,6 +63,7 @@ def write(folder: Path, address: str, **sections: Any) -> Path:
     return tiny_run.write_experiment(folder, **(given | sections))
 
 
+@pytest.mark.slow
 def test_shares_of_kernels_are_measured_and_kept_beside_the_loss(tmp_path: Path) -> None:
     async def main() -> dict[str, Any]:
         async with served_kernels() as served:

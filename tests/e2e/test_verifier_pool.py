@@ -170,6 +170,7 @@ def test_kill_9_in_mid_job_is_retried(tmp_path: Path):
     run(main)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_noticed_and_its_group_scored(tmp_path: Path):
     async def main() -> None:
         launcher = LocalLauncher(RealClock(), heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0)

@@ -185,6 +185,7 @@ def test_an_episode_that_is_stopped_cleans_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path) -> None:
     shutil.copytree(inputs / "model", tmp_path / "model")
     config = write_experiment(

@@ -47,6 +47,7 @@ def newest(command: tiny_run.Command, kind: str) -> int | None:
     return alive[-1] if alive else None
 
 
+@pytest.mark.long
 def test_twenty_kills_amid_moves_lose_nothing(tmp_path: Path) -> None:
     chance, kills, amid, resume = random.Random(5), 0, 0, list[str]()
     tiny_run.write_inputs(tmp_path)
