@@ -1,4 +1,4 @@
-"""Who may see the page: keys, hosts, methods; and the headers of every answer."""
+"""Access to the page: keys, hosts, methods; and the headers of every answer."""
 
 from __future__ import annotations
 
