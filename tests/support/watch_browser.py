@@ -73,7 +73,11 @@ class WatchedPage:
     def open(self, view: str, **parameters: Any) -> str:
         """Go to a view as a link does, wait until it is there, and return its text."""
         self.page.evaluate("() => document.querySelector('main')?.setAttribute('data-left', '')")
-        self.page.goto(self.server.page(view, **parameters))
+        address = self.server.page(view, **parameters)
+        if self.page.url == address:
+            self.page.reload()  # going there would do nothing
+        else:
+            self.page.goto(address)
         return self.settled(view)
 
     def settled(self, view: str) -> str:
