@@ -36,6 +36,9 @@ export function smoothed(values, weight) {
   });
 }
 
+/** How far two numbers are apart: 0 where it is their rounding alone, for which there are no ticks. */
+const spread = (least, greatest) => (greatest - least > 1e-9 * Math.max(Math.abs(least), Math.abs(greatest)) ? greatest - least : 0);
+
 /** Draw a plot in `host`, whose width it takes.
  *
  * `spec`: title, caption, unit ("share", "s", "bytes" or a word), xLabel, x, lines [{name, colour, mean, low, high, x,
@@ -118,7 +121,7 @@ export function plot(host, spec) {
   }
 
   function xRange(_, least, greatest) {
-    if (least !== null) shown = least === greatest ? [least - 0.5, greatest + 0.5] : [least, greatest];
+    if (least !== null) shown = spread(least, greatest) === 0 ? [least - 0.5, greatest + 0.5] : [least, greatest];
     return shown;
   }
 
@@ -129,7 +132,7 @@ export function plot(host, spec) {
       greatest = Math.max(greatest ?? point.y, point.y + (point.error ?? 0));
     }
     if (least === null) return [0, 1];
-    const room = (greatest - least || Math.abs(greatest) || 1) * 0.06;
+    const room = (spread(least, greatest) || Math.abs(greatest) || 1) * 0.06;
     // A quantity that is near zero is drawn from zero: its size can be seen.
     return [least >= 0 && least < greatest * 0.5 ? 0 : least - room, greatest + room];
   }
