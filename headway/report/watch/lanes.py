@@ -232,7 +232,7 @@ class RunLanes:
         if (targets := self._targets.get((track, name))) is None:
             targets = self._targets[track, name] = self._find_targets(track, name)
         for number, place, code in targets:
-            self._fresh.append((start_s, end_s, number, -1, place, code))
+            self._fresh.append((start_s, end_s, place, code, number, -1))
         self._reach(start_s, end_s)
         if track == "trainer-0" and name == "publish":
             self._state.versions.append({"version": self._state.version, "published_s": end_s, "applied_s": None})
@@ -313,4 +313,4 @@ class RunLanes:
             if end_s > start_s:
                 if (code := self._state.names.get(name)) is None:
                     code = self._name(name.rstrip("0123456789-").strip())
-                self._fresh.append((start_s, end_s, number, member, place, code))
+                self._fresh.append((start_s, end_s, place, code, number, member))

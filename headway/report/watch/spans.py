@@ -14,18 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 SEAL_ROWS = 1 << 17
-_BLOCK_ROWS = 32
+_BLOCK_ROWS = 16
 _LATE_S = 5.0  # a worker's spans arrive up to a pulse after those of another on its device
 _LEAST_S = 1e-6  # spans that are closer were parted by a pulse alone
-_ROW = np.dtype(
-    [(name, "f8") for name in ("start", "end")] + [(n, "i4") for n in ("number", "member", "track", "name")]
-)
-_BLOCK = np.dtype(
-    [(n, "f8") for n in ("start", "end", "work")] + [(n, "i8") for n in ("row", "count", "track", "name")]
-)
+_TIMES, _CODES = [("start", "f8"), ("end", "f8")], [("track", "i4"), ("name", "i4")]
+_ROW = np.dtype([*_TIMES, *_CODES, ("number", "i4"), ("member", "i4")])
+_BLOCK = np.dtype([*_TIMES, *_CODES, ("work", "f8"), ("row", "i8"), ("count", "i4")])
 
 Row = tuple[float, float, int, int, int, int]
-"""A span: start and end, seconds; number and member, -1 for none; track; code of its name."""
+"""A span: start and end, seconds; track; code of its name; number and member, -1 for none."""
 Flags = NDArray[np.bool_]
 
 
@@ -102,13 +99,18 @@ class SpanStore:
         ``share`` is how much of a span is work. One that isn't joined is whole, beyond the window too; it alone has
         ``number`` and ``member``, which are left out where they would be -1 throughout."""
         width_s = 2 * (to_s - from_s) / pixels
-        blocks, rows = self._units(track, from_s, to_s, width_s)
-        start, end, name = (np.concatenate((blocks[n], rows[n])) for n in ("start", "end", "name"))
-        work = np.concatenate((blocks["work"], np.where(works[rows["name"]], np.inf, 0.0)))
-        order = np.argsort(start, kind="stable")
-        whole_start, whole_end = start, end
-        start, end = np.maximum(start[order], from_s), np.minimum(end[order], to_s)
-        _cut(start, end)
+        blocks, inner, rows = self._units(track, from_s, to_s, width_s)
+
+        def column(name: str) -> NDArray[Any]:  # copies of whole rows would take ten times as long
+            return np.concatenate((blocks[name][inner], *(part[name] for part in rows)))
+
+        whole_start, whole_end, name = map(column, ("start", "end", "name"))
+        most_s = np.where(works, np.inf, 0.0)
+        work = np.concatenate((blocks["work"][inner], *(most_s[part["name"]] for part in rows)))
+        order = np.argsort(whole_start, kind="stable")
+        start, end = np.maximum(whole_start, from_s)[order], np.minimum(whole_end, to_s)[order]
+        if (start[1:] < end[:-1]).any():
+            _cut(start, end)
         order, start, end = (values[end > start] for values in (order, start, end))
         work = np.minimum(work[order], end - start)
         narrow, place = end - start < width_s, np.floor((start - from_s) / width_s)
@@ -123,23 +125,26 @@ class SpanStore:
         found = {"start": np.round(start - from_s, 7), "end": np.round(end - from_s, 7)}
         found |= {"name": name[longest], "share": np.round(share, 4)}
         for field in ("number", "member"):
-            values = np.where(alone, np.concatenate((np.full(len(blocks), -1), rows[field]))[longest], -1)
+            values = np.concatenate((np.full(len(inner), -1), *(part[field] for part in rows)))
+            values = np.where(alone, values[longest], -1)
             found |= {field: values} if (values >= 0).any() else {}
         return {field: values.tolist() for field, values in found.items()}
 
-    def _units(self, track: int, from_s: float, to_s: float, width_s: float) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Blocks of a track that are inside the window and narrow, and all other rows that reach into it."""
+    def _units(self, track: int, from_s: float, to_s: float, width_s: float) -> tuple[Any, NDArray[Any], list[Any]]:
+        """Blocks of a track, places of those that are inside the window and narrow, and arrays of rows with all others
+        that reach into it."""
         parts = self._blocks.setdefault(track, [np.zeros(0, _BLOCK)])
         parts[:] = [np.concatenate(parts)] if len(parts) > 1 else parts
-        blocks = parts[0][(parts[0]["end"] > from_s) & (parts[0]["start"] < to_s)]
-        inner = (blocks["end"] - blocks["start"] < width_s) & (blocks["start"] >= from_s) & (blocks["end"] <= to_s)
-        begin, count = blocks["row"][~inner], blocks["count"][~inner]
+        blocks, start, end = parts[0], parts[0]["start"], parts[0]["end"]
+        reaching = np.flatnonzero((end > from_s) & (start < to_s))
+        start, end = start[reaching], end[reaching]
+        inside = (end - start < width_s) & (start >= from_s) & (end <= to_s)
+        begin, count = (blocks[name][reaching[~inside]] for name in ("row", "count"))
         runs = _first(begin[1:] == begin[:-1] + count[:-1], len(begin))  # one behind the other in the file
         sizes = np.add.reduceat(count, runs) if len(runs) else runs
         rows = np.frombuffer(b"".join(map(self._read_rows, begin[runs].tolist(), sizes.tolist())), _ROW)
         low, high = np.searchsorted(self._tail_tracks, (track, track + 1))
-        rows = np.concatenate((rows, self._tail[low:high]))
-        return blocks[inner], rows[(rows["end"] > from_s) & (rows["start"] < to_s)]
+        return blocks, reaching[inside], [rows, self._tail[low:high]]
 
     def _read_rows(self, row: int, count: int) -> bytes:
         # Not mapped: what was looked at once would count as this process's memory.

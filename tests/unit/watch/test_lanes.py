@@ -299,7 +299,7 @@ def test_a_window_has_all_the_work_there_is(
     works = np.array([True, False, True, True])
     rows, at = [], 0.0
     for gap, took, name in steps:
-        rows.append((at + gap, at + gap + took, len(rows), -1, 0, name))
+        rows.append((at + gap, at + gap + took, 0, name, len(rows), -1))
         at += gap + took
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headway.report.watch.spans, "SEAL_ROWS", 40)
@@ -314,7 +314,7 @@ def test_a_window_has_all_the_work_there_is(
     assert len(shown) <= pixels
     assert all(before[1] <= after[0] + 1e-6 for before, after in itertools.pairwise(shown))
     inside = [min(until, to_s - from_s) - max(start, 0) for start, until in shown]
-    cut = [(min(until, to_s) - max(start, from_s), start, until, name) for start, until, *_, name in rows]
+    cut = [(min(until, to_s) - max(start, from_s), start, until, name) for start, until, _, name, *_ in rows]
     expected = sum(took for took, *_, name in cut if took > 0 and works[name])
     assert np.dot(inside, found["share"]) == pytest.approx(expected, abs=1e-4 * (to_s - from_s) + 1e-5)
     for took, start, until, _ in cut:
