@@ -199,11 +199,11 @@ def test_life_goes_from_admission_to_the_gradient(tmp_path: Path) -> None:
     clock.now = lambda: now[0]
     recorder = RolloutRecorder(tmp_path, LedgerConfig(), clock, lambda *a, **k: None)
     recorder.begin(lambda share: 0)
-    times = {"opened_s": 1.0, "first_token_s": 2.0, "generated_s": 5.0, "finished_s": 6.0}
     for index in range(3):
         group = Group(index=index, task=Task(task_id="t", prompt="p"), prompt_ids=TokenIds([1]), size=1,
                       admitted_version=0, admitted_s=0.0)  # fmt: skip
-        one = Rollout(group=index, member=0, prompt_ids=TokenIds([1]), **{**times, "finished_s": 6.0 + index})
+        one = Rollout(group=index, member=0, prompt_ids=TokenIds([1]), opened_s=1.0, first_token_s=2.0,
+                      generated_s=5.0, finished_s=6.0 + index)  # fmt: skip
         recorder.finished(FinishedGroup(group=group, rollouts=(one,)))
     for step, now_s in ((0, 9.0), (1, 12.5)):
         now[0] = now_s

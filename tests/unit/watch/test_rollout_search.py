@@ -184,6 +184,12 @@ def queries(brute: BruteForce, count: int) -> Iterator[dict[str, Any]]:
         }
 
 
+@pytest.fixture
+def only_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of row numbers alone: their texts are read one by one."""
+    monkeypatch.setattr(WatchedRollouts, "_summary", lambda self, table, row, found: {"row": row})
+
+
 def all_pages(watched: WatchedRollouts, query: dict[str, Any], limit: int) -> list[int]:
     """The rows of all pages."""
     found: list[int] = []
@@ -199,6 +205,7 @@ def all_pages(watched: WatchedRollouts, query: dict[str, Any], limit: int) -> li
         after = page["after"]
 
 
+@pytest.mark.usefixtures("only_rows")
 def test_search_finds_what_looking_at_each_rollout_finds(
     tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
 ) -> None:
@@ -258,6 +265,7 @@ def test_vocabulary_bytes_are_what_is_decoded(kind: str, tmp_path: Path) -> None
 # --- growth and damage -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("only_rows")
 def test_what_arrives_between_two_calls_is_found(tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable) -> None:
     groups = written_groups(tokenizer, 60)
     recorder = record(tmp_path, groups[:20], segment_bytes=10_000)

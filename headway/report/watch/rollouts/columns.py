@@ -6,14 +6,13 @@ import contextlib
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import DTypeLike, NDArray
 
 from headway.records.rollout import ENDINGS
@@ -184,9 +183,7 @@ class RolloutColumns:
 
     def _named(self, column: pa.Array) -> NDArray[Any]:
         """Places of a column's texts in the table's names."""
-        texts = column.fill_null("").dictionary_encode()
-        codes = [self._names.setdefault(text, len(self._names)) for text in texts.dictionary.to_pylist()]
-        return np.array(codes, np.int32)[texts.indices.to_numpy()]
+        return _coded(column, lambda text: self._names.setdefault(text, len(self._names))).astype(np.int32)
 
     def _made(self) -> RolloutTable:
         """The rows with their groups' endings; of a group that ended twice the last one counts."""
@@ -205,9 +202,9 @@ class RolloutColumns:
     def _store(self) -> None:
         tails = [(tail.place, tail.problems) for tail in (self.finished, self.ended)]
         header = msgspec.json.encode((self.finished.identity(), tails, list(self._names)))
-        ends = {f"end_{name}": array for name, array in self._ends.items()}
+        arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **self._rows}
         buffer = io.BytesIO()
-        np.savez(buffer, header=np.frombuffer(header, np.uint8), **self._rows, **ends)
+        np.savez(buffer, **arrays, **{f"end_{name}": array for name, array in self._ends.items()})
         write_cached(self._path, [buffer.getbuffer()])
 
     def _load(self) -> None:
@@ -235,8 +232,14 @@ def _numpy(column: pa.Array, kind: DTypeLike) -> NDArray[Any]:
     return filled.to_numpy(zero_copy_only=False).astype(kind)
 
 
+def _coded(column: pa.Array, code: Callable[[str], int]) -> NDArray[Any]:
+    """The code of each of a column's texts; what is null is "" there."""
+    texts = column.fill_null("").dictionary_encode()
+    return np.array([code(text) for text in texts.dictionary.to_pylist()], int)[texts.indices.to_numpy()]
+
+
 def _codes(endings: pa.Array) -> NDArray[Any]:
-    return pc.index_in(endings, pa.array(ENDINGS)).fill_null(OPEN).to_numpy(zero_copy_only=False).astype(np.uint8)
+    return _coded(endings, lambda text: ENDINGS.index(text) if text in ENDINGS else OPEN).astype(np.uint8)
 
 
 def _boundary(failure: str) -> int:

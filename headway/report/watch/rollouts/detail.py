@@ -69,10 +69,10 @@ def sequences(
 ) -> list[dict[str, Any]]:
     """The sequences of the rollout that ``batch`` consists of: the trunk, then its branches. ``trained``: the trainer's
     values of each; ``window``: (sequence, None for all; first token; tokens)."""
-    branches = batch["branches"][0].values
     found = [{field.name: batch[field.name] for field in batch.schema}]
-    for number in range(0 if branches is None else len(branches)):
-        found.append({field.name: branches.field(field.name).slice(number, 1) for field in branches.type})
+    if (branches := batch["branches"][0].values) is not None:
+        for number in range(len(branches)):
+            found.append({field.name: branches.field(field.name).slice(number, 1) for field in branches.type})
     only, offset, limit = window
     cut = max(0, offset), min(max(limit, 0), MAX_TOKENS)
     return [

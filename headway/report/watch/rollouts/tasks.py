@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headway.control.curriculum.beta import mixed_probability
 from headway.report.watch.rollouts.columns import BOUNDARIES, RolloutTable
 
-MAX_TASKS = 500  # those that were seen last
+MAX_TASKS = 200  # those that were seen last
 
 
 def tasks(table: RolloutTable, bins: int) -> dict[str, Any]:

@@ -34,6 +34,7 @@ BORDER = b"\xff"  # behind each sequence of a rollout: in no UTF-8 text
 COLUMNS = ["prompt_ids", "response_ids", "branches"]  # that the text is made of
 _TEXT, _ENDS, _STATE, _LOCK = "texts.bytes", "texts.ends", "texts.json", "texts.lock"
 _STATE_BATCHES = 16  # batches between two notes of how far the text goes
+_SLICE_ROWS = 128  # made into text at a time, so that it takes no memory
 _READ_BYTES = 1 << 20  # read at a time, so that a search takes no memory
 _GAP_BYTES = 1 << 16  # between two rows that are worth one read
 _FIRST_ROWS, _MORE = 1 << 12, 16  # rows that are searched before the page is looked at, and by how much more each time
@@ -48,17 +49,15 @@ class TokenTable:
         """``texts``: of each id; ``special_ids``: those that a preview leaves out."""
         self.special = np.array(sorted(special_ids), np.int64)
         self._size = len(texts)
-        lengths = np.array([*map(len, texts), len(BORDER), 0], np.int64)  # behind the ids: the border, an unknown token
-        self._lengths, self._starts = lengths, np.cumsum(lengths) - lengths
-        self._texts = np.frombuffer(b"".join(texts) + BORDER, np.uint8)
-        self.identity = hashlib.sha256(self._texts.tobytes() + lengths.tobytes()).hexdigest()
+        self._texts = pa.array([*texts, BORDER, b""], pa.binary())  # behind the ids: the border, an unknown token
+        self.identity = hashlib.sha256(msgspec.msgpack.encode(list(texts))).hexdigest()
 
     def joined(self, ids: Array) -> tuple[Array, Array]:
         """The bytes of ``ids``, -1 a border, and where each id's end."""
-        known = np.where((ids >= -1) & (ids < self._size), ids, self._size + 1)
-        known[known == -1] = self._size
-        lengths = self._lengths[known]
-        return self._texts[_ranges(self._starts[known], lengths)], np.cumsum(lengths)
+        known = np.where((ids >= 0) & (ids < self._size), ids, np.where(ids == -1, self._size, self._size + 1))
+        _, offsets, data = self._texts.take(pa.array(known)).buffers()
+        ends = np.frombuffer(offsets, np.int32)[1 : len(ids) + 1]
+        return np.frombuffer(data or b"", np.uint8, ends[-1] if len(ends) else 0), ends
 
     def strings(self, ids: Array, context: Array) -> list[str]:
         """The text of each of ``ids``, which stand behind ``context``. A character of several tokens is the last one's;
@@ -113,30 +112,12 @@ def texts_of(batch: pa.RecordBatch, tokens: TokenTable) -> tuple[Array, Array]:
     if branches.null_count < count:
         owners.append(np.repeat(np.arange(count), branches.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)))
         lists.append(branches.flatten().field("response_ids"))
-    starts: list[Array] = []
-    lengths: list[Array] = []
-    values: list[Array] = []
-    before = 0
-    for one in lists:
-        offsets, ids = one.offsets.to_numpy(), one.values.to_numpy(zero_copy_only=False)
-        starts.append(offsets[:-1] + before)
-        lengths.append(np.diff(offsets))
-        values.append(ids)
-        before += len(ids)
     owner = np.concatenate(owners)
-    order = np.argsort(owner, kind="stable")
-    length = np.concatenate(lengths)[order]
-    ids = np.concatenate(values)[_ranges(np.concatenate(starts)[order], length)]
-    ids = np.insert(np.where(ids < 0, np.iinfo(np.int32).max, ids), np.cumsum(length), -1)
-    text, ends = tokens.joined(ids)
-    sequence_ends = ends[np.cumsum(length + 1) - 1]
-    return text, sequence_ends[np.cumsum(np.bincount(owner, minlength=count)) - 1] if count else sequence_ends
-
-
-def _ranges(starts: Array, lengths: Array) -> Array:
-    """Indices of ranges, one after another."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+    sequences = pa.concat_arrays(lists).take(pa.array(np.argsort(owner, kind="stable")))
+    ids, ends = sequences.values.to_numpy(zero_copy_only=False), sequences.offsets.to_numpy()[1:]
+    text, token_ends = tokens.joined(np.insert(np.where(ids < 0, np.iinfo(np.int32).max, ids), ends, -1))
+    last = np.cumsum(np.bincount(owner, minlength=count)) - 1  # sequence of each rollout
+    return text, token_ends[(ends + np.arange(len(ends)))[last]].astype(np.int64)
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -256,12 +237,16 @@ class TextIndex:
             for number, (place, row, batch) in enumerate(self._tail.batches(COLUMNS), start=1):
                 if self._closing:
                     break
-                text, ends = texts_of(batch.slice(max(0, state.rows - row)), self._tokens)
-                further.append(np.append(np.zeros(max(0, row - state.rows), np.int64), ends) + state.size_bytes)
-                text_file.write(fold(text).data)
-                ends_file.write(further[-1].data)
+                missing = np.full(max(0, row - state.rows), state.size_bytes)  # lost in a damaged segment
+                size_bytes = state.size_bytes
+                for first in range(max(0, state.rows - row), batch.num_rows, _SLICE_ROWS):
+                    text, ends = texts_of(batch.slice(first, _SLICE_ROWS), self._tokens)
+                    further += [missing, ends + size_bytes]
+                    size_bytes, missing = size_bytes + len(text), missing[:0]
+                    text_file.write(fold(text.copy()).data)
+                    ends_file.write(np.concatenate(further[-2:]).data)
                 self._tail.place = place
-                rows, size_bytes = max(place.rows, state.rows), state.size_bytes + len(text)
+                rows = max(place.rows, state.rows)
                 state = msgspec.structs.replace(state, place=place, rows=rows, size_bytes=size_bytes)
                 if number % _STATE_BATCHES == 0:
                     text_file.flush()
