@@ -112,15 +112,20 @@ function besideCard(one, other, { titles, onClose }) {
   const start = a.findIndex(([line], i) => line !== b[i]?.[0]);
   const head = (of, title) => el("div", { class: "head" }, el("h3", {}, title), el("p", { class: "aside" }, verdictChip(of),
     ` reward ${quantity(of.reward)} · ${plural(of.tokens, "token")} · ${of.ending}`));
-  const cell = (lines, i, same) => el("div", { class: `cell ${i === null ? "gap" : lines[i][1]} ${same ? "same" : ""}` }, i === null ? "" : said(lines[i][0] || " "));
+  const cell = ([line, kind], alike) => el("div", { class: `cell ${kind} ${alike === line.length ? "same" : ""}` },
+    el("span", { class: "same" }, said(line.slice(0, alike))), said(line.slice(alike) || (line ? "" : " ")));
+  const pair = ([i, j]) => {
+    if (i === null || j === null) return [[a, i], [b, j]].map(([lines, n]) => (n === null ? el("div", { class: "cell gap" }) : cell(lines[n], 0)));
+    let alike = 0;
+    while (alike < a[i][0].length && a[i][0][alike] === b[j][0][alike]) alike += 1;
+    if (a[i][0] !== b[j][0]) alike = a[i][0].slice(0, alike).search(/[\p{L}\p{N}_]*$/u); // whole words
+    return [cell(a[i], alike), cell(b[j], alike)];
+  };
   return el("section", { class: "card beside" },
     el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, start < 0 ? (a.length === b.length ? "the same, word for word" : "one goes on where the other ends") : start === 0 ? "they differ from the first line" : `the first ${plural(start, "line")} are the same`)),
       el("button", { type: "button", onclick: onClose }, "Close")),
     el("div", { class: "pairing", tabindex: 0, role: "region", "aria-label": "Two responses, equal lines side by side" }, head(one, titles[0]), head(other, titles[1]),
-      aligned(a, b).map(([i, j]) => {
-        const same = i !== null && j !== null && a[i][0] === b[j][0];
-        return [cell(a, i, same), cell(b, j, same)];
-      })),
+      aligned(a, b).map(pair)),
     (left.cut || right.cut) && el("p", { class: "aside" }, `Compared are the first ${count(WINDOW)} tokens.`));
 }
 

@@ -114,7 +114,7 @@ export async function show(root, params, context) {
     const seen = total !== null && total !== undefined ? count(total) : after === null ? count(rows.length) : `at least ${count(rows.length)}`;
     const indexed = page.indexed_share < 1 && query.text
       ? ` · text index ${percent(page.indexed_share)} built: what isn't in it yet isn't found` : "";
-    fill(state, el("b", {}, seen), ` of ${plural(page.rollouts, "rollout")}${indexed}`);
+    fill(state, el("b", {}, indexed && after === null ? `${seen} so far` : seen), ` of ${plural(page.rollouts, "rollout")}${indexed}`);
     button.hidden = after === null;
     if (indexed) state.append(" ", el("progress", { max: "1", value: page.indexed_share, "aria-label": "Share indexed" }));
   }

@@ -11,20 +11,22 @@ const COLUMNS = {
 };
 const HINTS = { change: "Sorted by the last known rate minus the first", weight: "Probability that the outcomes of a group differ, by which a curriculum draws tasks" };
 
-/** A share over time as a small line; gaps where nothing is known. */
+/** A share over time as a small line, faint across what isn't known. */
 function line(values, label, { width = 132, height = 22, most = 1 } = {}) {
   const x = (i) => 2 + (i * (width - 4)) / Math.max(1, values.length - 1);
   const y = (value) => height - 3 - (Math.min(most, value) / most) * (height - 6);
-  let [path, pen] = ["", false];
+  let [path, across, pen] = ["", "", false];
   const alone = [];
   values.forEach((value, i) => {
     if (value === null) return void (pen = false);
-    path += `${pen ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+    const place = `${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+    path += (pen ? "L" : "M") + place;
+    across += (across ? "L" : "M") + place;
     if (!pen && (values[i + 1] ?? null) === null) alone.push(svg("circle", { cx: x(i), cy: y(value), r: 1.5 }));
     pen = true;
   });
   return svg("svg", { class: "line-plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
-    svg("path", { class: "ground", d: `M0 ${height - 2.5}H${width}` }), svg("path", { d: path }), alone);
+    svg("path", { class: "ground", d: `M0 ${height - 2.5}H${width}` }), svg("path", { class: "across", d: across }), svg("path", { d: path }), alone);
 }
 
 const ends = (values) => {
@@ -42,7 +44,7 @@ function drift(tools, x) {
   const span = typeof x?.at(-1) === "number" ? `to step ${count(x.at(-1))}` : "over the run";
   return el("section", { class: "card tools-drift" }, el("h2", {}, "Failures ", el("span", { class: "aside" }, `share that failed, by boundary or tool, ${span}`)),
     el("ul", {}, names.map((name) => {
-      const most = Math.max(0.05, ...tools[name].filter((value) => value !== null));
+      const most = Math.max(0.01, ...tools[name].filter((value) => value !== null));
       return el("li", {}, said(name, { class: "task" }), line(tools[name], course(tools[name], `errors of ${name}`), { most }),
         el("span", { class: "aside" }, `${percent(ends(tools[name])?.[1])} now, ${percent(Math.max(0, ...tools[name].filter((value) => value !== null)))} at most`));
     })));
@@ -81,9 +83,13 @@ export async function show(root, params, context) {
     const order = (a, b) => (typeof a[name] === "string" ? a[name].localeCompare(b[name], "en", { numeric: true }) : a[name] - b[name]);
     rows.sort((a, b) => (known(b) - known(a)) || (known(a) ? (down ? order(b, a) : order(a, b)) : 0));
     fill(body, rows.slice(0, shown).map((task) => row(task)));
+    if (!rows.length) {
+      fill(body, el("tr", {}, el("td", { class: "text", colspan: heads.length }, "No task here matches. ",
+        el("a", { href: context.hashOf("rollouts", { run, task: filter.trim() }) }, "Search all rollouts for this task"))));
+    }
     for (const head of heads) head.setAttribute("aria-sort", head.dataset.name !== name ? "none" : down ? "descending" : "ascending");
-    fill(state, el("b", {}, count(rows.length)), ` of ${plural(tasks.length, "task")}`,
-      answer.tasks_total > tasks.length && `, those seen last of ${count(answer.tasks_total)}`);
+    const all = answer.tasks_total ?? tasks.length;
+    fill(state, el("b", {}, count(rows.length)), ` of ${plural(all, "task")}`, all > tasks.length && `; here are the ${count(tasks.length)} seen last`);
     more.hidden = rows.length <= shown;
   }
 
