@@ -26,10 +26,10 @@ def watch(
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
 ) -> None:
     """Watch runs in a browser: live or dead ones, read from what they write, and from that alone. Ctrl-C stops."""
-    from headway.services.watch.app import WatchSettings
+    from headway.services.watch.app import PageSettings
     from headway.services.watch.app import watch as serve
 
-    settings = WatchSettings(
+    settings = PageSettings(
         roots=tuple(folders or ["runs"]),
         host=host,
         port=port,

@@ -95,7 +95,7 @@ class RunTail:
 
     @property
     def problems(self) -> list[str]:
-        """What couldn't be read, in words."""
+        """Sentences about what couldn't be read."""
         found = [f"{ledger.FILE_NAME} can't be read: {self._unread}"] if self._unread else []
         if self._damaged:
             found.append(f"{ledger.FILE_NAME}: {self._damaged} damaged lines, the first: {self._first}")

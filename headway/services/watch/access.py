@@ -36,7 +36,7 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-class Access:
+class AccessControl:
     """The ASGI application in front of the page's own.
 
     Without keys, only names of this machine are accepted as the request's host: else a page elsewhere, whose name its

@@ -27,7 +27,7 @@ from headway.report.watch.runs import NoSuchRun, WatchedRun, WatchedRuns
 from headway.runtime.addresses import listening
 from headway.runtime.supervision import until_interrupted
 from headway.services.watch import rollouts
-from headway.services.watch.access import Access, json_response
+from headway.services.watch.access import AccessControl, json_response
 from headway.services.watch.stream import SharedAnswers, changes, encode
 
 _STATIC = Path(__file__).with_name("static")
@@ -48,7 +48,7 @@ _VIEWS: dict[str, tuple[View, Stamp | None]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings:
+class PageSettings:
     """Settings of `headway watch`, as its options have them."""
 
     roots: tuple[str, ...] = ("runs",)
@@ -58,7 +58,7 @@ class WatchSettings:
     usd_per_device_hour: float | None = None
 
 
-async def watch(settings: WatchSettings, on_ready: Callable[[str], None]) -> None:
+async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once. Raises ConfigurationError: a folder that
     isn't there, an address that is taken, or that other machines reach without keys, a file without any."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -70,13 +70,13 @@ async def watch(settings: WatchSettings, on_ready: Callable[[str], None]) -> Non
         await asyncio.to_thread(trim_cache)
         stack.enter_context(closing(watched))
         answers = stack.enter_context(closing(SharedAnswers()))
-        async with serving(Access(make_app(watched, answers, stopped), keys), endpoint, listener) as address:
+        async with serving(AccessControl(make_app(watched, answers, stopped), keys), endpoint, listener) as address:
             on_ready(address)
             await stopped.wait()
 
 
 def make_app(watched: WatchedRuns, answers: SharedAnswers, stopped: asyncio.Event) -> FastAPI:
-    """The application, without its door (`Access`). Streams end when ``stopped`` is set."""
+    """The application, without its door (`AccessControl`). Streams end when ``stopped`` is set."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for kind, status in {NoSuchRun: 404, ConfigurationError: 400, RequestValidationError: 400, Exception: 500}.items():
         app.add_exception_handler(kind, _refusal(status))

@@ -24,8 +24,8 @@ from headway.records.errors import ConfigurationError
 from headway.report.watch.runs import WatchedRuns
 from headway.runtime.clock import run_virtual
 from headway.services.watch import stream
-from headway.services.watch.access import Access
-from headway.services.watch.app import WatchSettings, make_app, watch
+from headway.services.watch.access import AccessControl
+from headway.services.watch.app import PageSettings, make_app, watch
 from headway.services.watch.stream import SharedAnswers, changes
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
@@ -49,7 +49,7 @@ def connect(runs: Path) -> Iterator[Connect]:
     watched, answers = WatchedRuns([runs], 2.5), SharedAnswers()
 
     def client(*keys: str, base_url: str = "http://127.0.0.1:8060") -> TestClient:
-        app = Access(make_app(watched, answers, asyncio.Event()), keys)
+        app = AccessControl(make_app(watched, answers, asyncio.Event()), keys)
         return TestClient(app, base_url, raise_server_exceptions=False, follow_redirects=False)
 
     yield client
@@ -316,7 +316,7 @@ async def events_of(client: httpx.AsyncClient, address: str) -> AsyncIterator[di
 def test_a_server_streams_a_run_and_ends_on_ctrl_c_with_viewers_connected(runs: Path) -> None:
     async def view() -> None:
         ready = asyncio.get_running_loop().create_future()
-        serving = asyncio.ensure_future(watch(WatchSettings(roots=(str(runs),), port=0), ready.set_result))
+        serving = asyncio.ensure_future(watch(PageSettings(roots=(str(runs),), port=0), ready.set_result))
         address = await ready
         async with httpx.AsyncClient(base_url=address, timeout=LIMIT_S) as client:
             now = events_of(client, "/api/stream?run=group/long")
@@ -336,7 +336,7 @@ def test_a_server_streams_a_run_and_ends_on_ctrl_c_with_viewers_connected(runs: 
 def test_addresses_that_cannot_be_served_are_refused_in_words(runs: Path, tmp_path: Path) -> None:
     def refused(**settings: Any) -> str:
         with pytest.raises(ConfigurationError) as error:
-            asyncio.run(watch(WatchSettings(roots=(str(runs),), **settings), print))
+            asyncio.run(watch(PageSettings(roots=(str(runs),), **settings), print))
         return str(error.value)
 
     assert "--host 0.0.0.0: other machines reach it" in refused(host="0.0.0.0", port=0)
