@@ -114,14 +114,14 @@ class SpanStore:
         order, start, end = (values[end > start] for values in (order, start, end))
         work = np.minimum(work[order], end - start)
         narrow, place = end - start < width_s, np.floor((start - from_s) / width_s)
-        first = _first(narrow[1:] & narrow[:-1] & (place[1:] == place[:-1]), len(start))
+        first = _first(narrow[1:] & (place[1:] == place[:-1]), len(start))
         if not len(first):
             return {"start": [], "end": [], "name": [], "share": []}
         last = np.append(first[1:], len(start)) - 1
         alone, longest = first == last, order[_longest(work + (end - start) * 1e-9, first)]
         share = np.add.reduceat(work, first) / (end[last] - start[first])
-        start = np.where(alone, whole_start[longest], start[first])
-        end = np.where(alone, whole_end[longest], end[last])
+        start = np.where(alone & (start[first] <= from_s), whole_start[longest], start[first])
+        end = np.where(alone & (end[last] >= to_s), whole_end[longest], end[last])
         found = {"start": np.round(start - from_s, 7), "end": np.round(end - from_s, 7)}
         found |= {"name": name[longest], "share": np.round(share, 4)}
         for field in ("number", "member"):

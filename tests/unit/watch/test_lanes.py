@@ -267,10 +267,25 @@ def test_what_was_read_is_in_the_cache_and_the_run_is_not_written(run: Path, cac
     (state,) = cache.rglob("*.state")
     for damage in (b"garbage", b""):
         state.write_bytes(damage)
+        (run / FILE_NAME).unlink()
+        append(run, [SESSION, *(span("verifier-1", "score 1", i / 4 + 0.1, i / 4 + 0.2) for i in range(500))])
         found = RunLanes(run)
         all_of(found)
-        assert drawn(found)["verifiers/verifier-1"] == expected["verifiers/verifier-1"]
+        assert [start for _, start, _ in drawn(found)["verifiers/verifier-1"]] == [0.1 + i / 4 for i in range(500)]
         del found
+
+
+@pytest.mark.parametrize("sealed", [1, 100])
+def test_where_two_overlap_the_later_one_is_cut(monkeypatch: pytest.MonkeyPatch, sealed: int):
+    monkeypatch.setattr(headway.report.watch.spans, "SEAL_ROWS", sealed)
+    store, works = SpanStore(Path("/nowhere/rows"), Path("/nowhere/blocks")), np.array([True, True])
+    store.restore(StoredSpans())
+    assert store.add([(0.0, 10.0, 0, 0, 1, -1)], works, 100.0) == (sealed == 1)
+    store.add([(5.0, 12.0, 0, 1, 2, -1), (2.0, 3.0, 0, 1, 3, -1), (5.0, 6.0, 1, 0, 4, -1)], works, 100.0)
+    found = store.window(0, -1.0, 20.0, 1000, works)
+    assert (found["start"], found["end"], found["number"]) == ([1, 11], [11, 13], [1, 2])
+    found = store.window(0, 5.0, 11.0, 1000, works)  # whole, beyond the window
+    assert (found["start"], found["end"]) == ([-5, 5], [5, 7])
 
 
 def test_lanes_are_as_few_as_run_at_once_by_start_or_by_end():
@@ -302,7 +317,8 @@ def test_a_window_has_all_the_work_there_is(
         rows.append((at + gap, at + gap + took, 0, name, len(rows), -1))
         at += gap + took
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headway.report.watch.spans, "SEAL_ROWS", 40)
+        for name, few in {"SEAL_ROWS": 8, "_BLOCK_ROWS": 3}.items():
+            patch.setattr(headway.report.watch.spans, name, few)
         store = SpanStore(Path("/nowhere/rows"), Path("/nowhere/blocks"))
         store.restore(StoredSpans())
         for part in np.array_split(np.arange(len(rows)), pieces):
