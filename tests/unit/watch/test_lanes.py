@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import headway.report.watch.lanes
 import headway.report.watch.spans
@@ -31,7 +32,7 @@ from headway.records.trace import (
 )
 from headway.report.trace_groups import Lanes
 from headway.report.watch.lanes import RunLanes
-from headway.report.watch.spans import SpanStore, StoredSpans
+from headway.report.watch.spans import Row, SpanStore, StoredSpans
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
 
 T0 = 1e9  # seconds since 1970 when the clocks of these traces are at 0
@@ -286,6 +287,7 @@ def test_where_two_overlap_the_later_one_is_cut(monkeypatch: pytest.MonkeyPatch,
     assert (found["start"], found["end"], found["number"]) == ([1, 11], [11, 13], [1, 2])
     found = store.window(0, 5.0, 11.0, 1000, works)  # whole, beyond the window
     assert (found["start"], found["end"]) == ([-5, 5], [5, 7])
+    assert not store.add([(97.0, 98.0, 0, 0, 5, -1)], works, 100.0)  # an earlier one may still arrive
 
 
 def test_lanes_are_as_few_as_run_at_once_by_start_or_by_end():
@@ -301,21 +303,8 @@ def test_lanes_are_as_few_as_run_at_once_by_start_or_by_end():
         assert lanes.count == most
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.001, 5), st.floats(0.001, 5), st.integers(0, 3)), min_size=1, max_size=300),
-    st.floats(0, 1),
-    st.floats(0.001, 1),
-    st.integers(2, 400),
-    st.integers(1, 7),
-)
-def test_a_window_has_all_the_work_there_is(
-    steps: list[tuple[float, float, int]], left: float, width: float, pixels: int, pieces: int
-):
-    works = np.array([True, False, True, True])
-    rows, at = [], 0.0
-    for gap, took, name in steps:
-        rows.append((at + gap, at + gap + took, 0, name, len(rows), -1))
-        at += gap + took
+def store_of(rows: list[Row], works: NDArray[np.bool_], pieces: int) -> SpanStore:
+    """A store with rows of a track, added in so many pieces, most of them sealed, in blocks of three."""
     with pytest.MonkeyPatch.context() as patch:
         for name, few in {"SEAL_ROWS": 8, "_BLOCK_ROWS": 3}.items():
             patch.setattr(headway.report.watch.spans, name, few)
@@ -323,8 +312,11 @@ def test_a_window_has_all_the_work_there_is(
         store.restore(StoredSpans())
         for part in np.array_split(np.arange(len(rows)), pieces):
             store.add([rows[place] for place in part], works, rows[part[-1]][1] if len(part) else 0)
-    from_s = left * at
-    to_s = from_s + max(1e-3, width * at)
+    return store
+
+
+def assert_whole(store: SpanStore, rows: list[Row], works: NDArray[np.bool_], from_s: float, to_s: float, pixels: int):
+    """A window is sorted, not longer than it may be, and has all the work and each wide span of ``rows``."""
     found = store.window(0, from_s, to_s, pixels, works)
     shown = list(zip(found["start"], found["end"], strict=True))
     assert len(shown) <= pixels
@@ -336,3 +328,34 @@ def test_a_window_has_all_the_work_there_is(
     for took, start, until, _ in cut:
         if took > 2.001 * (to_s - from_s) / pixels:  # wide: it is there as it is
             assert any(abs(a + from_s - start) + abs(b + from_s - until) < 1e-5 for a, b in shown)
+
+
+WORKS = np.array([True, False, True, True])
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.001, 5), st.floats(0.001, 5), st.integers(0, 3)), min_size=1, max_size=300),
+    st.floats(0, 1),
+    st.floats(0.001, 1),
+    st.integers(2, 400),
+    st.integers(1, 7),
+)
+def test_a_window_has_all_the_work_there_is(
+    steps: list[tuple[float, float, int]], left: float, width: float, pixels: int, pieces: int
+):
+    rows, at = list[Row](), 0.0
+    for gap, took, name in steps:
+        rows.append((at + gap, at + gap + took, 0, name, len(rows), -1))
+        at += gap + took
+    from_s = left * at
+    assert_whole(store_of(rows, WORKS, pieces), rows, WORKS, from_s, from_s + max(1e-3, width * at), pixels)
+
+
+def test_windows_of_many_spans_have_all_their_work():
+    random = np.random.default_rng(0)
+    bounds = np.cumsum(random.exponential(1, 2 * 3000))
+    rows = [(float(a), float(b), 0, int(random.integers(4)), i, -1) for i, (a, b) in enumerate(bounds.reshape(-1, 2))]
+    store = store_of(rows, WORKS, 7)
+    for _ in range(60):
+        from_s = random.uniform(0, 6000)
+        assert_whole(store, rows, WORKS, from_s, from_s + random.uniform(1, 6000), int(random.integers(2, 200)))
