@@ -1,6 +1,6 @@
 """Is the page to watch fast, and does it leave the run alone? `headway watch` on a synthetic run, in a real Chromium.
 
-    python benchmarks/watch.py [--directory DIR] [--rollouts 500000] [--events 10000000] [--seconds 60] [--quick]
+    python benchmarks/watch.py [--directory DIR] [--rollouts 500000] [--events 10000000] [--only PART ...] [--quick]
 
 The run (`watch_run.py`: 500,000 rollouts, 2 GB and more, written by the writer of a live one) and the trace
 (`watch_trace.py`: 10 million events) are kept in DIR (default: runs/benchmark-watch) and made once. Each round of
@@ -50,6 +50,9 @@ USEFUL = {  # what a view shows first that says something
     "now": "main.view-now .sentence p",
     "rollouts": "main.view-rollouts .hits a.hit",
 }
+OPENED = ("open_s", *(f"open_{view}_s" for view in USEFUL))
+ZOOMED = ("zoom_frames_per_s", "zoom_slowest_ms", "lanes_open_s")
+PARTS = ("recording", "viewers", "open", "search", "zoom")
 INDEX_LIMIT_S = 1800.0
 PAINTED = """
 const look = () => {
@@ -110,11 +113,12 @@ def measure_opening(run: Path, rounds: int, memory_mb: list[float]) -> dict[str,
             with served(run, memory_mb) as server, browser() as chromium:
                 page = chromium.new_page()
                 page.add_init_script(PAINTED % json.dumps(selector))
-                page.goto(server.page(view, run=run.name))
+                page.goto(server.page(view, run=run.resolve().name))  # nothing is asked before
                 page.wait_for_function("() => window.__painted_s", timeout=120_000)
                 taken[view].append(page.evaluate("() => window.__painted_s"))
     print("; ".join(f"{view}: " + ", ".join(f"{s:.2f}" for s in taken[view]) + " s" for view in taken), flush=True)
-    return {view: round(statistics.median(seconds), 3) for view, seconds in taken.items()}
+    medians = [round(statistics.median(seconds), 3) for seconds in taken.values()]
+    return dict(zip(OPENED, [max(medians), *medians], strict=True))
 
 
 def measure_searching(run: Path, rounds: int, memory_mb: list[float]) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def measure_zoom(run: Path, seconds: float, memory_mb: list[float]) -> dict[str,
     with served(run, memory_mb) as server, browser() as chromium:
         page = chromium.new_page(viewport={"width": 1600, "height": 900})
         began_s = time.monotonic()
-        page.goto(server.page("devices", run=run.name))
+        page.goto(server.page("devices", run=run_id(server)))
         page.locator("main.view-devices canvas").first.wait_for(timeout=600_000)
         opened_s = time.monotonic() - began_s
         page.evaluate(ZOOM, 1.0)
@@ -159,11 +163,8 @@ def measure_zoom(run: Path, seconds: float, memory_mb: list[float]) -> dict[str,
         f"zoom: {len(frames_ms)} frames, slowest {max(frames_ms):.0f} ms, lanes there after {opened_s:.1f} s",
         flush=True,
     )
-    return {
-        "zoom_frames_per_s": round(1000 * len(frames_ms) / sum(frames_ms), 1),
-        "zoom_slowest_ms": round(statistics.quantiles(frames_ms, n=20)[-1], 1),
-        "lanes_open_s": round(opened_s, 2),
-    }
+    rate, slowest_ms = 1000 * len(frames_ms) / sum(frames_ms), statistics.quantiles(frames_ms, n=20)[-1]
+    return dict(zip(ZOOMED, [round(rate, 1), round(slowest_ms, 1), round(opened_s, 2)], strict=True))
 
 
 def measure_recording(quick: bool) -> float:
@@ -180,24 +181,31 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--events", type=int, default=10_000_000, help="of the trace")
     parser.add_argument("--seconds", type=float, default=60.0, help="that twenty viewers watch")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
     parser.add_argument("--quick", action="store_true", help="little of everything: does it work?")
     chosen = parser.parse_args(arguments)
     if chosen.quick:
         chosen.rollouts, chosen.events, chosen.seconds, chosen.rounds = 2000, 20_000, 5.0, 1
-    run = watch_run.write_once(chosen.directory / f"run-{chosen.rollouts}", chosen.rollouts)
-    traced = watch_trace.write_once(chosen.directory / f"trace-{chosen.events}", chosen.events)
-    memory_mb = list[float]()
-    found: dict[str, Any] = {"recording_cost": measure_recording(chosen.quick)}
-    reason = lacking()
-    if reason:
+    parts, memory_mb, found = chosen.only or PARTS, list[float](), dict[str, Any]()
+    if reason := lacking():
         print(f"no browser: {reason}", flush=True)
-    opened = {} if reason else measure_opening(run, chosen.rounds, memory_mb)
-    found |= {"open_s": max(opened.values(), default=None)} | {f"open_{view}_s": opened.get(view) for view in USEFUL}
-    searched = measure_searching(run, chosen.rounds, memory_mb)
-    zoomed = {"zoom_frames_per_s": None} if reason else measure_zoom(traced, 1.0 if chosen.quick else 8.0, memory_mb)
-    viewed = watch_viewers.measure(chosen.seconds)
-    found |= {"rss_mb": round(max([*memory_mb, viewed["live_rss_mb"]]))} | viewed | searched | zoomed
-    for name, target in TARGETS.items():
+    if "recording" in parts:
+        found["recording_cost"] = measure_recording(chosen.quick)
+    if "viewers" in parts:
+        found |= watch_viewers.measure(chosen.seconds)
+        memory_mb.append(found["live_rss_mb"])
+    if {"open", "search"} & set(parts):
+        run = watch_run.write_once(chosen.directory / f"run-{chosen.rollouts}", chosen.rollouts)
+        if "open" in parts:
+            found |= dict.fromkeys(OPENED) if reason else measure_opening(run, chosen.rounds, memory_mb)
+        if "search" in parts:
+            found |= measure_searching(run, chosen.rounds, memory_mb)
+    if "zoom" in parts:
+        traced = watch_trace.write_once(chosen.directory / f"trace-{chosen.events}", chosen.events)
+        seconds = 1.0 if chosen.quick else 8.0
+        found |= dict.fromkeys(ZOOMED) if reason else measure_zoom(traced, seconds, memory_mb)
+    found["rss_mb"] = round(max(memory_mb, default=0.0))
+    for name, target in [(name, target) for name, target in TARGETS.items() if name in found]:
         print(f"{name}: {found[name]} (target: {target})")
     print(json.dumps(found))
 

@@ -39,7 +39,7 @@ from headway.telemetry.ledger import read_ledger
 
 TARGET = 0.05
 LISTENERS, OPENERS, OPEN_EVERY_S = 15, 5, 5.0
-START_LIMIT_S = 180.0
+START_LIMIT_S = 600.0
 WARM_S = 5.0  # viewers connect, the server reads what is there already
 
 
@@ -51,7 +51,7 @@ def live_run(folder: Path) -> Iterator[Path]:
     headway("init-model", str(model), "--texts", f"{tasks}/sft.jsonl", "--character-level", quiet=True)
     paths = [f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in ("train", "validation", "test")]
     load = [f"--{one}" for one in SAME_LOAD if not one.startswith("ledger.trace")]
-    more = [f"--model.path={model}", f"--run.directory={run}", "--run.steps=100000", "--run.time_limit_s=100000"]
+    more = [f"--model.path={model}", f"--run.directory={run}", "--run.steps=5000", "--run.time_limit_s=100000"]
     log = (folder / "train.log").open("w")
     command = [sys.executable, "-m", "headway.cli.main", "train", CONFIG, "--quiet", *paths, *load, *more]
     with log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
