@@ -306,6 +306,7 @@ export class TokenPane {
     }[event.key]?.();
     if (to !== undefined) {
       event.preventDefault();
+      document.getSelection()?.removeAllRanges();
       this.go(to, { extend: event.shiftKey });
     } else if (event.key === "Escape") this.select(null);
   }

@@ -25,7 +25,7 @@ export function visible(text, lines = false) {
   if (!HIDDEN.test(text)) return [text];
   return text.split(HIDDEN).filter(Boolean).map((piece) => {
     if (!HIDDEN.test(piece)) return piece;
-    const mark = el("span", { class: "ctl" }, symbol(piece));
+    const mark = el("span", { class: piece === "\n" ? "ctl break" : "ctl" }, symbol(piece));
     if (piece === "\n" && lines) return [mark, "\n"];
     return piece === "\t" && lines ? [mark, "\t"] : mark;
   }).flat();
