@@ -46,7 +46,7 @@ _KEEP_SHARE, _KEEP_ROWS = 0.1, 20_000  # growth after which the cache is written
 Arrays = dict[str, NDArray[Any]]
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """How far a stream has been read: the last batch that was taken, and the number of rows with it."""
 
     segment: int = 0
@@ -59,11 +59,11 @@ class StreamTail:
     ``problems``: by segment, what can't be read."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        self.folder, self.place = folder, Place()
+        self.folder, self.place = folder, StreamPlace()
         self.problems: dict[str, str] = {}
         self._schema = schema
 
-    def batches(self, columns: Sequence[str]) -> Iterator[tuple[Place, int, pa.RecordBatch]]:
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[StreamPlace, int, pa.RecordBatch]]:
         """Yield (place behind it, number of its first row, batch) of each further batch."""
         reached = self.place
         for segment in list_segments(self.folder):
@@ -76,7 +76,7 @@ class StreamTail:
                 if again:  # the last one that was taken: it ends at ``row``
                     again = False
                     continue
-                yield Place(segment.number, offset, row + batch.num_rows), row, batch
+                yield StreamPlace(segment.number, offset, row + batch.num_rows), row, batch
                 row += batch.num_rows
             self.problems.pop(segment.path.name, None)
             if file.problem:
@@ -203,8 +203,9 @@ class RolloutColumns:
         tails = [(tail.place, tail.problems) for tail in (self.finished, self.ended)]
         header = msgspec.json.encode((self.finished.identity(), tails, list(self._names)))
         arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **self._rows}
+        arrays |= {f"end_{name}": array for name, array in self._ends.items()}
         buffer = io.BytesIO()
-        np.savez(buffer, **arrays, **{f"end_{name}": array for name, array in self._ends.items()})
+        np.savez(buffer, **arrays)
         write_cached(self._path, [buffer.getbuffer()])
 
     def _load(self) -> None:
@@ -217,7 +218,7 @@ class RolloutColumns:
         self._count = self._written = len(self._rows["group"])
         self._names = {name: code for code, name in enumerate(names)}
         for tail, (place, problems) in zip((self.finished, self.ended), tails, strict=True):
-            tail.place, tail.problems = Place(*place), problems
+            tail.place, tail.problems = StreamPlace(*place), problems
 
 
 def _joined(first: Arrays, further: Sequence[Arrays]) -> Arrays:

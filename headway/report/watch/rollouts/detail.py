@@ -1,4 +1,4 @@
-"""One rollout whole: its tokens with what engine and trainer say of them, its life, its siblings."""
+"""A rollout whole: its tokens with what engine and trainer say of them, its life, its turns."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from headway.report.watch.cache import write_cached
-from headway.report.watch.rollouts.columns import Place, StreamTail
+from headway.report.watch.rollouts.columns import StreamPlace, StreamTail
 from headway.telemetry.rollouts.columns import FINISHED
 
 BORDER = b"\xff"  # behind each sequence of a rollout: in no UTF-8 text
@@ -127,7 +127,7 @@ class _State(msgspec.Struct, frozen=True):
     tokens: str = ""  # ... and of the vocabulary
     rows: int = 0
     size_bytes: int = 0
-    place: Place = Place()
+    place: StreamPlace = StreamPlace()
 
 
 class TextIndex:
