@@ -14,7 +14,7 @@ function facts(one) {
   const versioned = low !== null && low >= 0;
   return [
     ["Reward", quantity(one.reward)],
-    one.trained_reward !== null && one.trained_reward !== undefined && one.trained_reward !== one.reward && ["Reward as trained", quantity(one.trained_reward)],
+    typeof one.trained_reward === "number" && one.trained_reward !== one.reward && ["Reward as trained", quantity(one.trained_reward)],
     ["Length", plural(one.tokens, "token")], one.turns?.length > 1 && ["Turns", count(one.turns.length)],
     ["Ending", endingOf(one)], one.finish_reason && ["Finish", one.finish_reason],
     ["Step", one.step === null ? "none" : count(one.step)],
@@ -48,8 +48,10 @@ function lifeCard({ life, verdict, pruned, ending }) {
   const share = (value) => `${((value / (to - from || 1)) * 100).toFixed(3)}%`;
   return el("section", { class: "card" }, el("h2", {}, "Life ", el("span", { class: "aside" }, `${duration(to - from)} from admission to ${until}; it began ${duration(from)} into the run`)),
     el("div", { class: "life", role: "img", "aria-label": phases.map(({ name, start_s, end_s }) => `${name} ${duration(end_s - start_s)}`).join(", ") },
-      phases.map(({ name, start_s, end_s }, i) => el("span", { class: tone(name, i), title: `${name}: ${duration(end_s - start_s)}`, style: { left: share(start_s - from), width: share(end_s - start_s) } }))),
-    el("ol", { class: "phases" }, phases.map(({ name, start_s, end_s }, i) => el("li", {}, el("span", { class: `swatch ${tone(name, i)}` }), ` ${name} `, el("b", {}, duration(end_s - start_s))))), records);
+      phases.map(({ name, start_s, end_s }, i) => el("span", { class: tone(name, i), title: `${name}: ${duration(end_s - start_s)}`,
+        style: { left: share(start_s - from), width: share(end_s - start_s) } }))),
+    el("ol", { class: "phases" }, phases.map(({ name, start_s, end_s }, i) =>
+      el("li", {}, el("span", { class: `swatch ${tone(name, i)}` }), ` ${name} `, el("b", {}, duration(end_s - start_s))))), records);
 }
 
 function groupCard(one, { run, context, query, beside, choose }) {
@@ -121,8 +123,10 @@ function besideCard(one, other, { titles, onClose }) {
     if (a[i][0] !== b[j][0]) alike = a[i][0].slice(0, alike).search(/[\p{L}\p{N}_]*$/u); // whole words
     return [cell(a[i], alike), cell(b[j], alike)];
   };
+  const alike = start > 0 ? `the first ${plural(start, "line")} are the same` : start === 0 ? "they differ from the first line"
+    : a.length === b.length ? "the same, word for word" : "one goes on where the other ends";
   return el("section", { class: "card beside" },
-    el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, start < 0 ? (a.length === b.length ? "the same, word for word" : "one goes on where the other ends") : start === 0 ? "they differ from the first line" : `the first ${plural(start, "line")} are the same`)),
+    el("div", { class: "heading" }, el("h2", {}, "Side by side ", el("span", { class: "aside" }, alike)),
       el("button", { type: "button", onclick: onClose }, "Close")),
     el("div", { class: "pairing", tabindex: 0, role: "region", "aria-label": "Two responses, equal lines side by side" }, head(one, titles[0]), head(other, titles[1]),
       aligned(a, b).map(pair)),
@@ -148,7 +152,10 @@ async function rowOf(params, context, signal) {
 /** Next and previous of the search that led here, else of the record. */
 function neighbours(run, { row, rollouts, first_row: first = 0 }, query) {
   const at = found.key === keyOf(run, query) ? found.rows.findIndex((of) => of.row === row) : -1;
-  if (at >= 0) return { where: "of the search", previous: found.rows[at - 1]?.row ?? null, next: found.rows[at + 1]?.row ?? null, ahead: at + 1 >= found.rows.length && found.after !== null };
+  if (at >= 0) {
+    const [previous = null, next = null] = [found.rows[at - 1]?.row, found.rows[at + 1]?.row];
+    return { where: "of the search", previous, next, ahead: next === null && found.after !== null };
+  }
   return { where: "of the record", previous: row > first ? row - 1 : null, next: row + 1 < first + rollouts ? row + 1 : null };
 }
 
@@ -183,7 +190,8 @@ export async function show(root, params, context) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
     if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
   };
-  const turn = (by, text, key) => el("button", { type: "button", title: `${text} ${near.where} (${key})`, disabled: by > 0 ? near.next === null && !near.ahead : near.previous === null, onclick: () => step(by) }, text);
+  const turn = (by, text, key) => el("button", { type: "button", title: `${text} ${near.where} (${key})`, onclick: () => step(by),
+    disabled: by > 0 ? near.next === null && !near.ahead : near.previous === null }, text);
 
   // side by side
   const sides = el("div", {});
@@ -242,7 +250,8 @@ export async function show(root, params, context) {
     fill(match, where && el("button", { type: "button", onclick: () => pane.go(...where) }, "Go to ", el("mark", {}, said(query.text.slice(0, 24)))));
     jump.max = sequence.total_tokens - 1;
     fill(legend, pane.legend);
-    fill(place, el("div", { class: "conversation", id: "sequence", role: tabs.childNodes.length ? "tabpanel" : null, "aria-labelledby": tabs.childNodes.length ? `sequence-${number}` : null }, pane.body),
+    const panel = one.sequences.length > 1 ? { role: "tabpanel", "aria-labelledby": `sequence-${number}` } : {};
+    fill(place, el("div", { class: "conversation", id: "sequence", ...panel }, pane.body),
       el("section", { class: "values", "aria-label": "Values of a token" }, el("div", { class: "card" }, pane.token, pane.list)));
   }
 
