@@ -47,7 +47,7 @@ class SpanStore:
         """Open the two files. Where another process has them, or they can't be written, temporary ones are used."""
         self.kept = True  # whether the files stay
         try:
-            self._files: list[BinaryIO] = [path.open("a+b") for path in (rows, blocks)]
+            self._files: Sequence[BinaryIO] = [path.open("a+b") for path in (rows, blocks)]
             fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except OSError:
             self.kept, self._files = False, [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115

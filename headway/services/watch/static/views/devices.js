@@ -4,7 +4,7 @@ import { count, duration, el, empty, fill, moment, percent, plural, problems, ta
 import { GUTTER, KINDS, LaneCanvas, RULER, clock, kindOf } from "./lane_canvas.js";
 import { LaneTiles } from "./lane_tiles.js";
 
-const GROUPS = { devices: "Devices", trainer: "Trainer", generator: "Generator", verifiers: "Verifiers", other: "Weights, evaluation", groups: "Groups", rollouts: "Rollouts" };
+const GROUPS = { devices: "Devices", trainer: "Trainer", generator: "Generator", verifiers: "Verifiers", other: "Other", groups: "Groups", rollouts: "Rollouts" };
 const HEAD = 24;
 const HEIGHT = { groups: 15, rollouts: 15 };
 const REST_MS = 80; // without a change of the view, before a sharper window is asked for
@@ -118,7 +118,8 @@ class DevicesView {
     }));
     const used = new Set(this.kinds);
     fill(this.legend, KINDS.map(([name, colour, , opacity = 1], kind) => used.has(kind) && name !== "other" &&
-      el("span", {}, el("span", { class: "swatch", style: { background: `var(${colour})`, opacity } }), ` ${name}`)));
+      el("span", {}, el("span", { class: "swatch", style: { background: `var(${colour})`, opacity } }), ` ${name}`)),
+      overview.versions.length > 0 && [el("span", { class: "published" }, "version published"), el("span", { class: "applied" }, "applied")]);
     fill(this.facts, `${plural(overview.events, "event")} over ${duration(overview.to_s - overview.from_s)}`,
       overview.indexed_share < 1 && ` · ${percent(overview.indexed_share)} read`);
     fill(this.trouble, problems(overview.problems));

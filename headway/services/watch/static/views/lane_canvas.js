@@ -147,7 +147,7 @@ export class LaneCanvas {
     if (!spans.share[place] || spans.share[place] < 0.98 || row.height < 14 || this.labels.length >= MOST_LABELS) return;
     const text = scene.names[spans.name[place]] + (number >= 0 ? (of ? ` · ${number}` : ` ${number}`) : "");
     const room = Math.floor(((until - begin) / this.ratio - 8) / 6.2);
-    if (room >= 4) this.labels.push([text.length > room ? `${text.slice(0, room - 1)}…` : text, begin / this.ratio + 4, RULER + top / this.ratio + row.height / 2]);
+    if (room >= Math.min(text.length, 9)) this.labels.push([text.length > room ? `${text.slice(0, room - 1)}…` : text, begin / this.ratio + 4, RULER + top / this.ratio + row.height / 2]);
   }
 
   drawLabels(colour) {
