@@ -87,6 +87,7 @@ def served(run: Path, memory_mb: list[float]) -> Iterator[WatchServer]:
         with watch(run, cache=cache) as server:
             yield server
             memory_mb.append(server.memory_mb())
+            print(f"server: {memory_mb[-1]:.0f} MB at most, CPU {server.cpu_s():.1f} s", flush=True)
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
