@@ -199,7 +199,7 @@ def test_life_goes_from_admission_to_the_gradient(tmp_path: Path) -> None:
     clock.now = lambda: now[0]
     recorder = RolloutRecorder(tmp_path, LedgerConfig(), clock, lambda *a, **k: None)
     recorder.begin(lambda share: 0)
-    for index in range(3):
+    for index in range(4):
         group = Group(index=index, task=Task(task_id="t", prompt="p"), prompt_ids=TokenIds([1]), size=1,
                       admitted_version=0, admitted_s=0.0)  # fmt: skip
         one = Rollout(group=index, member=0, prompt_ids=TokenIds([1]), opened_s=1.0, first_token_s=2.0,
@@ -208,6 +208,8 @@ def test_life_goes_from_admission_to_the_gradient(tmp_path: Path) -> None:
     for step, now_s in ((0, 9.0), (1, 12.5)):
         now[0] = now_s
         recorder.ended([step], "trained", "", step)
+    now[0] = 20.0
+    recorder.ended([3], "filtered", "", None)
     recorder.close()
     watched = WatchedRollouts(tmp_path, TOKENS)
 
@@ -218,6 +220,7 @@ def test_life_goes_from_admission_to_the_gradient(tmp_path: Path) -> None:
     assert periods(0) == {**common, "verifying": (5.0, 6.0), "buffered": (6.0, 6.0), "training": (6.0, 9.0)}
     assert periods(1) == {**common, "verifying": (5.0, 7.0), "buffered": (7.0, 9.0), "training": (9.0, 12.5)}
     assert periods(2) == {**common, "verifying": (5.0, 8.0)}
+    assert periods(3) == {**common, "verifying": (5.0, 9.0), "buffered": (9.0, 20.0)}
     watched.close()
 
 

@@ -330,6 +330,7 @@ def test_rows_behind_a_damaged_segment_keep_their_numbers(
     page = watched.search(text="answer", limit=500)
     expected = [n for n in whole.search({"text": "answer"}) if not second.first <= n < third.first]
     assert [row["row"] for row in page["rows"]] == expected
+    assert watched.search()["total"] == len(whole.rows) - (third.first - second.first), "what is lost is no row"
     assert len(page["problems"]) == 1
     with pytest.raises(ConfigurationError, match="can't be read"):
         watched.rollout(second.first)
