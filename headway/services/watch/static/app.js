@@ -1,7 +1,7 @@
 // The shell: which view is shown, which run, theme, keyboard. A view is a module with `show(root, params, context)`.
 
 import * as api from "./api.js";
-import { el, fill, problems } from "./dom.js";
+import { el, empty, fill, problems } from "./dom.js";
 
 const VIEWS = {
   runs: { title: "Runs", key: "l", module: "./views/runs.js" },
@@ -103,6 +103,10 @@ async function open() {
     announce(title);
   }
   const run = current.run;
+  if (!run && name !== "runs" && name !== "compare") {
+    fill(root, el("h1", {}, title), empty("There is no run yet. `headway train FILE` begins one; it is found here by itself."));
+    return;
+  }
   const context = { navigate, announce, remember, hashOf, api, run, theme: theme(), runs: () => runs };
   try {
     const view = await import(VIEWS[name].module);

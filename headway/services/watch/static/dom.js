@@ -98,7 +98,7 @@ export function duration(seconds) {
   if (seconds < 0) return `−${duration(-seconds)}`;
   if (seconds === 0) return `0${THIN}s`;
   if (seconds < 0.9995) return `${count(seconds * 1000)}${THIN}ms`;
-  if (seconds < 9.95) return `${seconds.toFixed(1)}${THIN}s`;
+  if (seconds < 9.95) return `${Number.isInteger(seconds) ? seconds : seconds.toFixed(1)}${THIN}s`;
   const s = Math.round(seconds);
   if (s < 60) return `${s}${THIN}s`;
   if (s < 3600) return `${Math.floor(s / 60)}${THIN}m ${s % 60}${THIN}s`;
@@ -124,7 +124,11 @@ export function moment(unix_s, parts = "date time") {
 }
 
 /** How long ago a moment was. */
-export const ago = (unix_s) => (known(unix_s) ? `${duration(Math.max(0, Date.now() / 1000 - unix_s))} ago` : "–");
+export function ago(unix_s) {
+  if (!known(unix_s)) return "–";
+  const seconds = Math.floor(Date.now() / 1000 - unix_s);
+  return seconds < 2 ? "just now" : `${duration(seconds)} ago`;
+}
 
 /** A number with its unit: shares as per cent, seconds as a duration, bytes as bytes. */
 export function withUnit(value, unit) {

@@ -13,7 +13,6 @@ const ENDS = {
 const SAY_EVERY_MS = 20_000; // to who can't see the page
 
 export async function show(root, params, context) {
-  if (!context.run) return none(root, context);
   let now = null;
   let connected = true;
   let said = { text: "", at: 0 };
@@ -95,8 +94,9 @@ export async function show(root, params, context) {
       item("consumption", consumption, "--c1", "What the trainer would take if it never waited"),
       item("trained", trained, null, "What the trainer does take")));
     const end = recent.at(-1)?.[0] ?? 0;
+    const [xLabel, unit_s] = end - (recent[0]?.[0] ?? 0) < 180 ? ["seconds from now", 1] : ["minutes from now", 60];
     chart.set({
-      x: recent.map(([at]) => (at - end) / 60),
+      xLabel, x: recent.map(([at]) => (at - end) / unit_s),
       lines: [{ name: "production", colour: "--c2", mean: recent.map((row) => row[1]) },
         { name: "consumption", colour: "--c1", mean: recent.map((row) => row[2]) }],
     });
@@ -169,8 +169,4 @@ export async function show(root, params, context) {
     resized.disconnect();
     chart.destroy();
   };
-}
-
-function none(root) {
-  fill(root, el("h1", {}, "Now"), empty("There is no run yet. `headway train FILE` begins one; it is found here by itself."));
 }

@@ -182,7 +182,7 @@ export function drawStaleness(now, width) {
   const wide = Math.min(72, (width - 80) / (last + 1));
   const drawn = (last + 1) * wide + 80;
   const every = Math.ceil(36 / wide);
-  const [top, floor] = [20, 84];
+  const [top, floor] = [36, 100];
   const columns = Array.from({ length: last + 1 }, (_, staleness) => {
     const of = by.get(staleness);
     const tall = of ? Math.max(2, ((floor - top) * of.groups) / most) : 1;
@@ -196,9 +196,9 @@ export function drawStaleness(now, width) {
     ];
   });
   const line = budget === null || budget === undefined ? [] : [
-    svg("path", { class: "budget", d: `M ${(budget + 1) * wide + 1} ${top - 16} V ${floor + 4}` }),
-    svg("text", { x: (budget + 1) * wide + 8, y: top - 6, class: "small" }, `budget ${budget}`),
+    svg("path", { class: "budget", d: `M ${(budget + 1) * wide + 1} 2 V ${floor + 4}` }),
+    svg("text", { x: (budget + 1) * wide + 8, y: 12, class: "small" }, `budget ${budget}`),
   ];
   const label = `Staleness of buffered groups: ${versions.map((of) => `${plural(of.groups, "group")} of version ${of.version}`).join(", ") || "none"}; budget ${budget ?? "none"}.`;
-  return svg("svg", { class: "queue", width: drawn, height: 104, viewBox: `0 0 ${drawn} 104`, role: "img", "aria-label": label }, columns, line);
+  return svg("svg", { class: "queue", width: drawn, height: 120, viewBox: `0 0 ${drawn} 120`, role: "img", "aria-label": label }, columns, line);
 }

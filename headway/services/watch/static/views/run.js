@@ -11,10 +11,6 @@ const SOLVED = "reward/solve_rate"; // whose plot has the evaluations
 const SPLITS = { validation: "--c4", test: "--c5" };
 
 export async function show(root, params, context) {
-  if (!context.run) {
-    fill(root, el("h1", {}, "Run"), empty("There is no run yet. `headway train FILE` begins one; it is found here by itself."));
-    return undefined;
-  }
   const settings = { axis: params.axis ?? "steps", smoothing: Number(params.smoothing ?? 0.6) };
   const drawn = new Map(); // key of a plot -> its handle
   let plots = [];
