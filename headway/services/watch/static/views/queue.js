@@ -170,7 +170,7 @@ function trainer(now, x, y, width, height) {
 function weights(now) {
   if (now.applied_version === null || now.applied_version === undefined) return "weights of a version go back to the generator";
   const behind = now.version - now.applied_version;
-  return `weights: the generator has version ${count(now.applied_version)}` + (behind > 0 ? `, ${behind} behind` : "");
+  return `weights: generator at version ${count(now.applied_version)}` + (behind > 0 ? `, ${behind} behind` : "");
 }
 
 /** How stale buffered groups would be if they were trained now: a column a version, the budget as a line. */
