@@ -338,7 +338,7 @@ def test_rows_behind_a_damaged_segment_keep_their_numbers(
     assert first.first == 0
 
 
-@pytest.mark.parametrize("damage", ["deleted", "garbage", "cut", "emptied", "swapped"])
+@pytest.mark.parametrize("damage", ["deleted", "garbage", "middle", "cut", "emptied", "swapped"])
 def test_cache_may_be_deleted_or_damaged_at_any_time(
     damage: str, tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
 ) -> None:
@@ -347,19 +347,26 @@ def test_cache_may_be_deleted_or_damaged_at_any_time(
     brute = BruteForce(run, tokenizer)
     watched = WatchedRollouts(run, tokens)
     assert all_pages(watched, {"text": "answer"}, 500) == brute.search({"text": "answer"})
-    files = sorted(cache_folder(run).iterdir())
-    assert len(files) >= 4
-    for number, file in enumerate(files):
-        data = file.read_bytes()
-        if damage == "deleted":
-            file.unlink()
-        else:
-            damaged = {"garbage": b"\xfe" * len(data), "cut": data[: len(data) // 2], "emptied": b""}
-            file.write_bytes(damaged.get(damage, files[number - 1].read_bytes()))
-    for one in (WatchedRollouts(run, tokens), watched):
-        one.search(text="answer")
-        assert all_pages(one, {"text": "answer"}, 500) == brute.search({"text": "answer"})
-        one.close()
+    files = [path for path in sorted(cache_folder(run).iterdir()) if path.suffix != ".lock"]
+    assert len(files) == 4
+    whole = {path: path.read_bytes() for path in files}
+    for spoilt in (files, *([path] for path in files)):
+        for path, data in whole.items():
+            path.write_bytes(data)
+        for path in spoilt:
+            data, part = whole[path], len(whole[path]) // 4
+            if damage == "deleted":
+                path.unlink()
+            else:
+                middle = data[:part] + data[-part:] + data[2 * part :]
+                damaged = {"garbage": b"\xfe" * len(data), "middle": middle, "cut": data[: 2 * part], "emptied": b""}
+                path.write_bytes(damaged.get(damage, whole[files[files.index(path) - 1]]))
+        fresh = WatchedRollouts(run, tokens)
+        for one in (fresh, watched):
+            one.search(text="answer")
+            assert all_pages(one, {"text": "answer"}, 500) == brute.search({"text": "answer"}), spoilt
+        fresh.close()
+    watched.close()
 
 
 def test_cache_of_another_record_in_the_same_place_is_not_used(
@@ -419,7 +426,8 @@ def test_runs_of_earlier_versions_are_searched_and_shown(tmp_path: Path, tokens:
         page = watched.search(text="B>ANSWER")
         assert [(row["row"], row["group"], row["reward"], row["step"]) for row in page["rows"]] == [(-1, 6, 0.9, 1)]
         assert page["rows"][0]["snippet"] == {"before": "the <", "match": "b>Answer", "after": "</b>"}
-        assert any("1 lines are damaged" in problem for problem in page["problems"])
+        assert page["indexed_share"] == 1
+        assert ["1 lines are damaged" in problem for problem in page["problems"]] == [True]
         assert [row["row"] for row in watched.search(order="oldest")["rows"]] == [-2, -1]
         detail = watched.rollout(-2)
         assert detail["sequences"][0]["tokens"] == ["Prompt 5 é", "other"]

@@ -273,8 +273,14 @@ class TextIndex:
             if state == self._state:
                 return
             ends = np.append(0, np.fromfile(self._cache / _ENDS, np.int64, state.rows))
-            if ends[-1] != state.size_bytes or (np.diff(ends) < 0).any():
+            if ends[-1] != state.size_bytes or (np.diff(ends) < 0).any() or not self._bordered(ends):
                 raise ValueError("damaged")
             self._ends, self._state = ends, state
         except (OSError, ValueError, msgspec.MsgspecError):
             self._ends, self._state = np.zeros(1, np.int64), fresh
+
+    def _bordered(self, ends: Array) -> bool:
+        """Whether rollouts, of many some, end with a border in the text."""
+        ends = ends[1:][np.diff(ends) > 0]
+        with open(self._cache / _TEXT, "rb", buffering=0) as file:
+            return all(os.pread(file.fileno(), 1, int(end) - 1) == BORDER for end in ends[:: len(ends) // 64 + 1])

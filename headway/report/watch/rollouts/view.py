@@ -67,7 +67,7 @@ class WatchedRollouts:
             "after": str(shown[-1]) if len(rows) > query.limit else None,
             "total": total,
             "rollouts": len(table),
-            "indexed_share": 0.0 if self._index is None else min(1.0, self._index.rows / max(1, recorded)),
+            "indexed_share": min(1.0, (self._index.rows if self._index else 0) / recorded) if recorded else 1.0,
             "problems": [*problems, *self._problems()],
         }
 
@@ -128,8 +128,8 @@ class WatchedRollouts:
         taken[~taken] = kept[rows[~taken]]
         rows = rows[taken]
         if self._index is None:
-            rows = rows[rows < 0]
-            return rows[:most].tolist(), ["text is searched only where the run's tokenizer can be read"]
+            unread = ["text is searched only where the run's tokenizer can be read"] if (rows >= 0).any() else []
+            return rows[rows < 0][:most].tolist(), unread
         matching, problems = list[int](), [self._index.problem] if self._index.problem else []
         try:
             for row in self._index.matching(found, rows):
