@@ -24,7 +24,7 @@ from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
 _CACHED = "lanes-1"  # names of the cache's files; the number is the format's
 _WAITING = (*NOT_AT_WORK, "queued", "waits for its group", "buffered")  # names of spans that aren't work
 _DEVICE = re.compile(r"(.*/)?(cuda|cpu):[^/]*")
-_CHUNK_BYTES, _REFRESH_BYTES = 1 << 22, 1 << 23  # of a trace: decoded at once; read by one call
+_CHUNK_BYTES, _REFRESH_BYTES = 1 << 20, 1 << 23  # of a trace: decoded at once; read by one call
 _MARK_BYTES = 256
 _MOST_LINES = 20_000  # the newest steps, versions and marks are kept
 _MOST_TRACKS, _MOST_PIXELS = 400, 16_384  # of one window

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SEAL_ROWS = 1 << 17
+SEAL_ROWS = 1 << 16
 _BLOCK_ROWS = 16
 _LATE_S = 5.0  # a worker's spans arrive up to a pulse after those of another on its device
 _LEAST_S = 1e-6  # spans that are closer were parted by a pulse alone
