@@ -22,14 +22,7 @@ export async function show(root, params, context) {
   const heading = el("h2", {}, "The queue");
   const rates = el("div", { class: "now-plot" });
   place.title = el("h1", {}, context.run);
-  fill(root, place.title, place.sentence, place.heard, place.problems,
-    el("section", { class: "card hero", "aria-label": "The queue" }, heading, place.queue,
-      el("h2", {}, "How stale they would be, if they were trained now"), place.stale),
-    place.tiles,
-    el("div", { class: "split" },
-      el("section", { class: "card" }, el("h2", {}, "Two rates"), place.rates, rates),
-      el("section", { class: "card" }, el("h2", {}, "Who waits"), place.waits, el("h2", {}, "What is wrong"), place.wrong)),
-    el("div", { class: "split" }, card("Workers", "workers"), card("Newest events", "latest")));
+  fill(root, place.title, place.problems); // the rest comes with the first answer, at its full size
   place.sentence.className = "sentence";
   place.tiles.className = "tiles";
   place.stale.className = "stale";
@@ -150,10 +143,24 @@ export async function show(root, params, context) {
     context.announce(text);
   }
 
+  function build() {
+    fill(root, place.title, place.sentence, place.heard, place.problems,
+      el("section", { class: "card hero", "aria-label": "The queue" }, heading, place.queue,
+        el("h2", {}, "How stale they would be, if they were trained now"), place.stale),
+      place.tiles,
+      el("div", { class: "split" },
+        el("section", { class: "card" }, el("h2", {}, "Two rates"), place.rates, rates),
+        el("section", { class: "card" }, el("h2", {}, "Who waits"), place.waits, el("h2", {}, "What is wrong"), place.wrong)),
+      el("div", { class: "split" }, card("Workers", "workers"), card("Newest events", "latest")));
+    resized.observe(place.queue);
+  }
+
   const take = (data) => {
+    if (!now) build();
     now = data;
     draw();
   };
+  const resized = new ResizeObserver(drawPictures);
   await context.api.attempt(place.problems, async () => take(await context.api.get("now", { run: context.run })));
   const close = context.api.stream({ run: context.run }, { now: take }, (state, error) => {
     connected = state;
@@ -161,8 +168,6 @@ export async function show(root, params, context) {
     drawHeard();
   });
   const timer = setInterval(drawHeard, 1000);
-  const resized = new ResizeObserver(drawPictures);
-  resized.observe(root);
   return () => {
     close();
     clearInterval(timer);

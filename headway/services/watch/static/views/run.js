@@ -7,6 +7,7 @@ import { AXES, axisAndSmoothing, chooser, firstOf, plotsOf, shortName } from "..
 const POINTS = 800;
 const AGAIN_MS = 2000; // between two readings of the series
 const MOST_UPDATES = 60; // marked: more would hide the curves
+const HINT = "Drag: zoom. Click: the logs of that moment.";
 const SOLVED = "reward/solve_rate"; // whose plot has the evaluations
 const SPLITS = { validation: "--c4", test: "--c5" };
 
@@ -21,6 +22,7 @@ export async function show(root, params, context) {
   let ended = false;
   let loading = Promise.resolve();
   let waiting = null;
+  const hint = el("span", { class: "muted" }, HINT);
   const warnings = el("div");
   const grid = el("div", { class: "plots" });
   const side = el("aside", { class: "moment card", hidden: true, "aria-label": "A moment" });
@@ -28,9 +30,9 @@ export async function show(root, params, context) {
   const configuration = el("details", { class: "card configuration", ontoggle: showConfiguration }, el("summary", {}, "Configuration"));
   fill(root, el("h1", {}, `Run ${context.run}`), el("div", { class: "controls" }, axisAndSmoothing(settings, change),
     el("button", { type: "button", title: "0, or a double click", onclick: reset }, "Whole range"),
-    el("span", { class: "muted" }, "Drag: zoom. Click: the logs of that moment.")), warnings, body, configuration);
+    hint), warnings);
 
-  await context.api.attempt(body, async () => {
+  await context.api.attempt(warnings, async () => {
     const found = await context.api.get("names", { run: context.run });
     plots = plotsOf(found.series);
     const named = new Set((params.series ?? "").split(",").filter(Boolean));
@@ -38,6 +40,7 @@ export async function show(root, params, context) {
     if (!chosen.size) chosen = firstOf(plots);
     fill(body, chooser(plots, chosen, choose), grid, side);
     await load();
+    root.append(body, configuration); // at their full size
   });
 
   function change(changes) {
@@ -76,8 +79,8 @@ export async function show(root, params, context) {
       series.x = [];
       series.problems.push(`This run has no place on the axis ${AXES[settings.axis].toLowerCase()}.`);
     }
-    const note = series.per_point > 1 ? `Each point stands for ${quantity(series.per_point)} steps; the band is their range.` : "";
-    fill(warnings, problems(series.problems), note && el("p", { class: "muted" }, note));
+    hint.textContent = HINT + (series.per_point > 1 ? ` A point stands for ${plural(series.per_point, "step")}; the band is their range.` : "");
+    fill(warnings, problems(series.problems));
     drawAll();
   }
 
