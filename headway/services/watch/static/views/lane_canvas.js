@@ -12,7 +12,7 @@ const MOST_LABELS = 400;
 
 /** Kinds of activity, by their spans' names; the first that fits gives a span its colour. */
 export const KINDS = [
-  ["generating", "--c1", /(^|: )(busy|generating)$/],
+  ["generating", "--c1", /(^|: )(busy|generating|decoding requests)$/],
   ["training", "--c2", /(^|: )(step|training|forward|backward)/],
   ["verifying", "--c3", /(^|: )(score|verifying)$/],
   ["weights", "--c4", /(^|: )(update|apply version|publish)$/],
