@@ -18,8 +18,8 @@ export const KINDS = [
   ["weights", "--c4", /(^|: )(update|apply version|publish)$/],
   ["checkpoint, evaluation", "--c6", /checkpoint|before|during|after|interval|test|validation/],
   ["skipped, failed", "--bad", /skipped|failed|discarded|overdue/],
-  ["waits for the other side", "--warn", /^(wait)$/],
-  ["idle, queued, buffered", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/, 0.5],
+  ["waits", "--warn", /^(wait)$/],
+  ["idle or queued", "--muted", /^(idle|lent|queued|buffered|waits for its group)$/, 0.5],
   ...["--c8", "--c5", "--c7"].map((colour) => ["other", colour, /^$/]),
 ];
 export function kindOf(name) {
