@@ -17,6 +17,7 @@ from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
+from headway.records.trace import EngineStep
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import WorkerHandle, WorkerSpec
@@ -168,11 +169,11 @@ async def call_replica(worker: WorkerHandle, method: str, *args: Any) -> Any:
         raise WorkerDied(worker.name, cause) from None
 
 
-async def activity_of(worker: WorkerHandle) -> list[ActivitySpan]:
+async def activity_of(worker: WorkerHandle) -> tuple[list[ActivitySpan], list[EngineStep]]:
     """See `GeneratorService.activity`; empty for a dead worker."""
     with contextlib.suppress(WorkerDied):
         return await call_replica(worker, "activity")
-    return []
+    return [], []
 
 
 def raise_but_deaths(outcomes: Sequence[object]) -> None:

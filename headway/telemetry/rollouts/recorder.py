@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
 from headway.records.rollout import FinishedGroup, Rollout
@@ -14,7 +16,7 @@ from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, fin
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
 
-FLUSH_S = 2.0  # the most that lies unwritten while groups finish
+FLUSH_S = 2.0  # the most that lies unwritten while groups finish or steps end
 FLUSH_TOKENS = 1 << 18  # ... and about 4 MB
 EVENT_ROLLOUTS_ENDED = "rollouts_ended"  # nothing more is recorded, and why
 EVENT_ROLLOUTS_LOST = "rollouts_lost"  # data: rollouts that an earlier process finished and didn't record
@@ -26,8 +28,9 @@ class RolloutRecorder:
     """Records each rollout once, in the order in which the buffer commits them, and each group's end.
 
     Lifecycle: *made* -> ``begin`` (a segment of its own) -> *recording* -> *ended*, by ``close`` or an error, which
-    calls ``on_event``. Never raises: what fails here must not reach the run. Batches are written every FLUSH_S,
-    FLUSH_TOKENS or step.
+    calls ``on_event``. Never raises: what fails here must not reach the run. Rollouts are written when a group finishes
+    or a step ends, FLUSH_S or FLUSH_TOKENS after the last ones (in small batches each costs twice as much); a step's
+    endings at once.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class RolloutRecorder:
         """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
         now_s = self._clock.now()
         self._ends += [(index, ending, reason, step, now_s) for index in groups if self._takes(index)]
-        if step is not None:
-            self.flush()
+        if step is not None and self._finished is not None:
+            self._guarded(self._write if self._due else self._write_ends)
 
     def flush(self) -> None:
         """Write what has arrived."""
@@ -89,6 +92,10 @@ class RolloutRecorder:
 
     def _takes(self, index: int) -> bool:
         return self._finished is not None and (self._share == 1 or bool(takes(index, self._share)))
+
+    @property
+    def _due(self) -> bool:
+        return self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S
 
     def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -114,23 +121,28 @@ class RolloutRecorder:
             self._folder / "finished", FINISHED, first=self._rows, metadata=metadata, **self._limits
         )
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
+        pa.array([])  # imports pandas where it is installed, 0.2 s that would hold up the run later
         self._written_s = self._clock.now()
 
     def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
         self._arrivals += rollouts
         self._task_ids += [task] * len(rollouts)
         self._tokens += sum([len(rollout.response_ids) for rollout in rollouts])
-        if self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S:
+        if self._due:
             self._write()
 
     def _write(self) -> None:
         assert self._finished is not None, "it records"
-        assert self._ended is not None, "it records"
-        arrivals, self._arrivals, ends, self._ends = self._arrivals, [], self._ends, []
-        task_ids, self._task_ids, reached, self._reached = self._task_ids, [], self._reached, {}
+        arrivals, self._arrivals, task_ids, self._task_ids = self._arrivals, [], self._task_ids, []
+        reached, self._reached = self._reached, {}
         self._tokens, self._written_s = 0, self._clock.now()
         if arrivals:
             self._finished.append(finished_batch(arrivals, task_ids, reached), self._rows)
             self._rows += len(arrivals)
+        self._write_ends()
+
+    def _write_ends(self) -> None:
+        assert self._ended is not None, "it records"
+        ends, self._ends = self._ends, []
         if ends:
             self._ended.append(ended_batch(ends), 0)
