@@ -1,4 +1,4 @@
-"""What one replica does over time: its states as spans (busy, idle, lent, update), and its engine's steps, added up."""
+"""The activity of one replica: its states over time (busy, idle, lent, update), its engine's steps, added up."""
 
 from __future__ import annotations
 

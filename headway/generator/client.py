@@ -208,14 +208,8 @@ class GeneratorPool:
         """Return the spans and steps of every live replica since the last call, each on a track of the replica's
         name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
-        found = await asyncio.gather(*(activity_of(worker) for _, worker in live))
-        lines: list[Span | EngineSteps] = []
-        for (name, worker), (spans, rows) in zip(live, found, strict=True):
-            shift_s = worker.clock_offset_s
-            lines += [Span(track=name, name=what, start_s=s + shift_s, end_s=e + shift_s) for what, s, e in spans]
-            if rows:
-                lines.append(EngineSteps(track=name, rows=tuple(rows)).shifted(shift_s))
-        return lines
+        found = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
+        return [line for lines in found for line in lines]
 
     @property
     def worker_states(self) -> list[WorkerState]:

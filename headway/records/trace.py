@@ -43,7 +43,7 @@ class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_f
     rows: tuple[EngineStep, ...]
 
     def shifted(self, shift_s: float) -> EngineSteps:
-        """The same on a clock that is ``shift_s`` ahead."""
+        """Return these steps on a clock that is ``shift_s`` ahead."""
         return EngineSteps(
             track=self.track, rows=tuple([msgspec.structs.replace(row, end_s=row.end_s + shift_s) for row in self.rows])
         )

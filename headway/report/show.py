@@ -201,7 +201,7 @@ def _versions(sample: KeptSample) -> str:
 
 
 def _times(sample: KeptSample) -> str:
-    """What it did, in order, and how long each took."""
+    """Its calls and tools in order, and how long each took."""
     did = [(start_s, end_s, f"call of {tokens} tokens", False) for start_s, _, end_s, tokens in sample.calls]
     did += [(start_s, end_s, visible(name) or "unknown tool", error) for name, start_s, end_s, error in sample.tools]
     parts = [f"{what} {duration(end_s - start_s)}" + " (error)" * error for start_s, end_s, what, error in sorted(did)]

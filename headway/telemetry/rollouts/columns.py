@@ -179,7 +179,8 @@ def _arrays(kind: type[TokenArray[Any]], parts: Sequence[Sequence[Any]]) -> list
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.frombuffer(b"".join(arrays), arrays[0].dtype)  # half the time of np.concatenate
+    buffers: Any = arrays  # half the time of np.concatenate
+    return np.frombuffer(b"".join(buffers), arrays[0].dtype)
 
 
 def _nested_arrays(

@@ -45,11 +45,11 @@ class RolloutRecorder:
         self._finished: SegmentWriter | None = None  # None: not recording
         self._ended: SegmentWriter | None = None
         self._rows = 0  # written
-        self._arrivals: list[Rollout] = []
-        self._task_ids: list[str] = []  # of each arrival
+        self._arrivals: list[tuple[Sequence[Rollout], str]] = []  # of a group, with its task's id
+        self._arrived = 0  # rollouts of them
         self._reached: dict[int, int] = {}  # position among the arrivals -> tokens, of those that haven't finished
         self._ends: list[tuple[int, str, str, int | None, float]] = []
-        self._tokens = 0  # unwritten
+        self._tokens = 0  # unwritten, about
         self._written_s = clock.now()
 
     def begin(self, counted: Counted) -> None:
@@ -67,7 +67,7 @@ class RolloutRecorder:
         """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
         if self._takes(index):
             members = [Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached]
-            self._reached |= dict(enumerate(reached.values(), start=len(self._arrivals)))
+            self._reached |= dict(enumerate(reached.values(), start=self._arrived))
             self._guarded(self._arrive, members, task)
 
     def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
@@ -125,20 +125,21 @@ class RolloutRecorder:
         self._written_s = self._clock.now()
 
     def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
-        self._arrivals += rollouts
-        self._task_ids += [task] * len(rollouts)
-        self._tokens += sum([len(rollout.response_ids) for rollout in rollouts])
+        self._arrivals.append((rollouts, task))
+        self._arrived += len(rollouts)
+        self._tokens += len(rollouts) * len(rollouts[0].response_ids)  # about
         if self._due:
             self._write()
 
     def _write(self) -> None:
         assert self._finished is not None, "it records"
-        arrivals, self._arrivals, task_ids, self._task_ids = self._arrivals, [], self._task_ids, []
-        reached, self._reached = self._reached, {}
-        self._tokens, self._written_s = 0, self._clock.now()
+        arrivals, self._arrivals, reached, self._reached = self._arrivals, [], self._reached, {}
+        self._arrived, self._tokens, self._written_s = 0, 0, self._clock.now()
         if arrivals:
-            self._finished.append(finished_batch(arrivals, task_ids, reached), self._rows)
-            self._rows += len(arrivals)
+            rollouts = [rollout for group, _ in arrivals for rollout in group]
+            task_ids = [task for group, task in arrivals for _ in group]
+            self._finished.append(finished_batch(rollouts, task_ids, reached), self._rows)
+            self._rows += len(rollouts)
         self._write_ends()
 
     def _write_ends(self) -> None:
