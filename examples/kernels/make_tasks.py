@@ -107,8 +107,8 @@ SHAPES = {
     "centre": Shape(
         (*COMMON, "volatile", "start", "pragma", "add"),
         "    " + ROWS_LOOP + " {{\n" + SUM + "        {real} mean = sum / columns;\n        " + COLUMNS_LOOP
-        + " {{\n            " + READ + "            {real} u = {function};\n            y[i * columns + j] = u - mean;\n"
-        "        }}\n    }}\n",
+        + " {{\n            " + READ
+        + "            {real} u = {function};\n            y[i * columns + j] = u - mean;\n        }}\n    }}\n",
         "x.shape",
         "y = {function}\n        return y - y.mean(1, keepdim=True)",
     ),

@@ -163,10 +163,12 @@ def export(
     as_json: bool = typer.Option(False, "--json", help="Print the outcome as one JSON object."),
 ) -> None:
     """Write a run's rollouts with their texts and token columns: what the engine sampled, what the trainer saw."""
+    from headway.report.progress import ProgressBar
     from headway.services.run_tokenizer import run_decoder
     from headway.telemetry.rollouts.export import export as write
 
-    outcome = write(run, to, output or None, decode=run_decoder(run), ending=ending)
+    with ProgressBar("rollouts") as bar:
+        outcome = write(run, to, output or None, decode=run_decoder(run), ending=ending, on_progress=bar)
     if as_json:
         print_json(outcome)
         return

@@ -34,7 +34,7 @@ from headway.records.generation import (
     PublishedWeights,
     RouterStatistics,
 )
-from headway.records.trace import Span, WorkerState
+from headway.records.trace import EngineSteps, Span, WorkerState
 from headway.runtime.clock import Clock
 from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle
@@ -204,16 +204,12 @@ class GeneratorPool:
             refusals=self.limiter.refusals,
         )
 
-    async def activity(self) -> list[Span]:
-        """Return the spans of every live replica since the last call, each on a track of the replica's name."""
+    async def activity(self) -> list[Span | EngineSteps]:
+        """Return the spans and steps of every live replica since the last call, each on a track of the replica's
+        name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
-        found = await asyncio.gather(*(activity_of(worker) for _, worker in live))
-        return [
-            Span(track=name, name=state, start_s=start_s + shift_s, end_s=end_s + shift_s)
-            for (name, worker), spans in zip(live, found, strict=True)
-            for shift_s in [worker.clock_offset_s]
-            for state, start_s, end_s in spans
-        ]
+        found = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
+        return [line for lines in found for line in lines]
 
     @property
     def worker_states(self) -> list[WorkerState]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.generator.activity import Activity, ActivitySpan
+from headway.generator.activity import Activity, ActivitySpan, StepLog
 from headway.generator.engines.select import EngineSettings, build_engine
 from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
@@ -21,6 +21,7 @@ from headway.records.generation import (
     UpdateMode,
 )
 from headway.records.tokens import decoder, encoder
+from headway.records.trace import EngineStep
 from headway.runtime.child import WorkerContext
 
 STREAM_INTERVAL_S = 0.08  # between deltas of running requests: a dead engine costs no more than the last interval
@@ -39,6 +40,7 @@ class GeneratorService:
         self._context = context
         self._engine = build_engine(EngineSettings(**settings), context)
         self._activity = Activity()
+        self._steps = StepLog(self._engine.statistics)
         self._encoder = encoder()
         self._requests = decoder(list[GenerationRequest])
         self._moved: list[MemoryMove] = []  # not yet reported
@@ -106,9 +108,9 @@ class GeneratorService:
             lent_idle_s += engine.idle_s - self._idle_before_s
         return msgspec.structs.replace(engine, idle_s=engine.idle_s - lent_idle_s, lent_s=lent_s)
 
-    def activity(self) -> list[ActivitySpan]:
-        """Return the spans of this replica's states since the last call."""
-        return self._activity.take()
+    def activity(self) -> tuple[list[ActivitySpan], list[EngineStep]]:
+        """Return the spans of this replica's states and its engine's steps since the last call."""
+        return self._activity.take(), self._steps.take()
 
     def tick(self) -> bool:
         """Run one engine step, and emit an event when due. Returns False when idle until the next call."""
@@ -120,6 +122,7 @@ class GeneratorService:
         if not worked:
             self._activity.be("lent" if lent else "idle")
         now = time.monotonic()
+        self._steps.note(worked, now)
         if self._engine.ready_deltas and self._ready_since_s is None:
             self._ready_since_s = now
         if now - self._streamed_s >= STREAM_INTERVAL_S:

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from headway.orchestrator.context import RunContext
 from headway.records.errors import HeadwayError
 from headway.records.node import NodeConditions
-from headway.records.trace import Pulse, Span, TraceLine, WorkerState
+from headway.records.trace import Pulse, TraceLine, WorkerState
 
 PULSE_S = 1.0
 
-Activity = Callable[[], Awaitable[list[Span]]]
+Activity = Callable[[], Awaitable[Iterable[TraceLine]]]
 Workers = Callable[[], Iterable[WorkerState]]
 Conditions = Callable[[], Iterable[NodeConditions]]
 
@@ -49,13 +49,13 @@ async def pulsing(
     workers: Workers,
     nodes: Conditions = tuple,
 ) -> AsyncIterator[None]:
-    """Pass replicas' spans and a pulse to ``observe`` every PULSE_S within the block. Not one of the run's loops:
-    nothing waits for it, and after a HeadwayError it tries again."""
+    """Pass replicas' spans, their engines' steps and a pulse to ``observe`` every PULSE_S within the block. Not one of
+    the run's loops: nothing waits for it, and after a HeadwayError it tries again."""
 
     async def beat() -> None:
         with contextlib.suppress(HeadwayError):  # no replica answers: the loops handle that
-            for span in await activity():
-                observe(span)
+            for line in await activity():
+                observe(line)
             observe(await take_pulse(run, workers, nodes))
 
     async def keep_beating() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headway.records.generation import GenerationResult, PartialResponse
-from headway.records.rollout import Failure, Rollout, Verdict
+from headway.records.rollout import Failure, Rollout, ToolTimes, Verdict
 from headway.records.sandbox import Snapshot
 
 
@@ -29,6 +29,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     over: str = ""  # why there is none
     failure: Failure | None = None  # why the rollout has failed
     reward: float | None = None  # of the turn that was answered
+    tool_times: tuple[ToolTimes, ...] = ()  # what it took, on the clock of the environment's worker
 
 
 class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,24 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
     cut_reward: float | None = None  # audited: the reward pruning would have given; None: it would have left its group
 
 
+class CallTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """When a rollout's model call ran, in seconds of the run's clock."""
+
+    start_s: float  # it was asked for
+    first_token_s: float  # 0: there was none
+    end_s: float
+    tokens: int  # of the answer
+
+
+class ToolTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """When a tool that a rollout called ran, or else its environment's reply, in seconds of the run's clock."""
+
+    name: str  # "begin", "reply": of the environment, where it called no tool; "": there is no tool of the name called
+    start_s: float
+    end_s: float
+    error: bool  # the model was told an error, or the rollout failed
+
+
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """A further sequence of a rollout whose model calls don't all extend one another.
 
@@ -121,6 +139,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 0  # of a recorded conversation: model calls that were answered
     abandoned_tokens: int = 0  # sampled for calls that weren't answered: no loss
     rewritten: int = 0  # calls that began a branch because the chat template renders an answer otherwise than sampled
+    call_times: tuple[CallTimes, ...] = ()  # of its model calls that this process made, also those without an answer
+    tool_times: tuple[ToolTimes, ...] = ()  # of its environment's calls of tools, and its replies without any
 
     @property
     def rollout_id(self) -> str:

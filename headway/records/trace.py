@@ -24,6 +24,31 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, tag="span", tag_field="kin
     step: int = -1  # trainer version before the step it belongs to; -1: none
 
 
+class EngineStep(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Steps of an engine in a tenth of a second, added up, or one that took longer, as an array in this order."""
+
+    end_s: float  # of the last one
+    busy_s: float  # inside them
+    steps: int  # 0: this engine doesn't count them
+    tokens: int  # made by them
+    running: int  # requests behind them that hold a slot
+    kv_used_tokens: int
+    version: int  # of the weights
+
+
+class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_field="kind"):
+    """The steps of a replica's engine in about the last second."""
+
+    track: str  # generator-0
+    rows: tuple[EngineStep, ...]
+
+    def shifted(self, shift_s: float) -> EngineSteps:
+        """Return these steps on a clock that is ``shift_s`` ahead."""
+        return EngineSteps(
+            track=self.track, rows=tuple([msgspec.structs.replace(row, end_s=row.end_s + shift_s) for row in self.rows])
+        )
+
+
 class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A member of a finished group, as an array in this order."""
 
@@ -112,4 +137,4 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, tag="mark", tag_field="kin
     time_s: float
 
 
-TraceLine = TraceSession | Span | GroupTrace | GroupEnd | StepTrace | Pulse | Mark
+TraceLine = TraceSession | Span | EngineSteps | GroupTrace | GroupEnd | StepTrace | Pulse | Mark

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Pruned
+from headway.report.formats import duration
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.rollouts.joined import Decode, JoinedRollouts
 from headway.telemetry.trace_file import decoded_lines
@@ -35,6 +36,8 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     ending: str
     pruned: Pruned | None = None  # ended early, or audited
+    calls: list[tuple[float, float, float, int]] = []  # its model calls, as CallTimes has them
+    tools: list[tuple[str, float, float, bool]] = []  # what its environment did, as ToolTimes has it
 
     @property
     def tokens(self) -> int:
@@ -129,7 +132,13 @@ def _sample_of(row: dict[str, Any]) -> KeptSample:
         finish_reason=row["finish_reason"],
         ending=row["ending"],
         pruned=None if row["pruned"] is None else msgspec.json.decode(row["pruned"], type=Pruned),
+        calls=_entries(row, "call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens"),
+        tools=_entries(row, "tool_names", "tool_starts_s", "tool_ends_s", "tool_errors"),
     )
+
+
+def _entries(row: dict[str, Any], *names: str) -> list[Any]:
+    return list(zip(*(row[name] or () for name in names), strict=True))
 
 
 def show_samples(
@@ -172,6 +181,8 @@ def _body(sample: KeptSample) -> Text:
         f"{_versions(sample)} · finish {sample.finish_reason} · {sample.ending}\n\n",
         style="dim",
     )
+    if sample.calls or sample.tools:
+        body.append(_times(sample) + "\n\n", style="dim")
     if sample.pruned is not None:
         body.append(_pruned(sample.pruned) + "\n\n", style="yellow")
     body.append("prompt\n", style="bold cyan")
@@ -187,6 +198,14 @@ def _versions(sample: KeptSample) -> str:
     spans = ", ".join(f"{version} (×{tokens})" for version, tokens in sample.versions)
     word = "version" if len(sample.versions) == 1 else "versions"
     return f"{word} {spans}" + ("" if sample.step is None else f", staleness {sample.step - sample.versions[0][0]}")
+
+
+def _times(sample: KeptSample) -> str:
+    """Its calls and tools in order, and how long each took."""
+    did = [(start_s, end_s, f"call of {tokens} tokens", False) for start_s, _, end_s, tokens in sample.calls]
+    did += [(start_s, end_s, visible(name) or "unknown tool", error) for name, start_s, end_s, error in sample.tools]
+    parts = [f"{what} {duration(end_s - start_s)}" + " (error)" * error for start_s, end_s, what, error in sorted(did)]
+    return " · ".join(parts)
 
 
 def _pruned(pruned: Pruned) -> str:

@@ -10,7 +10,17 @@ from typing import Any
 import msgspec
 
 from headway.records.errors import ConfigurationError, HeadwayError
-from headway.records.trace import GroupEnd, GroupTrace, Mark, Pulse, Span, StepTrace, TraceLine, TraceSession
+from headway.records.trace import (
+    EngineSteps,
+    GroupEnd,
+    GroupTrace,
+    Mark,
+    Pulse,
+    Span,
+    StepTrace,
+    TraceLine,
+    TraceSession,
+)
 from headway.report.formats import duration
 from headway.report.trace_events import TraceEvents
 from headway.report.trace_groups import GroupLife, draw_groups
@@ -34,6 +44,7 @@ class Timeline:
     steps: list[StepTrace] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     pulses: list[Pulse] = field(default_factory=list)
+    engines: list[EngineSteps] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     groups: dict[int, GroupLife] = field(default_factory=dict)
     end_s: float = 0.0
@@ -104,6 +115,8 @@ def timeline_of(lines: Sequence[TraceLine]) -> Timeline:
         elif isinstance(line, GroupEnd):
             _end_group(timeline, line, offset, session_s)
             timeline.end_s = max(timeline.end_s, line.time_s + offset)
+        elif isinstance(line, EngineSteps):
+            timeline.engines.append(line.shifted(offset))
         else:
             _place(timeline, line, offset)
     for life in timeline.groups.values():
@@ -215,6 +228,12 @@ def _draw_queue(events: TraceEvents, timeline: Timeline, from_s: float, until_s:
         if from_s <= pulse.time_s <= until_s:
             for name, values in _counters(pulse):
                 events.counter(_QUEUE, name, pulse.time_s, values)
+    for line in timeline.engines:
+        for row in line.rows:
+            if from_s <= row.end_s <= until_s:
+                step_ms = 1000 * row.busy_s / max(1, row.steps)
+                events.counter(_GENERATOR, f"{line.track}, ms a step", row.end_s, {"ms": step_ms})
+                events.counter(_GENERATOR, f"{line.track}, requests", row.end_s, {"running": row.running})
 
 
 def _counters(pulse: Pulse) -> Iterator[tuple[str, dict[str, float]]]:

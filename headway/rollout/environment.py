@@ -7,6 +7,7 @@ own is in its `Episode`. Tokens never come here: what was sampled stays token-ex
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from headway.records.environment import NextTurn
+from headway.records.rollout import ToolTimes
 from headway.records.task import Task
 from headway.rollout.episode_sandbox import EpisodeSandbox
 from headway.rollout.fixed_models import FixedModels
@@ -80,6 +82,7 @@ class Episode:
         self._pending: dict[str, list[dict[str, Any]]] = {}  # said, but not asked with yet
         self._next = NextTurn(said=())
         self._reward: float | None = None
+        self._tool_times: list[ToolTimes] = []
 
     @property
     def speaker(self) -> str:
@@ -140,6 +143,15 @@ class Episode:
     def hear(self, answer: Answer) -> None:
         self.messages.setdefault(answer.speaker, []).append(answer.message)
         self.turns, self.turns_left = self.turns + 1, self.turns_left - 1
+
+    def note_tool(self, times: ToolTimes) -> None:
+        """Note a call of a tool for the record of rollouts."""
+        self._tool_times.append(times)
+
+    def take_tool_times(self) -> tuple[ToolTimes, ...]:
+        """Take the calls that were noted since the last time."""
+        times, self._tool_times = tuple(self._tool_times), []
+        return times
 
     def take_next(self) -> NextTurn:
         """The next turn to sample, with all messages that its speaker hasn't seen yet."""
@@ -252,7 +264,12 @@ class Environment:
             if number >= self.most_calls:  # what takes long isn't the infrastructure's fault
                 episode.tell(call, f"error: at most {self.most_calls} calls in one answer")
                 continue
-            text, _ = await call_tool(self.offered, call.name, call.arguments, episode)
+            well, name, now = False, call.name if call.name in self.offered else "", asyncio.get_running_loop().time
+            started_s = now()
+            try:
+                text, well = await call_tool(self.offered, call.name, call.arguments, episode)
+            finally:
+                episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=now(), error=not well))
             episode.tell(call, self.shortened(text))
         if not answer.calls and self.offered and _UNREAD in answer.text and not answer.cut:
             episode.say('error: a call must be valid JSON: {"name": ..., "arguments": {...}}')

@@ -24,6 +24,7 @@ from headway.records.generation import (
     UpdateMode,
 )
 from headway.records.tokens import decoder, encoder
+from headway.records.trace import EngineStep
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.process_worker import Death
@@ -240,8 +241,8 @@ class FakeWorker:
         self.engine.advance()
         return replica_statistics(self.engine.core, resting=False)
 
-    def _activity(self) -> list[ActivitySpan]:
-        return []
+    def _activity(self) -> tuple[list[ActivitySpan], list[EngineStep]]:
+        return [], []
 
     # --- inside ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.records.generation import VersionSpan
-from headway.records.rollout import Branch, Failure, FinishedGroup, Group, Pruned, Rollout
+from headway.records.rollout import Branch, CallTimes, Failure, FinishedGroup, Group, Pruned, Rollout, ToolTimes
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.telemetry.rollouts.reader import RolloutRecord
@@ -35,6 +35,10 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
     known["verdict"] = json.loads(row["verdict"] or "{}")
     for name, kind in (("failure", Failure), ("pruned", Pruned)):
         known[name] = None if row[name] is None else msgspec.json.decode(row[name], type=kind)
+    calls = [row[name] for name in ("call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens")]
+    tools = [row[name] for name in ("tool_names", "tool_starts_s", "tool_ends_s", "tool_errors")]
+    known["call_times"] = msgspec.convert(tuple(zip(*calls, strict=True)), tuple[CallTimes, ...])
+    known["tool_times"] = msgspec.convert(tuple(zip(*tools, strict=True)), tuple[ToolTimes, ...])
     return Rollout(**known)
 
 
@@ -85,7 +89,19 @@ def random_rollout(chance: random.Random, group: Group, member: int) -> Rollout:
         turns=chance.randrange(4),
         environment_version=chance.randrange(-1, 3),
         branches=tuple(Branch(prompt_ids=TokenIds([1, 2]), **_random_sequence(chance)) for _ in range(2 * many)),
+        call_times=tuple(_random_call(chance) for _ in range(chance.randrange(3))),
+        tool_times=tuple(_random_tool(chance) for _ in range(chance.randrange(3) * chance.randrange(2))),
     )
+
+
+def _random_call(chance: random.Random) -> CallTimes:
+    start_s, first_token_s, end_s = sorted(1e5 * chance.random() for _ in range(3))
+    return CallTimes(start_s=start_s, first_token_s=first_token_s, end_s=end_s, tokens=chance.randrange(99))
+
+
+def _random_tool(chance: random.Random) -> ToolTimes:
+    start_s, end_s = sorted(1e5 * chance.random() for _ in range(2))
+    return ToolTimes(name=chance.choice(["", "search", "é"]), start_s=start_s, end_s=end_s, error=chance.random() < 0.5)
 
 
 def _random_sequence(chance: random.Random) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
-from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
+from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import WorkerHandle, WorkerSpec
@@ -168,10 +168,13 @@ async def call_replica(worker: WorkerHandle, method: str, *args: Any) -> Any:
         raise WorkerDied(worker.name, cause) from None
 
 
-async def activity_of(worker: WorkerHandle) -> list[ActivitySpan]:
-    """See `GeneratorService.activity`; empty for a dead worker."""
+async def activity_of(name: str, worker: WorkerHandle) -> list[Span | EngineSteps]:
+    """See `GeneratorPool.activity`; empty for a dead worker."""
     with contextlib.suppress(WorkerDied):
-        return await call_replica(worker, "activity")
+        spans, rows = await call_replica(worker, "activity")
+        shift_s = worker.clock_offset_s
+        lines = [Span(track=name, name=what, start_s=s + shift_s, end_s=e + shift_s) for what, s, e in spans]
+        return lines + ([EngineSteps(track=name, rows=tuple(rows)).shifted(shift_s)] if rows else [])
     return []
 
 

@@ -13,7 +13,17 @@ import msgspec
 import numpy as np
 
 from headway.records.errors import ConfigurationError
-from headway.records.trace import GroupEnd, GroupTrace, Mark, Pulse, Span, StepTrace, TraceLine, TraceSession
+from headway.records.trace import (
+    EngineSteps,
+    GroupEnd,
+    GroupTrace,
+    Mark,
+    Pulse,
+    Span,
+    StepTrace,
+    TraceLine,
+    TraceSession,
+)
 from headway.report.trace import NOT_AT_WORK, PROCESSES
 from headway.report.trace_groups import GroupLife, Lanes, Phase, group_phases, rollout_phases
 from headway.report.watch.cache import cache_folder, write_cached
@@ -211,6 +221,10 @@ class RunLanes:
             self._end_group(line, state.session_s)
         elif isinstance(line, StepTrace):
             self._take_step(line)
+        elif isinstance(line, EngineSteps):
+            for row in line.rows:
+                end_s = row.end_s + state.shift_s
+                self._take_span(f"{line.track} engine", f"decoding requests {row.running}", end_s - row.busy_s, end_s)
         elif isinstance(line, Mark):
             state.marks.append({"time_s": line.time_s + state.shift_s, "event": line.event, "detail": line.detail})
         elif isinstance(line, Pulse):

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headway.config.endpoint import EnvironmentConfig
 from headway.config.sandbox import SandboxConfig
 from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
@@ -127,7 +129,7 @@ class WorkerLease:
         self._unheard = False  # a park whose answer nobody waited for
 
     async def begin(self, task: Task, seed: int) -> Reply:
-        return await self._ask("begin", task, seed)
+        return self._on_our_clock(await self._ask("begin", task, seed))
 
     async def restore(
         self, task: Task, saved: EnvironmentState, asked: NextTurn, messages: Mapping[str, Sequence[dict[str, Any]]]
@@ -135,7 +137,7 @@ class WorkerLease:
         return await self._ask("restore", task, saved, asked, dict(messages))
 
     async def reply(self, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
-        return await self._ask("reply", dict(message), speaker, cut)
+        return self._on_our_clock(await self._ask("reply", dict(message), speaker, cut))
 
     async def score(self) -> EpisodeScore:
         return await self._ask("score")
@@ -151,6 +153,16 @@ class WorkerLease:
 
     async def end(self) -> None:
         await self._ask("end", self._unheard)
+
+    def _on_our_clock(self, reply: Reply) -> Reply:
+        """The reply of a worker, whose machine may be another."""
+        if not (shift_s := self._worker.clock_offset_s):
+            return reply
+        moved = [
+            msgspec.structs.replace(one, start_s=one.start_s + shift_s, end_s=one.end_s + shift_s)
+            for one in reply.tool_times
+        ]
+        return msgspec.structs.replace(reply, tool_times=tuple(moved))
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         asking = asyncio.ensure_future(self._seat.ask(self._worker, method, self._name, *arguments))

@@ -18,7 +18,7 @@ from headway.config.endpoint import ENVIRONMENTS, EnvironmentConfig
 from headway.config.sandbox import SandboxConfig
 from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
 from headway.records.errors import ConfigurationError
-from headway.records.rollout import Failure, Verdict
+from headway.records.rollout import Failure, ToolTimes, Verdict
 from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
 from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics, SandboxStatistics
 from headway.records.task import Task
@@ -188,7 +188,7 @@ class Episodes:
     async def begin(self, name: str, task: Task, seed: int) -> Reply:
         """Begin a new rollout."""
         episode = self._episode(name, task, seed, None)
-        return await self._replied(episode, lambda: self._environment.begin(episode))
+        return await self._replied(episode, "begin", lambda: self._environment.begin(episode))
 
     async def restore(
         self,
@@ -222,7 +222,7 @@ class Episodes:
             if episode.turns_left <= 0:
                 episode.end("environment.max_turns")
 
-        return await self._replied(episode, work)
+        return await self._replied(episode, "reply", work)
 
     async def score(self, name: str) -> EpisodeScore:
         """The environment's verdict, if it gives one, and the last turn's reward."""
@@ -303,14 +303,17 @@ class Episodes:
         episode.turn_to(episode.speaker, tools=list(self._environment.offered.values()))
         return episode
 
-    async def _replied(self, episode: Episode, work: Callable[[], Coroutine[Any, Any, None]]) -> Reply:
+    async def _replied(self, episode: Episode, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Reply:
+        started_s = self._clock.now()
         failure, _ = await self._judged(episode, work)
-        reward = episode.take_reward()
+        reward, times = episode.take_reward(), episode.take_tool_times()
+        if not times:
+            times = (ToolTimes(name=what, start_s=started_s, end_s=self._clock.now(), error=failure is not None),)
         if failure is not None:
-            return Reply(failure=failure, reward=reward)
+            return Reply(failure=failure, reward=reward, tool_times=times)
         if episode.over:
-            return Reply(over=_storable(episode.over), reward=reward)
-        return Reply(asked=episode.take_next(), reward=reward)
+            return Reply(over=_storable(episode.over), reward=reward, tool_times=times)
+        return Reply(asked=episode.take_next(), reward=reward, tool_times=times)
 
     async def _judged(
         self, episode: Episode, work: Callable[[], Coroutine[Any, Any, Any]]

@@ -11,7 +11,7 @@ from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, OpenConversation, RecordedConversation, TurnRequest, rollout_of
 from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationResult, PartialResponse
-from headway.records.rollout import Failure, Group, Pruned, Rollout
+from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout, ToolTimes
 from headway.rollout.makers.attempts import RolloutFailed
 from headway.rollout.makers.turn_sampler import ModelCall, Resumption, TurnSampler
 
@@ -37,6 +37,8 @@ class ConversationAttempt(ABC):
         self._sampling = 0  # calls that are sampled now
         self._idle_since_s: float | None = None  # no call is sampled; None: one is, or none was yet
         self._environment_s = 0.0
+        self._call_times: list[CallTimes] = []
+        self._tool_times: list[ToolTimes] = []
 
     async def run(self) -> None:
         """Hold the conversation and seal it. Raises RolloutFailed."""
@@ -61,7 +63,11 @@ class ConversationAttempt(ABC):
         """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""
         rollout = rollout_of(self._recorded, self.group, self.member, now, failure)
         return msgspec.structs.replace(
-            rollout, environment_s=self._environment_s, environment_version=self._held_version
+            rollout,
+            environment_s=self._environment_s,
+            environment_version=self._held_version,
+            call_times=tuple(self._call_times),
+            tool_times=tuple(self._tool_times),
         )
 
     async def gate(self, parked: PartialRollout) -> Resumption:
@@ -114,6 +120,7 @@ class ConversationAttempt(ABC):
             turn = await self._sampler.sample(call)
         finally:
             self.note(-1)
+        self._call_times += turn.call_times
         refused = turn.failure is not None and turn.failure.boundary == "engine" and not turn.failure.infrastructure
         self._engine = None if refused else turn.failure
         if turn.failure is not None and turn.failure.boundary == "environment":

@@ -174,6 +174,7 @@ class Attempt:
             resumes=sum(turn.resumes for turn in self._turns),
             environment_version=self._turns[0].first_version if any(t.resumes for t in self._turns[1:]) else -1,
             reprefills=sum(turn.reprefills for turn in self._turns),
+            call_times=tuple(one for turn in self._turns for one in turn.call_times),
         )
 
     def _finish_reason(self, last: Rollout) -> FinishReason:

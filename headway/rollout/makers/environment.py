@@ -199,6 +199,7 @@ class EnvironmentAttempt(ConversationAttempt):
             self.parkings += exchange.result.resumes
 
     def _next(self, reply: Reply) -> NextTurn | None:
+        self._tool_times += reply.tool_times
         if reply.failure is not None:
             raise RolloutFailed(reply.failure)
         self._over = reply.over

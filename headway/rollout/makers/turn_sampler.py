@@ -22,7 +22,7 @@ from headway.records.generation import (
     PartialResponse,
     SamplingParameters,
 )
-from headway.records.rollout import Failure, Group, Pruned, Rollout
+from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
@@ -169,7 +169,7 @@ class TurnSampler:
     async def sample(self, call: ModelCall) -> Rollout:
         """The response to ``call`` as a rollout, finished or failed but not verified; raises nothing but cancellation.
         A call that takes longer than ``rollout.timeout_s`` fails with the tokens it has."""
-        progress, failure = MemberProgress(call), None
+        progress, failure = MemberProgress(call, self.clock.now()), None
         key = call.group.index, call.member
         siblings = self._open.setdefault(key, [])
         siblings.append(progress)
@@ -296,8 +296,10 @@ async def _at_gate(gate: Awaitable[_Passed], progress: MemberProgress) -> _Passe
 class MemberProgress:
     """Tokens and state of a member's open call: *generating* or *waiting* at a gate, until complete or stopped."""
 
-    def __init__(self, call: ModelCall) -> None:
+    def __init__(self, call: ModelCall, started_s: float | None = None) -> None:
+        """``started_s``: clock when it was asked for; None: it is never made."""
         self.call = call
+        self.started_s = started_s
         self.response = call.partial
         self.resumes = call.resumes
         self.reprefills = 0
@@ -338,6 +340,9 @@ class MemberProgress:
 
     def rollout(self, now: float, failure: Failure | None) -> Rollout:
         """The member as a rollout that ended at ``now`` (clock seconds)."""
+        tokens, times = len(self.response.ids), ()
+        if (start_s := self.started_s) is not None:
+            times = (CallTimes(start_s=start_s, first_token_s=self.first_token_s, end_s=now, tokens=tokens),)
         return Rollout(
             group=self.call.group.index,
             member=self.call.member,
@@ -355,6 +360,7 @@ class MemberProgress:
             finished_s=now if failure is not None else 0.0,
             resumes=self.resumes,
             reprefills=self.reprefills,
+            call_times=times,
         )
 
 

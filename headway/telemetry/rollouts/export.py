@@ -37,11 +37,17 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(
-    run_dir: str | Path, to: str, output: str | Path | None = None, *, decode: Decode | None = None, ending: str = ""
+    run_dir: str | Path,
+    to: str,
+    output: str | Path | None = None,
+    *,
+    decode: Decode | None = None,
+    ending: str = "",
+    on_progress: Callable[[float, float], None] = lambda done, total: None,
 ) -> ExportReport:
     """Write the rollouts of a run (those with this ``ending``; "": all) as JSON lines, one Parquet file, or a folder
-    that `datasets.load_dataset` takes. An earlier output is replaced when the new one is whole. Raises
-    ConfigurationError, StorageFailed."""
+    that `datasets.load_dataset` takes. An earlier output is replaced when the new one is whole. ``on_progress(done,
+    total)`` counts rollouts. Raises ConfigurationError, StorageFailed."""
     if to not in OUTPUTS:
         raise ConfigurationError(f"--to {to}: valid: {', '.join(OUTPUTS)}")
     joined = JoinedRollouts(run_dir, decode)
@@ -49,9 +55,8 @@ def export(
         raise ConfigurationError(f"{run_dir} holds no record of rollouts: there is no {joined.record.folder}/finished")
     path = Path(output or Path(run_dir) / OUTPUTS[to])
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    batches = (batch for batch in map(lambda b: _with(b, ending), joined.batches()) if batch.num_rows)
     try:
-        rollouts = _WRITERS[to](partial, batches)
+        rollouts = _WRITERS[to](partial, _chosen(joined, ending, on_progress))
         if to == "hf":
             (partial / "README.md").write_text(_CARD.format(rollouts=rollouts, run=Path(run_dir).name))
         _replace(partial, path)
@@ -64,8 +69,16 @@ def export(
     return ExportReport(path=str(path), rollouts=rollouts, size_bytes=size, problems=problems)
 
 
-def _with(batch: pa.RecordBatch, ending: str) -> pa.RecordBatch:
-    return batch.filter(pc.field("ending") == ending) if ending else batch
+def _chosen(
+    joined: JoinedRollouts, ending: str, on_progress: Callable[[float, float], None]
+) -> Iterator[pa.RecordBatch]:
+    done, total = 0, joined.record.count()
+    for batch in joined.batches():
+        on_progress(done, total)
+        done += batch.num_rows
+        chosen = batch.filter(pc.field("ending") == ending) if ending else batch
+        if chosen.num_rows:
+            yield chosen
 
 
 def _write_jsonl(path: Path, batches: Iterator[pa.RecordBatch]) -> int:

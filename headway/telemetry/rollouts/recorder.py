@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
 from headway.records.rollout import FinishedGroup, Rollout
@@ -14,7 +16,7 @@ from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, fin
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
 
-FLUSH_S = 2.0  # the most that lies unwritten while groups finish
+FLUSH_S = 2.0  # the most that lies unwritten while groups finish or steps end
 FLUSH_TOKENS = 1 << 18  # ... and about 4 MB
 EVENT_ROLLOUTS_ENDED = "rollouts_ended"  # nothing more is recorded, and why
 EVENT_ROLLOUTS_LOST = "rollouts_lost"  # data: rollouts that an earlier process finished and didn't record
@@ -26,8 +28,9 @@ class RolloutRecorder:
     """Records each rollout once, in the order in which the buffer commits them, and each group's end.
 
     Lifecycle: *made* -> ``begin`` (a segment of its own) -> *recording* -> *ended*, by ``close`` or an error, which
-    calls ``on_event``. Never raises: what fails here must not reach the run. Batches are written every FLUSH_S,
-    FLUSH_TOKENS or step.
+    calls ``on_event``. Never raises: what fails here must not reach the run. Rollouts are written when a group finishes
+    or a step ends, FLUSH_S or FLUSH_TOKENS after the last ones (in small batches each costs twice as much); a step's
+    endings at once.
     """
 
     def __init__(
@@ -42,11 +45,11 @@ class RolloutRecorder:
         self._finished: SegmentWriter | None = None  # None: not recording
         self._ended: SegmentWriter | None = None
         self._rows = 0  # written
-        self._arrivals: list[Rollout] = []
-        self._task_ids: list[str] = []  # of each arrival
+        self._arrivals: list[tuple[Sequence[Rollout], str]] = []  # of a group, with its task's id
+        self._arrived = 0  # rollouts of them
         self._reached: dict[int, int] = {}  # position among the arrivals -> tokens, of those that haven't finished
         self._ends: list[tuple[int, str, str, int | None, float]] = []
-        self._tokens = 0  # unwritten
+        self._tokens = 0  # unwritten, about
         self._written_s = clock.now()
 
     def begin(self, counted: Counted) -> None:
@@ -64,15 +67,15 @@ class RolloutRecorder:
         """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
         if self._takes(index):
             members = [Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached]
-            self._reached |= dict(enumerate(reached.values(), start=len(self._arrivals)))
+            self._reached |= dict(enumerate(reached.values(), start=self._arrived))
             self._guarded(self._arrive, members, task)
 
     def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
         """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
         now_s = self._clock.now()
         self._ends += [(index, ending, reason, step, now_s) for index in groups if self._takes(index)]
-        if step is not None:
-            self.flush()
+        if step is not None and self._finished is not None:
+            self._guarded(self._write if self._due else self._write_ends)
 
     def flush(self) -> None:
         """Write what has arrived."""
@@ -89,6 +92,10 @@ class RolloutRecorder:
 
     def _takes(self, index: int) -> bool:
         return self._finished is not None and (self._share == 1 or bool(takes(index, self._share)))
+
+    @property
+    def _due(self) -> bool:
+        return self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S
 
     def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -114,23 +121,29 @@ class RolloutRecorder:
             self._folder / "finished", FINISHED, first=self._rows, metadata=metadata, **self._limits
         )
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
+        pa.array([])  # imports pandas where it is installed, 0.2 s that would hold up the run later
         self._written_s = self._clock.now()
 
     def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
-        self._arrivals += rollouts
-        self._task_ids += [task] * len(rollouts)
-        self._tokens += sum([len(rollout.response_ids) for rollout in rollouts])
-        if self._tokens >= FLUSH_TOKENS or self._clock.now() - self._written_s >= FLUSH_S:
+        self._arrivals.append((rollouts, task))
+        self._arrived += len(rollouts)
+        self._tokens += len(rollouts) * len(rollouts[0].response_ids)  # about
+        if self._due:
             self._write()
 
     def _write(self) -> None:
         assert self._finished is not None, "it records"
-        assert self._ended is not None, "it records"
-        arrivals, self._arrivals, ends, self._ends = self._arrivals, [], self._ends, []
-        task_ids, self._task_ids, reached, self._reached = self._task_ids, [], self._reached, {}
-        self._tokens, self._written_s = 0, self._clock.now()
+        arrivals, self._arrivals, reached, self._reached = self._arrivals, [], self._reached, {}
+        self._arrived, self._tokens, self._written_s = 0, 0, self._clock.now()
         if arrivals:
-            self._finished.append(finished_batch(arrivals, task_ids, reached), self._rows)
-            self._rows += len(arrivals)
+            rollouts = [rollout for group, _ in arrivals for rollout in group]
+            task_ids = [task for group, task in arrivals for _ in group]
+            self._finished.append(finished_batch(rollouts, task_ids, reached), self._rows)
+            self._rows += len(rollouts)
+        self._write_ends()
+
+    def _write_ends(self) -> None:
+        assert self._ended is not None, "it records"
+        ends, self._ends = self._ends, []
         if ends:
             self._ended.append(ended_batch(ends), 0)

@@ -238,9 +238,19 @@ def test_show_says_who_was_pruned_and_who_was_audited(kept: Path, capsys: pytest
     assert "audited, else pruned by repetition at 64 tokens: a loop of 7 tokens; pruning would have given 0" in out
 
 
+def test_show_says_what_took_how_long(kept: Path) -> None:
+    times = {"calls": [[1, 1.25, 1.5, 7], [4, 0, 6, 0]], "tools": [["se\x1barch", 1.5, 3.7, False], ["", 6, 6, True]]}
+    (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, **times)) + "\n")
+    out = Screen()
+    show_samples(kept, SampleSelection(), console=out.console)
+    shown = " ".join(out.text.replace("│", " ").split())
+    words = "call of 7 tokens 500 ms · se\\x1barch 2.2 s · call of 0 tokens 2.0 s · unknown tool 0 ms (error)"
+    assert words in shown
+
+
 def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_samples(kept, SampleSelection(limit=1), as_json=True)
-    assert json.loads(capsys.readouterr().out) == sample(3, 13) | {"pruned": None}
+    assert json.loads(capsys.readouterr().out) == sample(3, 13) | {"pruned": None, "calls": [], "tools": []}
     show_samples(kept, SampleSelection(step=99), as_json=True)
     assert capsys.readouterr().out == ""
 

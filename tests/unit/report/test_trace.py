@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from simulated_run import experiment_of, simulate
 
 from headway.cli.main import main
-from headway.generator.activity import Activity
+from headway.generator.activity import Activity, StepLog
 from headway.records.errors import ConfigurationError
-from headway.records.generation import GenerationRequest
+from headway.records.generation import EngineStatistics, GenerationRequest
 from headway.records.ledger import EventRecord
-from headway.records.trace import GroupEnd, GroupTrace, Pulse, Span, StepTrace, TraceLine
+from headway.records.trace import EngineStep, EngineSteps, GroupEnd, GroupTrace, Pulse, Span, StepTrace, TraceLine
 from headway.report.trace import STEPS, describe, timeline_of, write_trace
 from headway.report.trace_events import TraceEvents
 from headway.report.trace_groups import Lanes
@@ -277,3 +277,63 @@ def test_a_rollout_is_a_short_line(whole_run: Path) -> None:
     lines = [line for line in read_trace(whole_run) if isinstance(line, GroupTrace)]
     rollouts = sum(len(line.rollouts) for line in lines)
     assert sum(len(msgspec.json.encode(line)) for line in lines) / rollouts < 120  # bytes
+
+
+def test_steps_are_added_up_to_ten_rows_a_second() -> None:
+    seen, now = EngineStatistics(), 100.0
+    reads: list[float] = []
+
+    def statistics() -> EngineStatistics:
+        nonlocal now
+        now += cost_s
+        reads.append(now)
+        return seen
+
+    def work(steps: int, step_s: float) -> None:
+        nonlocal seen, now
+        for _ in range(steps):
+            now += step_s
+            seen = EngineStatistics(
+                version=4, running=3, kv_used_tokens=50, busy_s=seen.busy_s + step_s,
+                decode_steps=seen.decode_steps + 1, generated_tokens=seen.generated_tokens + 3,
+            )  # fmt: skip
+            log.note(True, now)
+
+    cost_s = 0.0
+    log = StepLog(statistics, lambda: now)
+    work(1000, 0.001)  # one of a step, and ten of a tenth of a second, the last of them so far
+    rows = log.take()
+    assert [row.steps for row in rows] == [1, *[100] * 9, 99]
+    assert sum(row.tokens for row in rows) == 3000
+    assert {(row.running, row.kv_used_tokens, row.version) for row in rows} == {(3, 50, 4)}
+    assert [row.busy_s for row in rows] == [0.001, *[0.1] * 9, 0.099]
+    assert rows[-1].end_s == 101.0
+    now += 60
+    log.note(False, now)
+    assert log.take() == [], "nothing was done"
+    work(5, 0.4)
+    assert [row.steps for row in log.take()] == [1] * 5, "each step by itself"
+    reads.clear()
+    cost_s = 0.02  # counters that have to be fetched
+    work(10_000, 0.001)
+    assert 3 <= len(reads) <= 7, "a hundredth of the time"
+
+
+def test_engine_steps_are_counters_of_their_replica(tmp_path: Path) -> None:
+    more: dict[str, int] = {"running": 3, "kv_used_tokens": 50, "version": 7}
+    rows = (
+        EngineStep(end_s=101.5, busy_s=0.08, steps=4, tokens=12, **more),
+        EngineStep(end_s=102.5, busy_s=0.05, steps=1, tokens=3, **more),
+    )
+    line = EngineSteps(track="generator-0", rows=rows)
+    with TraceFile(tmp_path, ManualClock(), 1000.0) as file:
+        file.write(StepTrace(step=0, version=1, start_s=100.0, end_s=104.0))
+        file.write(line)
+    assert read_trace(tmp_path)[-1] == line
+    assert [row.end_s for row in timeline_of(read_trace(tmp_path)).engines[0].rows] == [1001.5, 1002.5]
+    found = events_in(write_trace(tmp_path).path)
+    counters = [(event["name"], event["args"]) for event in found["C"]]
+    assert counters == [
+        ("generator-0, ms a step", {"ms": 20.0}), ("generator-0, requests", {"running": 3}),
+        ("generator-0, ms a step", {"ms": 50.0}), ("generator-0, requests", {"running": 3}),
+    ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -223,8 +224,10 @@ def test_of_a_park_that_nobody_heard_of_nothing_is_left_and_what_was_heard_of_be
     async def main() -> str:
         episodes, _, _ = episodes_of(Counting(), VirtualClock(), snapshots=tmp_path)
         seat = Seat(episodes)
-        seated = WorkerLease(cast("Any", seat), cast("Any", None), "7-1", 100.0)
-        await seated.begin(TASK, 3)
+        worker = SimpleNamespace(clock_offset_s=50.0)
+        seated = WorkerLease(cast("Any", seat), cast("Any", worker), "7-1", 100.0)
+        begun = await seated.begin(TASK, 3)
+        assert [(tool.start_s, tool.end_s) for tool in begun.tool_times] == [(50.0, 50.0)], "on the run's clock"
         await seated.reply(MESSAGE, "", False)
         first = cast("EnvironmentState", await seated.park()).snapshot
         assert first is not None

@@ -79,6 +79,8 @@ def test_a_worker_that_an_environment_holds_up_for_ever_dies_of_it() -> None:
 class Answering(Stuck):
     """A worker that answers everything."""
 
+    clock_offset_s = 0.0
+
     async def call(self, method: str, number: int, *arguments: Any) -> None:
         await self.events.put((number, True, None))
 

@@ -90,6 +90,37 @@ def test_calls_are_carried_out_until_an_answer_has_none() -> None:
     assert chat().tokenizer.decode(rollout.judged_ids) == "It is 3."
 
 
+class SlowShop(Shop):
+    async def price(self, item: str) -> str:
+        """The price of an item."""
+        await asyncio.sleep(2.5)
+        if item == "glass":
+            raise OSError("broken")
+        if item != "tea":
+            raise ToolError(f"there is no {item}")
+        return "3"
+
+
+def test_times_of_model_calls_and_tools() -> None:
+    says = [CALL, CALL.replace("tea", "gold"), CALL.replace("price", "cost"), "It is 3."]
+    rollout = play(SlowShop(), says).rollout  # each answer takes a second
+    times = [(call.start_s, call.first_token_s, call.end_s, call.tokens) for call in rollout.call_times]
+    lengths = [len(text) + 1 for text in says]
+    assert times == list(zip([0, 3.5, 7, 8], [1, 4.5, 8, 9], [1, 4.5, 8, 9], lengths, strict=True))
+    assert [(tool.name, tool.start_s, tool.end_s, tool.error) for tool in rollout.tool_times] == [
+        ("begin", 0, 0, False), ("price", 1, 3.5, False), ("price", 4.5, 7, True), ("", 8, 8, True),
+        ("reply", 9, 9, False),
+    ]  # fmt: skip
+
+
+def test_a_tool_that_breaks_has_its_time_too() -> None:
+    rollout = play(SlowShop(), [CALL.replace("tea", "glass")] * 3, retries=0).rollout
+    assert rollout.failure is not None
+    assert [(tool.name, tool.end_s - tool.start_s, tool.error) for tool in rollout.tool_times][1:] == [
+        ("price", 2.5, True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

@@ -80,6 +80,7 @@ def test_turns_and_what_is_observed_between_them_token_by_token() -> None:
     assert first.sampling.seed != second.sampling.seed
     assert first.request_id != second.request_id
     assert first.session == second.session != ""  # the second goes where the first was
+    assert [(call.start_s, call.end_s, call.tokens) for call in rollout.call_times] == [(0.0, 1.0, 4), (1.0, 2.0, 2)]
 
 
 def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:

@@ -17,7 +17,7 @@ from headway.records.clients import Watch
 from headway.records.environment import PartialRollout
 from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
-from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
+from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
@@ -119,6 +119,7 @@ def test_a_finished_response_becomes_a_rollout():
         first_token_s=1.0,
         generated_s=1.0,
         reprefills=2,
+        call_times=(CallTimes(start_s=0.0, first_token_s=1.0, end_s=1.0, tokens=3),),
     )
     [request] = engine.requests
     assert request.prompt_ids == (65, 66, 67)

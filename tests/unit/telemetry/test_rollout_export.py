@@ -76,7 +76,9 @@ def require_equal(rows: list[dict[str, Any]], run: Path) -> None:
 
 
 def test_jsonl(run: Path) -> None:
-    report = export(run, "jsonl", decode=decode)
+    told: list[tuple[float, float]] = []
+    report = export(run, "jsonl", decode=decode, on_progress=lambda done, total: told.append((done, total)))
+    assert told == [(4 * number, 48) for number in range(12)]
     rows = [json.loads(line) for line in Path(report.path).read_text().splitlines()]
     for row in rows:  # JSON inside JSON isn't text
         for name in ("verdict", "failure", "pruned"):

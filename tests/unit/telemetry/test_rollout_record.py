@@ -15,15 +15,17 @@ import pytest
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import LedgerConfig
 from headway.records.rollout import Batch, FinishedGroup
+from headway.records.tokens import TokenMask
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts import segments
-from headway.telemetry.rollouts.columns import FINISHED
+from headway.telemetry.rollouts.columns import FINISHED, finished_batch
 from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED, EVENT_ROLLOUTS_LOST, RolloutRecorder
-from headway.telemetry.rollouts.segments import SegmentFile, list_segments
+from headway.telemetry.rollouts.segments import SegmentFile, SegmentWriter, list_segments
 from tests.support.recorded import random_group, rollouts_in, rows_in
 from tests.support.simulated_run import experiment_of, simulate
+from tests.unit.telemetry.test_ledger import ManualClock
 
 Told = list[tuple[str, str]]
 
@@ -91,6 +93,48 @@ def test_record_equals_what_was_trained_on(tmp_path: Path, steps: int) -> None:
     steps_of = {group: end.step for group, end in joined.endings.items() if end.ending == "trained"}
     for batch in outcome.trainer.batches:
         assert {steps_of[sample.rollout.group] for sample in batch.samples} == {batch.step}
+
+
+def test_written_every_two_seconds_and_endings_with_their_step(tmp_path: Path) -> None:
+    clock = ManualClock()
+    recorder = RolloutRecorder(tmp_path, LedgerConfig(), clock, lambda *_, **__: None)
+    fill(recorder, [random_group(0, 2)])
+    recorder.ended([0], "trained", "", 0)
+    record = RolloutRecord(tmp_path)
+    assert (record.count(), list(record.endings())) == (0, [0])
+    clock.time_s += 2.5
+    recorder.finished(random_group(1, 2))
+    assert record.count() == 4
+    recorder.finished(random_group(2, 2))
+    clock.time_s += 2.5
+    assert record.count() == 4
+    recorder.ended([1], "trained", "", 1)  # a step ends, and no group finishes
+    assert (record.count(), list(record.endings())) == (6, [0, 1])
+
+
+def test_sequences_whose_columns_differ_in_length_are_never_written(tmp_path: Path) -> None:
+    told: Told = []
+    recorder = recorder_of(tmp_path, told)
+    whole = random_group(0, 1)
+    broken = msgspec.structs.replace(whole.rollouts[0], response_mask=TokenMask([True] * 7777))
+    fill(recorder, [FinishedGroup(group=whole.group, rollouts=(broken,))])
+    recorder.flush()
+    assert "7777 mask values" in told[0][1]
+    assert RolloutRecord(tmp_path).count() == 0
+
+
+def test_columns_that_an_earlier_headway_did_not_write_are_null(tmp_path: Path) -> None:
+    group = random_group(0, 3)
+    batch = finished_batch(group.rollouts, ["t"] * 3)
+    kept = [name for name in FINISHED.names if not name.startswith(("call_", "tool_"))]
+    assert len(kept) == len(FINISHED) - 8
+    old = batch.select(kept)
+    writer = SegmentWriter(tmp_path / "rollouts" / "finished", old.schema)
+    writer.append(old, 0)
+    writer.close()
+    (rows,) = [batch.to_pylist() for batch in JoinedRollouts(tmp_path).batches()]
+    assert [row["group"] for row in rows] == [0, 0, 0]
+    assert {row[name] for row in rows for name in set(FINISHED.names) - set(kept)} == {None}
 
 
 def test_share_takes_whole_groups_evenly(tmp_path: Path) -> None:
@@ -255,7 +299,8 @@ def test_resume_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
             buffer.finish_group(finished)
         if index == 3:
             buffer.commit_batch(Batch(step=0, groups=(0, 1)))
-            buffer.complete_step(0, "trained")  # writes
+            buffer.complete_step(0, "trained")
+            unwritten.flush()
     buffer.close()
     again = recorder_of(tmp_path, told)
     buffer = GroupBuffer(tmp_path / "buffer.db", 100, VirtualClock(), recorder=again)

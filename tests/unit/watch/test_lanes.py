@@ -19,6 +19,8 @@ import headway.report.watch.lanes
 import headway.report.watch.spans
 from headway.records.errors import ConfigurationError
 from headway.records.trace import (
+    EngineStep,
+    EngineSteps,
     GroupEnd,
     GroupTrace,
     Mark,
@@ -122,6 +124,12 @@ def test_workers_are_drawn_on_their_tracks_and_devices(run: Path):
     step = lanes.window(T0 + 41, T0 + 50, 100, [next(t["id"] for t in found["tracks"] if t["name"] == "trainer-0")])
     (of_step,) = step["tracks"].values()
     assert (of_step["start"], of_step["end"], of_step["number"]) == ([-1], [19], [7])  # whole, beyond the window
+
+
+def test_steps_of_an_engine_are_drawn_below_its_replica(run: Path):
+    step = EngineStep(end_s=2.0, busy_s=0.5, steps=9, tokens=90, running=10, kv_used_tokens=1, version=0)
+    append(run, [SESSION, EngineSteps(track="generator-0", rows=(step,))])
+    assert drawn(RunLanes(run)) == {"generator/generator-0 engine": [("decoding requests", 1.5, 2)]}
 
 
 def test_groups_and_rollouts_have_lanes_and_say_who_they_are(run: Path):
