@@ -159,7 +159,7 @@ def test_an_empty_folder_says_what_would_fill_it(folder: Path, opened: Callable[
     assert "Traceback" not in server.log.read_text()
 
 
-DAMAGED_FIRST = ("garbage-in-segment", "garbage-in-ledger", "older-ended", "no-ledger", "only-an-epoch")
+DAMAGED_FIRST = ("garbage-in-segment", "older-ended", "only-an-epoch")
 DAMAGED = (*DAMAGED_FIRST, *sorted({*watch_runs.DAMAGE, "older-killed", "older-interrupted"} - {*DAMAGED_FIRST}))
 
 
@@ -206,12 +206,10 @@ def test_hostile_text_is_shown_and_inert(server: WatchServer, opened: Callable[.
             assert page.page.evaluate(INERT) == NOTHING, f"{run}, {view}"
             if view in ("now", "rollouts", "rollout", "tasks"):
                 assert "window.__pwned" in text, f"{view}: the text itself is to be read"
-    for row in range(0, 4 * len(watch_runs.HOSTILE), 4):  # each attack, as one that failed and as one with turns
-        for member in (row, row + 1):
-            text = page.open("rollout", run=HOSTILE_RUN, row=member)
-            page.require_sound(text, where=f"row {member}")
-            assert page.page.evaluate(INERT) == NOTHING, f"row {member}"
-    content = page.page.locator("main").text_content()
+    for attack in range(len(watch_runs.HOSTILE)):
+        row = 4 * attack + attack % 2  # every second one in a rollout that failed
+        page.require_sound(page.open("rollout", run=HOSTILE_RUN, row=row), where=f"row {row}")
+        assert page.page.evaluate(INERT) == NOTHING, f"row {row}"
     page.open("rollout", run=HOSTILE_RUN, row=1)
     content = page.page.locator("main").text_content() or ""
     assert watch_runs.HOSTILE[0] in content, "token by token, and whole"
@@ -312,6 +310,7 @@ def test_the_colours_are_kept(server: WatchServer, chromium: Any) -> None:
     page.close()
 
 
+@pytest.mark.slow
 def test_a_key_in_the_address_lets_a_browser_in(root: Path, folder: Path, chromium: Any) -> None:
     key = "a-key-of-enough-characters"
     (folder / "keys").write_text(key + "\n")

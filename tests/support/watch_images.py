@@ -1,6 +1,6 @@
-"""Pictures of the page for the README: ``python tests/support/watch_images.py FOLDER_OF_RUNS docs/images [RUN]``.
+"""Pictures of the page for the README: ``python tests/support/watch_images.py RUNS docs/images [RUN [VIEW ...]]``.
 
-Every view of RUN (default: the first in the list), in light and some in dark, as docs/images/watch-VIEW.png.
+Every view of RUN (default: the first in the list), or those named, in light and some in dark: watch-VIEW.png.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from watch_server import WatchServer, watch
 
 SIZE = {"width": 1280, "height": 860}
 DARK = ("now", "rollout")  # views that are shown dark as well
+COLOURS = {"light": "version", "dark": "logprob"}  # of a rollout's tokens
 SETTLE_MS = 1500  # for plots and lanes to be drawn
 
 
@@ -32,11 +33,11 @@ def addresses(server: WatchServer, run: str) -> dict[str, dict[str, str | int]]:
         "rollout": {"run": run, "row": row},
         "tasks": {"run": run},
         "devices": {"run": run},
-        "compare": {"runs": ",".join(runs[:3])},
+        "compare": {"runs": ",".join(runs[:2])},
     }
 
 
-def main(root: Path, output: Path, run: str = "") -> None:
+def main(root: Path, output: Path, run: str = "", *only: str) -> None:
     output.mkdir(parents=True, exist_ok=True)
     schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
     with tempfile.TemporaryDirectory() as cache, watch(root, cache=Path(cache)) as server, browser() as chromium:
@@ -45,7 +46,9 @@ def main(root: Path, output: Path, run: str = "") -> None:
             page = WatchedPage(chromium, server, scheme)
             page.page.set_viewport_size(SIZE)
             for view, parameters in views.items():
-                if scheme == "light" or view in DARK:
+                if view in (only or views) and (scheme == "light" or view in DARK):
+                    if view == "rollout":
+                        parameters["colour"] = COLOURS[scheme]
                     page.require_sound(page.open(view, **parameters))
                     page.page.wait_for_timeout(SETTLE_MS)
                     name = f"watch-{view}.png" if scheme == "light" else f"watch-{view}-dark.png"
