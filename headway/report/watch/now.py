@@ -34,13 +34,13 @@ _decoder = msgspec.json.Decoder(TraceLine)
 
 
 class TraceTail:
-    """The end of a run's trace: its newest pulse, and the groups that are buffered."""
+    """The end of a run's trace: its newest pulse, and the groups that were buffered then."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset = path, -1, 0
         self.pulse: Pulse | None = None
         self.written_unix_s: float | None = None
-        self.buffered: dict[int, GroupTrace] = {}
+        self._finished: dict[int, tuple[GroupTrace, float]] = {}  # group -> when it ended; those not yet: inf
         self._session: TraceSession | None = None
 
     def refresh(self) -> None:
@@ -54,7 +54,7 @@ class TraceTail:
                 self._inode, self._offset = found.st_ino, 0
             if torn_start := found.st_size - self._offset > _TAIL_BYTES:
                 self._offset = found.st_size - _TAIL_BYTES
-                self.buffered.clear()  # some may have ended in what is left out
+                self._finished.clear()  # some may have ended in what is left out
             file.seek(self._offset)
             texts = file.read().split(b"\n")
             self._offset, self.written_unix_s = file.tell() - len(texts[-1]), found.st_mtime
@@ -67,14 +67,21 @@ class TraceTail:
     def _take(self, line: TraceLine) -> None:
         if isinstance(line, TraceSession):
             if self._session is not None and line != self._session:
-                self.buffered.clear()
+                self._finished.clear()
             self._session = line
         elif isinstance(line, Pulse):
             self.pulse = line
+            for index in [index for index, (_, end_s) in self._finished.items() if end_s <= line.time_s]:
+                del self._finished[index]
         elif isinstance(line, GroupTrace):
-            self.buffered[line.index] = line
-        elif isinstance(line, GroupEnd):
-            self.buffered.pop(line.index, None)
+            self._finished[line.index] = (line, math.inf)
+        elif isinstance(line, GroupEnd) and line.index in self._finished:
+            self._finished[line.index] = (self._finished[line.index][0], line.time_s)
+
+    def buffered(self) -> list[GroupTrace]:
+        """The groups that were buffered at the newest pulse."""
+        at_s = -math.inf if self.pulse is None else self.pulse.time_s
+        return [group for group, end_s in self._finished.values() if group.finished_s <= at_s < end_s]
 
 
 def stamp(run: WatchedRun) -> tuple[Any, ...]:
@@ -144,28 +151,28 @@ def _mean(tail: RunTail, column: Column) -> float:
 
 
 def _judged(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
-    """The run in one sentence, and its parts."""
+    """The run in a few words, and their parts."""
     waits = {
         "trainer": _mean(tail, lambda step: step.trainer_wait_ratio),
         "generator": _mean(tail, lambda step: step.generator_wait_ratio),
         "lent": _mean(tail, lambda step: step.generator_lent_ratio),
     }
     budget = tail.experiment and tail.experiment.queue.budget
-    shown = {"unknown": "It can't be told what became of it", "died": "It died", "ended": "Ended"}
+    shown = {"unknown": "It can't be told what became of it", "died": "It died"}
     parts = [] if state == "running" else [shown.get(state, state.capitalize())]
     balance, learning, cost = "unknown", "unknown", tail.cost(price)
     if tail.recent:
         environment = _mean(tail, lambda step: environment_share([step]))
         balance, text = judge_balance(waits["trainer"], waits["generator"], budget, waits["lent"], environment)
-        parts.append(text.partition(". ")[0].rstrip("."))
+        parts.append(text.partition(". ")[0])
         mean, worst = _mean(tail, lambda s: s.trajectory_staleness.mean), _worst_staleness(tail)
         of = "" if budget is None else f" of {budget}"
-        parts.append(f"trajectories are {mean:.1f} versions old when trained, at most {worst}{of}")
+        parts.append(f"Trajectories are {mean:.1f} versions old when trained, at most {worst}{of}")
         learning, text = learning_of(tail)
-        parts.append(text.rstrip("."))
+        parts.append(text.removeprefix("No two evaluations to compare. ").removeprefix("Yes: "))
     if cost is not None:
         parts.append(f"${cost.usd:,.2f} so far")
-    sentence = "; ".join(parts)
+    sentence = ". ".join(part[:1].upper() + part[1:].rstrip(".") for part in parts)
     return {
         "sentence": f"{sentence}." if sentence else "",
         **{"learning": learning, "balance": balance, "waits": waits},
@@ -220,12 +227,13 @@ def _queue(
         ("batch", experiment.queue.groups_per_step if training and experiment is not None else 0, None),
     )
     by_version: dict[int, list[float]] = {}
-    for one in trace.buffered.values() if pulse is not None else ():
+    for one in trace.buffered() if pulse is not None else ():
         versions = [rollout.first_version for rollout in one.rollouts if rollout.first_version >= 0]
         by_version.setdefault(min(versions, default=one.admitted_version), []).append(one.finished_s)
     return {
         "capacity": last.buffer_capacity_groups if last else None,
         "stages": [{"name": name, "groups": groups, "rollouts": rollouts} for name, groups, rollouts in rows],
+        "version": pulse.version if pulse else None,  # trained when the groups were buffered
         "buffered_by_version": [
             {"version": version, "groups": len(ends), "age_s": max(0.0, (pulse.time_s if pulse else 0.0) - min(ends))}
             for version, ends in sorted(by_version.items())

@@ -26,7 +26,7 @@ function shade(staleness, budget) {
 function shadesOf(now) {
   const { buffered_by_version: versions = [], budget } = now.queue;
   return [...versions].sort((a, b) => a.version - b.version)
-    .flatMap(({ version, groups }) => Array(groups).fill(shade(now.version - version, budget ?? 0)));
+    .flatMap(({ version, groups }) => Array(groups).fill(shade((now.queue.version ?? now.version) - version, budget ?? 0)));
 }
 
 /** The whole picture in `width` px: one row where there is room, else from top to bottom. */
@@ -176,7 +176,7 @@ function weights(now) {
 /** How stale buffered groups would be if they were trained now: a column a version, the budget as a line. */
 export function drawStaleness(now, width) {
   const { buffered_by_version: versions = [], budget } = now.queue;
-  const by = new Map(versions.map((of) => [now.version - of.version, of]));
+  const by = new Map(versions.map((of) => [(now.queue.version ?? now.version) - of.version, of]));
   const last = Math.max(budget ?? 0, ...by.keys(), 0);
   const most = Math.max(1, ...versions.map((of) => of.groups));
   const wide = Math.min(72, (width - 80) / (last + 1));
