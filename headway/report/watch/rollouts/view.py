@@ -77,7 +77,10 @@ class WatchedRollouts:
         table = self._columns.table()
         at = row - table.first
         if not 0 <= at < len(table):
-            raise ConfigurationError(f"row = {row}: valid: {table.first} to {table.first + len(table) - 1}")
+            valid = (
+                f"valid: {table.first} to {table.first + len(table) - 1}" if len(table) else "no rollout is recorded"
+            )
+            raise ConfigurationError(f"row = {row}: {valid}")
         siblings = np.flatnonzero((table["group"] == table["group"][at]) & (table["member"] >= 0))
         common: dict[str, Any] = {**_figures(table, at), "rollouts": len(table)}
         common["siblings"] = [_figures(table, place) for place in siblings.tolist() if place != at]

@@ -46,7 +46,7 @@ function lifeCard({ life, verdict, pruned, ending }) {
   const until = phases.at(-1).name === "training" ? "gradient" : ending === "open" ? "here" : "its end";
   const tone = (name, i) => `l${PHASES.includes(name) ? PHASES.indexOf(name) : 6 + (i % 2)}`;
   const share = (value) => `${((value / (to - from || 1)) * 100).toFixed(3)}%`;
-  return el("section", { class: "card" }, el("h2", {}, "Life ", el("span", { class: "aside" }, `${duration(to - from)} from admission to ${until}; it began ${duration(from)} into the run`)),
+  return el("section", { class: "card" }, el("h2", {}, "Life ", el("span", { class: "aside" }, `${duration(to - from)} from admission to ${until}`)),
     el("div", { class: "life", role: "img", "aria-label": phases.map(({ name, start_s, end_s }) => `${name} ${duration(end_s - start_s)}`).join(", ") },
       phases.map(({ name, start_s, end_s }, i) => el("span", { class: tone(name, i), title: `${name}: ${duration(end_s - start_s)}`,
         style: { left: share(start_s - from), width: share(end_s - start_s) } }))),
