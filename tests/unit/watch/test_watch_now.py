@@ -134,7 +134,8 @@ def test_the_sentence_says_who_waits_how_stale_whether_it_learns_and_the_cost(li
     assert ". On the training tasks the solve rate went" in live.now()["sentence"]
     live.ledger.record(evaluation("during", 30, 0.9, split="validation"))
     found = live.now(price=3600.0)
-    for words in ("Generation-bound: the trainer waits 60% of the time", "1.3 versions old", "at most 3 of 2", ". Solve rate on 500"):
+    waits = "Generation-bound: the trainer waits 60% of the time"
+    for words in (waits, "1.3 versions old", "at most 3 of 2", ". Solve rate on 500"):
         assert words in found["sentence"]
     assert found["sentence"].endswith("so far.")
     assert found["cost"]["usd"] == pytest.approx(2 * 31.5)  # two devices, a dollar a second
