@@ -74,7 +74,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 install-vllm: $(VLLM_VENV)/.installed
 
 quickstart: install
-	$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED)
+	$(BIN)/headway quickstart --seed $(SEED)
 
 kernels-example: install
 	$(BIN)/python examples/kernels/run.py --seed $(SEED)

@@ -94,10 +94,10 @@ def main() -> None:
     parser.add_argument("--only", choices=places)
     arguments, overrides = parser.parse_known_args()
     folder = arguments.directory.resolve()
-    seed = ["--seed", str(arguments.seed), "--directory", str(folder)]
+    seed = ["--seed", str(arguments.seed)]
     os.environ["PYTHONPATH"] = str(ROOT)
     log = (folder.parent / f"{folder.name}.log").open("a")
-    cold = [sys.executable, str(QUICKSTART / "quickstart.py"), *seed, "--cold-start-only"]
+    cold = [sys.executable, "-m", "headway.cli.main", "quickstart", str(folder), *seed, "--cold-start-only"]
     subprocess.run(cold, check=True, stdout=log, stderr=log)
     for name, start in places.items():
         if arguments.only not in (None, name):

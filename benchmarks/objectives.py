@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
-from parts.trained_run import ARITHMETIC, standard_error, steps_and_end, train_once
+from parts.trained_run import headway, standard_error, steps_and_end, train_once
 
 from headway.report.plots import STYLE
 
@@ -119,8 +117,7 @@ CLAIMS: dict[str, tuple[Setting, ...]] = {
 
 def cold_start(folder: Path) -> None:
     """Tasks and a supervised model, as the quickstart makes them."""
-    command = [sys.executable, str(ARITHMETIC / "quickstart.py"), "--cold-start-only", "--directory", str(folder)]
-    subprocess.run(command, check=True)
+    headway("quickstart", str(folder), "--cold-start-only")
 
 
 def run(directory: Path, setting: Setting, seed: int, split: str) -> Outcome:

@@ -25,8 +25,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -34,7 +32,7 @@ from pathlib import Path
 
 from machine_speed import Speedometer
 from parts.pipeline_machine import load
-from parts.trained_run import ARITHMETIC, train_alone
+from parts.trained_run import headway, train_alone
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.telemetry.ledger import FILE_NAME, read_ledger
@@ -181,8 +179,7 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.pairs, arguments.steps, arguments.warm = 1, 1, 6, 2
     start: Path = arguments.directory / "start"
-    quickstart = [sys.executable, str(ARITHMETIC / "quickstart.py"), "--cold-start-only", "--directory", str(start)]
-    subprocess.run(quickstart, check=True, stdout=subprocess.DEVNULL)
+    headway("quickstart", str(start), "--cold-start-only", quiet=True)
     folder: Path = arguments.directory / "run"
     print(f"load averages at the start: {load()}", flush=True)
 

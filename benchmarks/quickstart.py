@@ -22,8 +22,6 @@ from typing import NamedTuple
 from headway.records.ledger import EvaluationRecord
 from headway.telemetry.ledger import read_ledger
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "quickstart.py"
-
 
 class Figures(NamedTuple):
     """What one quickstart came to; solve rates are those of the held-out test."""
@@ -40,7 +38,7 @@ class Figures(NamedTuple):
 def run_seed(folder: Path, seed: int, overrides: list[str]) -> Figures:
     """Run one quickstart in ``folder``."""
     started = time.monotonic()
-    command = [sys.executable, str(QUICKSTART), "--seed", str(seed), "--directory", str(folder), *overrides]
+    command = [sys.executable, "-m", "headway.cli.main", "quickstart", str(folder), "--seed", str(seed), *overrides]
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
     wall_s = time.monotonic() - started

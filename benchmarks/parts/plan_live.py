@@ -29,7 +29,7 @@ from headway.planner.quantities import constant
 from headway.planner.run_plan import Placement, plan_run, predicted_rate
 from headway.records.check_report import Calibration
 from headway.records.ledger import StepRecord
-from parts.trained_run import ARITHMETIC, CONFIG, SAME_LOAD, train_alone
+from parts.trained_run import CONFIG, SAME_LOAD, headway, train_alone
 
 SECONDS = 14  # of a live run, its start not counted
 ROUNDS = 3
@@ -81,8 +81,7 @@ GRID = tuple(Setting("profiled", place, (f"generator.slots={slots}",)) for place
 def starts(directory: Path) -> dict[str, Path]:
     """Folders with tasks and a model: the quickstart's cold start, and a random model with five times the weights."""
     start, other = directory / "start", directory / "other"
-    quickstart = [sys.executable, str(ARITHMETIC / "quickstart.py"), "--cold-start-only", "--directory", str(start)]
-    subprocess.run(quickstart, check=True, stdout=subprocess.DEVNULL)
+    headway("quickstart", str(start), "--cold-start-only", quiet=True)
     if not other.exists():
         other.mkdir()
         (other / "tasks").symlink_to((start / "tasks").resolve())

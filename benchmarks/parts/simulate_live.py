@@ -12,8 +12,6 @@ others kept more than BUSY_CORES busy are left out, and what would be predicted 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord
 from headway.telemetry.ledger import read_ledger
 from parts.pipeline_machine import load
-from parts.trained_run import ARITHMETIC, SAME_LOAD, train_alone
+from parts.trained_run import SAME_LOAD, headway, train_alone
 
 BASE, BESIDE = "asynchronous", "synchronous"
 ROWS: dict[str, tuple[str, ...]] = {  # the two that predict stand between those that are predicted
@@ -162,8 +160,7 @@ def show(row: str, ratios: list[Ratio]) -> None:
 def live(directory: Path, rounds: int, steps: int) -> None:
     """Train every row ``rounds`` times; rounds that are there already stay."""
     start = directory / "start"
-    quickstart = [sys.executable, str(ARITHMETIC / "quickstart.py"), "--cold-start-only", "--directory", str(start)]
-    subprocess.run(quickstart, check=True, stdout=subprocess.DEVNULL)
+    headway("quickstart", str(start), "--cold-start-only", quiet=True)
     print(f"load averages at the start: {load()}", flush=True)
     for number in range(rounds):
         done = directory / f"round-{number}" / "done"

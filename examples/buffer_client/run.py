@@ -33,8 +33,7 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     folder: Path = arguments.directory or Path(f"runs/buffer_client-{arguments.seed}")
     seed = str(arguments.seed)
-    cold = str(HERE.parent / "arithmetic" / "quickstart.py")
-    run(cold, "--seed", seed, "--directory", str(folder), "--cold-start-only")
+    run("-m", "headway.cli.main", "quickstart", str(folder), "--seed", seed, "--cold-start-only")
     model = folder / "chat"
     if not model.exists():
         shutil.copytree(folder / "sft", model)

@@ -28,7 +28,7 @@ def run(*command: str) -> None:
 
 
 def main() -> None:
-    run(str(HERE.parent / "arithmetic" / "quickstart.py"), "--directory", str(FOLDER), "--cold-start-only")
+    run("-m", "headway.cli.main", "quickstart", str(FOLDER), "--cold-start-only")
     if not (FOLDER / "chat").exists():
         shutil.copytree(FOLDER / "sft", FOLDER / "chat")
         (FOLDER / "chat" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

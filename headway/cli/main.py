@@ -9,7 +9,7 @@ from importlib.metadata import version as distribution_version
 
 import typer
 
-from headway.cli import cost, kernels, models, nodes, planning, reading, sandboxes, serving, training, watch
+from headway.cli import cost, kernels, models, nodes, planning, projects, reading, sandboxes, serving, training, watch
 from headway.records.errors import HeadwayError, Interrupted
 
 EXIT_INTERRUPTED = 130
@@ -35,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+projects.add_commands(app)
 models.add_commands(app)
 training.add_commands(app)
 reading.add_commands(app)

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "headway"
-FILES = {file: file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
+TEMPLATES = PACKAGE / "templates"  # projects that `headway new` copies: files of its users, not modules
+FILES = {
+    file: file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py")) if TEMPLATES not in file.parents
+}
 TREES = {file: ast.parse(text) for file, text in FILES.items()}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 MODULES = {
     str(file.relative_to(ROOT / "headway"))
     for file in (ROOT / "headway").rglob("*.py")
-    if file.name not in ("__init__.py", "api.py")
+    if file.name not in ("__init__.py", "api.py") and ROOT / "headway" / "templates" not in file.parents
 }
 LINES = Counter(re.findall(r"^- `([\w/]+\.py)`: \S", PAGE, re.M))
 

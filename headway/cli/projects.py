@@ -1,0 +1,205 @@
+"""`headway quickstart` and `headway new`: from an installed package to a trained model and a project of your own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import keyword
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer
+
+from headway.cli import experiment_options as experiments
+from headway.records.errors import ConfigurationError
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+PROJECTS = {
+    "math": "a verifier of your own; sums written out step by step",
+    "agent": "a program that calls the model over HTTP, one call a step",
+    "tools": "an environment with a tool that the model learns to call",
+    "kernel": "C++ kernels, compiled and checked by a kernel service",
+    "gym": "a game with reset and step, played by its rewards",
+}
+QUICKSTART = "quickstart"  # the folder of its files
+PLACEHOLDER = "myproject"  # in names and texts of a template's files: the project's name
+_COMPILERS = ("g++", "c++", "clang++")
+
+
+def add_commands(app: typer.Typer) -> None:
+    experiments.add_command(
+        app, quickstart, "headway quickstart", "headway quickstart runs/mine --seed 3 --run.steps=50"
+    )
+    experiments.add_command(app, new, "headway new demo --template tools", overridable=False)
+
+
+def quickstart(
+    context: typer.Context,
+    folder: str = typer.Argument("", metavar="[FOLDER]", help="Default: runs/arithmetic-SEED.", show_default=False),
+    seed: int = typer.Option(0, metavar="N", help="Of tasks, model, cold start and RL."),
+    engine: str = typer.Option("torch", metavar="NAME", help="That generates: torch or vllm."),
+    cold_start_only: bool = typer.Option(False, "--cold-start-only", help="Stop before RL."),
+) -> None:
+    """Train a small model by RL on this machine: tasks, a random model, a cold start, asynchronous GRPO, a report.
+
+    Takes 5 to 13 minutes on two cores. Runs each step by the command that you would type, prints it, and skips what an
+    earlier run in the folder has done. Any key of the experiment file can be given as --section.key=value.
+    """
+    if folder.startswith("--"):  # an override: the parser takes it for the folder where none is given
+        context.args.insert(0, folder)
+        folder = ""
+    extra = experiments.given_overrides(context)
+    if engine not in ("torch", "vllm"):
+        raise ConfigurationError(f"--engine {engine!r}: valid: torch, vllm (docs/vllm.md)")
+    place = Path(folder or f"runs/arithmetic-{seed}")
+    if not (place / "make_tasks.py").exists():
+        write_files(QUICKSTART, place)
+    config, tasks, initial, warm, rl = (place / name for name in ("experiment.toml", "tasks", "init", "sft", "rl"))
+    common = [f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in ("train", "validation", "test")]
+    common.append(f"--run.seed={seed}")
+    _note_missing_compiler()
+    if not (tasks / "test.jsonl").exists():
+        _run("python", place / "make_tasks.py", tasks, "--seed", seed)
+    if not initial.exists():
+        heads = ("--heads", 3, "--kv-heads", 1) if engine == "vllm" else ()  # of 32 dimensions
+        texts = ("--texts", tasks / "sft.jsonl", "--character-level")
+        _run("headway", "init-model", initial, *texts, "--seed", seed, *heads)
+    if not warm.exists():
+        files = (f"--model.path={initial}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={warm}")
+        _run("headway", "sft", config, *files, *common)
+    if cold_start_only:
+        return
+    if _finished(rl):
+        typer.echo(f"\n{rl} holds a finished run; remove {place} to start anew.")
+    else:
+        resume = ("--resume",) if (rl / "config.json").exists() else ()
+        # vLLM has a fixed cost a step that a model as small as this one does not repay: it gets time for as many steps
+        slow = ("--generator.engine=vllm", "--run.time_limit_s=600") if engine == "vllm" else ()
+        files = (f"--model.path={warm}", f"--run.directory={rl}")
+        _run("headway", "train", config, *resume, *files, *common, *slow, *extra)
+    _run("headway", "report", rl)
+
+
+def new(
+    name: str = typer.Argument(
+        ..., metavar="NAME", help="Folder to make; its last part names the project's module.", show_default=False
+    ),
+    template: str = typer.Option("math", "--template", "-t", metavar="NAME", help=f"{', '.join(PROJECTS)}."),
+) -> None:
+    """Write a small project that learns: experiment, verifier or environment, tasks, tests, Makefile, README.
+
+    In its folder `make test` takes seconds, and `make run` trains a small model in minutes on two cores.
+    """
+    if template not in PROJECTS:
+        near = difflib.get_close_matches(template, PROJECTS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigurationError(f"--template {template!r}: {hint}valid: {', '.join(PROJECTS)} (docs/new.md)")
+    folder, module = Path(name), _module_name(name, template)
+    compiler = _compiler()
+    if template == "kernel" and not compiler:
+        raise ConfigurationError(f"--template kernel: {_no_compiler()}")
+    on_path = shutil.which("python")
+    activated = on_path is not None and os.path.samefile(Path(on_path).parent, Path(sys.executable).parent)
+    # `make` finds this interpreter also where its environment isn't activated
+    words = {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {'python' if activated else sys.executable}\n"}
+    write_files(template, folder, words)
+    typer.echo(
+        f"{folder}: {PROJECTS[template]}\n\n  cd {folder}\n  make test   seconds\n  make run    minutes, on two cores"
+    )
+    if shutil.which("make") is None:
+        typer.echo("\nnote: there is no make on PATH; on Debian: apt install make")
+    _note_missing_compiler()
+
+
+def write_files(template: str, folder: Path, words: Mapping[str, str] | None = None) -> None:
+    """Copy a template's files to ``folder``, which must not exist or be empty: all of them, or none.
+
+    ``words``: what is replaced in texts and names of files. Raises ConfigurationError: a folder that isn't empty, or
+    can't be written.
+    """
+    remedy = "choose a folder that doesn't exist yet, or an empty one"
+    scratch: Path | None = None
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigurationError(f"{folder} is a file; {remedy}")
+        if folder.is_dir() and (held := sorted(os.listdir(folder))):
+            raise ConfigurationError(f"{folder} isn't empty: it holds {', '.join(held[:3])}; {remedy}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = folder if folder.is_dir() else folder.parent
+        scratch = Path(tempfile.mkdtemp(dir=beside, prefix=f".{folder.name}.", suffix=".partial"))
+        whole = scratch / "files"
+        whole.mkdir()  # with the rights that a new folder has here; those of `scratch` are its owner's alone
+        for file in sorted((TEMPLATES / template).iterdir()):
+            if file.is_file():
+                (whole / _replaced(file.name, words)).write_text(
+                    _replaced(file.read_text(encoding="utf-8"), words), encoding="utf-8"
+                )
+        if folder.is_dir():
+            for file in whole.iterdir():
+                file.rename(folder / file.name)
+        else:
+            whole.rename(folder)
+    except OSError as error:
+        raise ConfigurationError(f"{folder} can't be written ({error.strerror}); choose a folder of your own") from None
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replaced(text: str, words: Mapping[str, str] | None) -> str:
+    for word, by in (words or {}).items():
+        text = text.replace(word, by)
+    return text
+
+
+def _module_name(name: str, template: str) -> str:
+    """The module that the project ``name`` gets. Raises ConfigurationError for a name that can't be imported."""
+    module = Path(name).name
+    if not module.isidentifier() or keyword.iskeyword(module):
+        valid = re.sub(r"\W", "_", module)
+        valid = valid if valid.isidentifier() and not keyword.iskeyword(valid) else f"my_{valid}"
+        raise ConfigurationError(
+            f"NAME {name!r}: {module!r} is no Python identifier, and the project's module is called so; try {valid}"
+        )
+    own = {file.stem for file in (TEMPLATES / template).glob("*.py")}
+    known = importlib.util.find_spec(module) if module not in own else None
+    if module in own or (known is not None and known.origin):
+        raise ConfigurationError(f"NAME {name!r}: there is a module {module!r} already; try my_{module}")
+    return module
+
+
+def _compiler() -> str:
+    """The C++ compiler that is used here; "" where there is none."""
+    return os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
+
+
+def _no_compiler() -> str:
+    return f"no C++ compiler (CXX is not set; no {', '.join(_COMPILERS)}); on Debian: apt install g++"
+
+
+def _note_missing_compiler() -> None:
+    if not _compiler():
+        typer.echo(f"note: {_no_compiler()}; without one plain torch does the work, several times slower")
+
+
+def _finished(run: Path) -> bool:
+    summary = run / "summary.json"
+    return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8"))["finished"])
+
+
+def _run(*words: str | int | Path) -> None:
+    """Print and run one command; end with its exit code when it fails."""
+    program, *arguments = map(str, words)
+    typer.echo(f"\n$ {' '.join((program, *arguments))}")
+    sys.stdout.flush()
+    command = [sys.executable, *(("-m", "headway.cli.main") if program == "headway" else ()), *arguments]
+    code = subprocess.run(command).returncode
+    if code:
+        raise typer.Exit(code if code > 0 else 1)

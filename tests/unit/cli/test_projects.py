@@ -1,0 +1,227 @@
+"""`headway new` and `headway quickstart`: whole projects or nothing, and errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headway.cli import main as cli
+from headway.cli import projects
+from headway.cli.projects import PROJECTS, TEMPLATES
+
+ROOT = Path(__file__).parents[3]
+PARTS = {"Makefile", "README.md", "experiment.toml", "make_tasks.py"}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def files(folder: Path) -> list[str]:
+    """Everything below ``folder``, hidden files too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("template", PROJECTS)
+def test_project_is_the_template_under_its_name(template: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new", "demo", "--template", template]) == 0
+    assert {file.name.replace("myproject", "demo") for file in (TEMPLATES / template).iterdir() if file.is_file()} == {
+        *files(here / "demo")
+    }
+    assert PARTS | {"test_demo.py"} <= {*files(here / "demo")}
+    texts = {file.name: file.read_text(encoding="utf-8") for file in (here / "demo").iterdir()}
+    assert [name for name, text in texts.items() if "myproject" in text] == []
+    assert texts["README.md"].startswith("# demo\n")
+    assert tomllib.loads(texts["experiment.toml"])["run"]["directory"] == "runs/rl"
+    assert {name: text for name, text in texts.items() if name.endswith(".py")} == {
+        name.replace("myproject", "demo"): text.replace("myproject", "demo")
+        for name, text in ((file.name, file.read_text()) for file in (TEMPLATES / template).glob("*.py"))
+    }
+    assert "cd demo" in capsys.readouterr().out
+
+
+def test_every_template_is_offered() -> None:
+    assert {folder.name for folder in TEMPLATES.iterdir()} == {*PROJECTS, projects.QUICKSTART}
+
+
+@pytest.mark.parametrize("template", ["math", "agent", "tools", "gym"])
+def test_project_s_own_tests_pass(template: str, here: Path) -> None:
+    assert cli.main(["new", "demo", "--template", template]) == 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "unittest"], cwd=here / "demo", env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Ran 0 tests" not in ended.stderr
+
+
+def test_makefile_finds_this_interpreter(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join(("/usr/bin", "/bin")))
+    assert cli.main(["new", "away"]) == 0
+    assert f"PYTHON ?= {sys.executable}\n" in (here / "away/Makefile").read_text()
+    (here / "bin").mkdir()
+    monkeypatch.setattr(sys, "executable", str(here / "bin/python"))  # an environment that is activated
+    (here / "bin/python").write_text("")
+    (here / "bin/python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}/bin")
+    monkeypatch.setenv("CXX", "c++")
+    assert cli.main(["new", "activated"]) == 0
+    assert "PYTHON ?= python\n" in (here / "activated/Makefile").read_text()
+
+
+def test_another_python_is_told_so(here: Path) -> None:
+    assert cli.main(["new", "demo"]) == 0
+    (here / "python").write_text("#!/bin/sh\nexit 1\n")
+    (here / "python").chmod(0o755)
+    ended = subprocess.run(["make", "test", f"PYTHON={here}/python"], cwd=here / "demo", capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"{here}/python has no headway: activate its environment" in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--template", "tool"], "did you mean tools? valid: math, agent, tools, kernel, gym"),
+        (["demo", "--template", "quickstart"], "valid: math, agent, tools, kernel, gym"),
+        (["my-demo"], "'my-demo' is no Python identifier, and the project's module is called so; try my_demo"),
+        (["2048"], "try my_2048"),
+        (["class"], "try my_class"),
+        (["random"], "there is a module 'random' already; try my_random"),
+        (["make_tasks"], "there is a module 'make_tasks' already"),
+    ],
+)
+def test_wrong_words_are_explained(
+    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["new", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert files(here) == []
+
+
+@pytest.mark.parametrize("command", [["new", "demo"], ["quickstart", "demo"]])
+def test_folder_that_holds_something_is_left_alone(
+    command: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "demo").mkdir()
+    (here / "demo/mine.txt").write_text("mine")
+    assert cli.main(command) == 2
+    assert "demo isn't empty: it holds mine.txt; choose a folder that doesn't exist yet" in capsys.readouterr().err
+    assert files(here) == ["demo", "demo/mine.txt"]
+    (here / "file").write_text("")
+    assert cli.main([command[0], "file"]) == 2
+    assert "file is a file" in capsys.readouterr().err
+
+
+def test_empty_folder_is_filled(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "demo").mkdir()
+    assert cli.main(["new", "demo"]) == 0
+    assert "test_demo.py" in files(here / "demo")
+    assert not [name for name in files(here) if "partial" in name]
+    monkeypatch.setattr(projects, "_run", lambda *_: None)
+    (here / "empty").mkdir()
+    monkeypatch.chdir(here / "empty")
+    assert cli.main(["quickstart", ".", "--cold-start-only"]) == 0
+    assert files(here / "empty") == ["experiment.toml", "make_tasks.py"]
+
+
+@pytest.mark.parametrize("command", ["new", "quickstart"])
+def test_disk_that_fails_half_way_leaves_nothing(
+    command: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[Path] = []
+    before = Path.write_text
+
+    def fails(self: Path, *arguments: str, **keywords: str) -> int:
+        written.append(self)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        return before(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "write_text", fails)
+    assert cli.main([command, "demo"]) == 2
+    assert "demo can't be written (No space left on device)" in capsys.readouterr().err
+    assert files(here) == []
+
+
+def test_folder_without_the_right_to_write(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new", "/proc/demo"]) == 2
+    assert "/proc/demo can't be written" in capsys.readouterr().err
+    assert cli.main(["quickstart", "/proc/demo"]) == 2
+
+
+def test_missing_compiler(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    monkeypatch.delenv("CXX", raising=False)
+    assert cli.main(["new", "demo", "--template", "kernel"]) == 2
+    assert "no C++ compiler" in capsys.readouterr().err
+    assert files(here) == []
+    assert cli.main(["new", "demo"]) == 0
+    told = capsys.readouterr().out
+    assert "plain torch does the work" in told
+    assert "apt install make" in told
+
+
+def test_quickstart_runs_what_is_left_to_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(*words: object) -> None:
+        commands.append([*map(str, words)])
+
+    monkeypatch.setattr(projects, "_run", run)
+    assert cli.main(["quickstart", "--run.steps=3"]) == 0
+    folder = Path("runs/arithmetic-0")
+    assert [words[:2] for words in commands] == [
+        ["python", f"{folder}/make_tasks.py"],
+        ["headway", "init-model"],
+        ["headway", "sft"],
+        ["headway", "train"],
+        ["headway", "report"],
+    ]
+    assert commands[3][2] == f"{folder}/experiment.toml"
+    assert commands[3][-1] == "--run.steps=3"
+    assert "--run.seed=0" in commands[3]
+
+    (folder / "tasks").mkdir()
+    (folder / "tasks/test.jsonl").write_text("")
+    (folder / "init").mkdir()
+    (folder / "experiment.toml").write_text("# mine")
+    commands.clear()
+    assert cli.main(["quickstart", "--seed", "0", "--cold-start-only"]) == 0
+    assert [words[1] for words in commands] == ["sft"]
+    assert (folder / "experiment.toml").read_text() == "# mine"
+
+    (folder / "sft").mkdir()
+    (folder / "rl").mkdir()
+    (folder / "rl/config.json").write_text("{}")
+    commands.clear()
+    assert cli.main(["quickstart", str(folder)]) == 0
+    assert [words[1] for words in commands] == ["train", "report"]
+    assert "--resume" in commands[0]
+
+    (folder / "rl/summary.json").write_text('{"finished": true}')
+    commands.clear()
+    assert cli.main(["quickstart", str(folder)]) == 0
+    assert [words[1] for words in commands] == ["report"]
+
+
+def test_quickstart_refuses_what_it_does_not_know(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quickstart", "--engine", "sglang"]) == 2
+    assert "valid: torch, vllm" in capsys.readouterr().err
+    assert cli.main(["quickstart", "--sead", "3"]) == 2
+    assert cli.main(["quickstart", "here", "there"]) == 2
+    assert files(here) == []
+
+
+def test_failed_step_ends_the_quickstart(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "mine").mkdir()
+    (here / "mine/make_tasks.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert cli.main(["quickstart", "mine"]) == 3
+    assert files(here / "mine") == ["make_tasks.py"]
