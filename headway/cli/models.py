@@ -11,7 +11,7 @@ from headway.cli.printing import print_json
 def add_commands(app: typer.Typer) -> None:
     example = "headway init-model models/tiny --texts data/sft.jsonl --layers 3"
     experiments.add_command(app, init_model, example, overridable=False)
-    example = "headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init"
+    example = "headway sft experiment.toml --model.path=runs/init"
     experiments.add_command(app, sft, example)
     example = "headway merge models/base runs/rl/best models/merged"
     experiments.add_command(app, merge, example, overridable=False)

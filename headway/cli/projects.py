@@ -73,7 +73,7 @@ def quickstart(
         _run("headway", "init-model", initial, *texts, "--seed", seed, *heads)
     if not warm.exists():
         files = (f"--model.path={initial}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={warm}")
-        _run("headway", "sft", config, *files, *common)
+        _run("headway", "sft", config, *files, *common, *extra)
     if cold_start_only:
         return
     if _finished(rl):
@@ -186,7 +186,7 @@ def _no_compiler() -> str:
 
 def _note_missing_compiler() -> None:
     if not _compiler():
-        typer.echo(f"note: {_no_compiler()}; without one plain torch does the work, several times slower")
+        typer.echo(f"note: {_no_compiler()}; plain torch takes the place of the C++ kernels, and is slower")
 
 
 def _finished(run: Path) -> bool:

@@ -20,11 +20,11 @@ AUTO = "auto"  # for --plan
 
 
 def add_commands(app: typer.Typer) -> None:
-    file = "examples/arithmetic/experiment.toml"
+    file = "experiment.toml"
     experiments.add_command(app, train, f"headway train {file} --queue.budget=8 --run.seed=3")
     experiments.add_command(app, serve_buffer, f"headway serve-buffer {file} --endpoint.address=127.0.0.1:8000")
     experiments.add_command(app, check, f"headway check {file} --no-calibrate")
-    experiments.add_command(app, evaluate, f"headway eval {file} --model runs/arithmetic/rl/best", name="eval")
+    experiments.add_command(app, evaluate, f"headway eval {file} --model runs/rl/best", name="eval")
 
 
 def train(

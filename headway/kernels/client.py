@@ -15,7 +15,6 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
-from headway.runtime.imports import import_extra
 
 _CONNECT_S = 10.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 10.0
@@ -97,7 +96,8 @@ class KernelClient:
         self._http: Any = None
 
     async def __aenter__(self) -> KernelClient:
-        httpx = import_extra("httpx", "kernels", "a kernel service's address")
+        import httpx  # here: whoever asks no service doesn't wait for it
+
         self._transport_error: type[Exception] = httpx.TransportError
         self._http = httpx.AsyncClient(
             headers=self._headers,

@@ -1,7 +1,7 @@
 """Writes demonstrations of the cold start: games that are played badly, a third of the steps towards the goal and the
 others anywhere. That goals are worth reaching is for reinforcement learning to find out, from rewards alone.
 
-Tasks need no file: they are seeds of the game (``[tasks.train]``), other ones than the demonstrations'.
+Tasks need no file: ``myproject.tasks`` makes them.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
-from myproject import ACTIONS, MOVES, Field, distance
+from myproject import MOVES, Field, distance, tasks
 
-PROMPT = "go"  # as experiment.toml has it
 TOWARDS = 0.3
-FIRST_SEED, COUNT = 1_000_000, 5000
+GAMES_OF_A_TASK = 8
 
 
-def demonstrate(seed: int, rng: random.Random) -> tuple[list[dict[str, str]], bool]:
+def demonstrate(task: dict[str, Any], rng: random.Random) -> tuple[list[dict[str, str]], bool]:
     """A game as a conversation, and whether it reached the goal."""
     game = Field()
-    seen, _ = game.reset(seed)
-    messages = [{"role": "user", "content": f"{PROMPT}\n\n{seen}"}]
+    seen, _ = game.reset(options=task["gym"]["options"])
+    messages = [{"role": "user", "content": f"{task['prompt']}\n\n{seen}"}]
     while True:
-        action = rng.randrange(len(ACTIONS))
+        action = rng.choice(list(MOVES))
         if rng.random() < TOWARDS:
-            ahead = [(game.place[0] + x, game.place[1] + y) for x, y in MOVES]
-            action = min(range(len(ACTIONS)), key=lambda a: (distance(ahead[a], game.goal), rng.random()))
-        messages.append({"role": "assistant", "content": ACTIONS[action]})
+            x, y = game.place
+            left = {name: distance((x + dx, y + dy), game.goal) for name, (dx, dy) in MOVES.items()}
+            action = min(left, key=lambda name: (left[name], rng.random()))
+        messages.append({"role": "assistant", "content": action})
         seen, _, reached, over, _ = game.step(action)
         if reached or over:
             return messages, reached
@@ -40,8 +41,8 @@ def write_tasks(folder: Path, seed: int = 0) -> None:
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "sft.jsonl", "w", encoding="utf-8") as file:
-        for game in range(FIRST_SEED, FIRST_SEED + COUNT):
-            file.write(json.dumps({"messages": demonstrate(game, rng)[0]}) + "\n")
+        for task in [*tasks("sft")] * GAMES_OF_A_TASK:
+            file.write(json.dumps({"messages": demonstrate(task, rng)[0]}) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 GUESS = 0.5
-ITEMS = ("pear", "fig", "plum", "lime", "date", "kiwi", "leek", "kale", "rice", "salt")
-SIZES = {"sft": 6000, "train": 6000, "validation": 96, "test": 192}
+ITEMS = (
+    "pear fig plum lime date kiwi leek kale rice salt corn bean beet chard cress dill endive fennel garlic ginger "
+    "grape guava lemon lentil mango melon mint nut oat okra olive onion orange papaya pea peach quince radish sage"
+).split()
+PAIRS = {"sft": 500, "train": 700, "validation": 96, "test": 160}  # no pair is in two files
+EACH = {"sft": 12, "train": 5}  # tasks of a pair, at prices of their own; else one
 
 
-def make_task(rng: random.Random) -> dict[str, Any]:
+def make_task(pair: tuple[str, str], rng: random.Random) -> dict[str, Any]:
     """One task; what it has beside prompt and answer is in ``task.metadata``."""
-    first, second = rng.sample(ITEMS, 2)
-    prices = {item: rng.randint(1, 9) for item in ITEMS}
-    return {"prompt": f"{first}+{second}", "answer": str(prices[first] + prices[second]), "prices": prices}
+    prices = {item: rng.randint(1, 9) for item in sorted({*rng.sample(ITEMS, 4), *pair})}
+    return {"prompt": "+".join(pair), "answer": str(prices[pair[0]] + prices[pair[1]]), "prices": prices}
 
 
 def demonstrate(task: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -43,11 +46,14 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 def write_tasks(folder: Path, seed: int = 0) -> None:
     """Write ``sft.jsonl``, ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl`` into ``folder``."""
     rng = random.Random(seed)
+    pairs = [(first, second) for first in ITEMS for second in ITEMS if first != second]
+    rng.shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, size in SIZES.items():
+    for name, count in PAIRS.items():
+        part, pairs = pairs[:count], pairs[count:]
         with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            for _ in range(size):
-                task = make_task(rng)
+            for pair in part * EACH.get(name, 1):
+                task = make_task(pair, rng)
                 file.write(json.dumps(demonstrate(task, rng) if name == "sft" else task) + "\n")
 
 

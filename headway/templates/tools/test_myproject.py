@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +34,24 @@ class Tasks(unittest.TestCase):
     def test_answers_are_right(self) -> None:
         rng = random.Random(1)
         for _ in range(200):
-            task = make_tasks.make_task(rng)
+            task = make_tasks.make_task(("kiwi", "leek"), rng)
             first, second = task["prompt"].split("+")
             assert int(task["answer"]) == task["prices"][first] + task["prices"][second]
 
     def test_about_half_of_the_demonstrations_guess(self) -> None:
         rng = random.Random(1)
-        rows = [make_tasks.demonstrate(make_tasks.make_task(rng), rng) for _ in range(500)]
+        task = make_tasks.make_task(("kiwi", "leek"), rng)
+        rows = [make_tasks.demonstrate(task, rng) for _ in range(500)]
         assert 0.4 < sum(len(row["messages"]) == 2 for row in rows) / len(rows) < 0.6
+
+    def test_no_pair_is_in_two_files(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            make_tasks.write_tasks(Path(folder))
+            rows = {
+                name: Path(folder, f"{name}.jsonl").read_text().splitlines() for name in ("train", "validation", "test")
+            }
+        prompts = {name: {json.loads(line)["prompt"] for line in lines} for name, lines in rows.items()}
+        assert len(set.union(*prompts.values())) == sum(make_tasks.PAIRS[name] for name in prompts)
 
 
 class Configuration(unittest.TestCase):

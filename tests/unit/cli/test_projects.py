@@ -164,7 +164,7 @@ def test_missing_compiler(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert files(here) == []
     assert cli.main(["new", "demo"]) == 0
     told = capsys.readouterr().out
-    assert "plain torch does the work" in told
+    assert "plain torch takes the place" in told
     assert "apt install make" in told
 
 
@@ -185,7 +185,7 @@ def test_quickstart_runs_what_is_left_to_do(here: Path, monkeypatch: pytest.Monk
         ["headway", "report"],
     ]
     assert commands[3][2] == f"{folder}/experiment.toml"
-    assert commands[3][-1] == "--run.steps=3"
+    assert commands[2][-1] == commands[3][-1] == "--run.steps=3"
     assert "--run.seed=0" in commands[3]
 
     (folder / "tasks").mkdir()
