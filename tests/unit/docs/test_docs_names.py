@@ -16,6 +16,8 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in FRONT)
 FOREIGN = {  # files of users and of other programs, named as examples
     "my_agent.py",
     "my_hooks.py",
+    "demo.py",
+    "test_demo.py",
     "sitecustomize.py",
     "instruction.md",
     "model_executor/kernels/linear/scaled_mm/cpu.py",
