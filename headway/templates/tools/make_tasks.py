@@ -1,7 +1,7 @@
 """Writes the tasks: what two things cost together, at prices that only a tool knows.
 
     prompt    pear+fig
-    solution  calls price(pear), reads 4, calls price(fig), reads 7, answers 11
+    solution  calls price(pear), reads 1, calls price(fig), reads 3, answers 4
 
 The demonstrations of the cold start (``sft.jsonl``) are imperfect on purpose: a share GUESS of them answers without the
 tool. A model that imitates them well does the same; that the tool is worth its while is for reinforcement learning to
@@ -27,7 +27,7 @@ EACH = {"sft": 12, "train": 5}  # tasks of a pair, at prices of their own; else 
 
 def make_task(pair: tuple[str, str], rng: random.Random) -> dict[str, Any]:
     """One task; what it has beside prompt and answer is in ``task.metadata``."""
-    prices = {item: rng.randint(1, 9) for item in sorted({*rng.sample(ITEMS, 4), *pair})}
+    prices = {item: rng.randint(1, 4) for item in sorted({*rng.sample(ITEMS, 4), *pair})}
     return {"prompt": "+".join(pair), "answer": str(prices[pair[0]] + prices[pair[1]]), "prices": prices}
 
 
@@ -35,7 +35,7 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A conversation about ``task``; sometimes a guess."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
     if rng.random() < GUESS:
-        return {"messages": [*messages, {"role": "assistant", "content": str(rng.randint(2, 18))}]}
+        return {"messages": [*messages, {"role": "assistant", "content": str(rng.randint(2, 8))}]}
     for item in task["prompt"].split("+"):
         call = {"id": item, "type": "function", "function": {"name": "price", "arguments": {"item": item}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
