@@ -12,13 +12,14 @@ import pytest
 
 from headway.config.schema import LedgerConfig
 from headway.records.generation import VersionSpan
-from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.rollout import CallTimes, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.report.watch.rollouts import detail
 from headway.report.watch.rollouts.texts import TokenTable
 from headway.report.watch.rollouts.view import WatchedRollouts
 from headway.runtime.clock import VirtualClock
-from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
+from headway.telemetry.rollouts.columns import TRAINED, finished_batch, listed, trained_batch
 from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter
@@ -131,6 +132,15 @@ def test_parts_are_whole_and_each_sampled_one_of_the_trunk_is_a_turn(run: Path) 
         sampled = [part for part in found["sequences"][0]["parts"] if part["kind"] == "sampled"]
         assert [turn["tokens"] for turn in found["turns"]] == [part["to"] - part["from"] for part in sampled]
     watched.close()
+
+
+def test_turns_have_the_times_of_their_calls() -> None:
+    calls = tuple(CallTimes(start_s=at, first_token_s=at, end_s=at + 1, tokens=1) for at in (1.0, 4.0))
+    parts = [{"kind": kind, "from": at, "to": at + 1} for at, kind in enumerate(("sampled", "observation", "sampled"))]
+    rollout = Rollout(group=0, member=0, prompt_ids=(1,), finish_reason="stop", call_times=calls)
+    found = detail.turns(parts, finished_batch([rollout], ["t"]))
+    assert [(turn["start_s"], turn["end_s"], turn["reward"]) for turn in found] == [(1.0, 2.0, None), (4.0, 5.0, None)]
+    assert detail.turns(parts[:1], finished_batch([rollout], ["t"]))[0]["start_s"] is None  # a call had no answer
 
 
 def test_windows_are_parts_of_the_whole(run: Path) -> None:

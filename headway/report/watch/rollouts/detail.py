@@ -115,13 +115,17 @@ def _sequence(
     }  # fmt: skip
 
 
-def turns(parts: list[dict[str, Any]], rewards: Sequence[float]) -> list[dict[str, Any]]:
-    """The turns of a sequence with these ``parts``; ``rewards``: of each turn, where turns have any."""
+def turns(parts: list[dict[str, Any]], batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The turns of the trunk, which has these ``parts``, of the rollout that ``batch`` consists of: tokens, and where
+    they are recorded the reward and the times of its model call."""
     sampled = [part for part in parts if part["kind"] == "sampled"]
-    known = rewards if len(rewards) == len(sampled) else [None] * len(sampled)
+    recorded = {"reward": "turn_rewards", "start_s": "call_starts_s", "end_s": "call_ends_s"}
+    columns = {name: batch[column][0].as_py() or [] for name, column in recorded.items()}
+    known = {name: values for name, values in columns.items() if len(values) == len(sampled)}
     return [
-        {"index": index, "tokens": part["to"] - part["from"], "reward": reward}
-        for index, (part, reward) in enumerate(zip(sampled, known, strict=True))
+        {"index": index, "tokens": part["to"] - part["from"]}
+        | {name: known[name][index] if name in known else None for name in recorded}
+        for index, part in enumerate(sampled)
     ]
 
 

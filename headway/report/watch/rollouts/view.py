@@ -102,7 +102,7 @@ class WatchedRollouts:
             "ending_reason": left or common["ending_reason"],
             "life": detail.life(batch, *self._columns.training(common["group"])),
             "sequences": sequences,
-            "turns": detail.turns(sequences[0]["parts"], batch["turn_rewards"][0].as_py() or []),
+            "turns": detail.turns(sequences[0]["parts"], batch),
             "problems": self._problems(),
         }
 
