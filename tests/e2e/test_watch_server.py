@@ -108,7 +108,7 @@ SAID = {
     "empty-segment": ".arrow",
     "garbage-in-trace": "trace",
     "no-trace": "trace",
-    "older-ended": "rollouts",
+    "older-ended": "no trace",
     "only-an-epoch": "ledger.jsonl",
 }
 
