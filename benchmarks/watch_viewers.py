@@ -51,6 +51,7 @@ def live_run(folder: Path) -> Iterator[Path]:
     headway("init-model", str(model), "--texts", f"{tasks}/sft.jsonl", "--character-level", quiet=True)
     paths = [f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in ("train", "validation", "test")]
     load = [f"--{one}" for one in SAME_LOAD if not one.startswith("ledger.trace")]
+    load.append("--queue.filter_zero_variance=false")  # a random model solves nothing: every group would be filtered
     more = [f"--model.path={model}", f"--run.directory={run}", "--run.steps=5000", "--run.time_limit_s=100000"]
     log = (folder / "train.log").open("w")
     command = [sys.executable, "-m", "headway.cli.main", "train", CONFIG, "--quiet", *paths, *load, *more]
