@@ -101,7 +101,8 @@ class Viewers:
                 if answer.status != 200:
                     raise ValueError(f"/api/stream: {answer.status}")
                 while not self._ended.is_set():
-                    self.events += answer.readline().startswith(b"data:")
+                    line = answer.readline()  # not inside the sum: another thread's would be lost meanwhile
+                    self.events += line.startswith(b"data:")
         except (OSError, ValueError, http.client.HTTPException) as error:
             self.errors.append(f"{type(error).__name__}: {error}")
 
