@@ -51,6 +51,7 @@ def live_run(folder: Path) -> Iterator[Path]:
     headway("init-model", str(model), "--texts", f"{tasks}/sft.jsonl", "--character-level", quiet=True)
     paths = [f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in ("train", "validation", "test")]
     load = [f"--{one}" for one in SAME_LOAD if not one.startswith("ledger.trace")]
+    load.append("--queue.filter_zero_variance=false")  # a random model solves nothing: every group would be filtered
     more = [f"--model.path={model}", f"--run.directory={run}", "--run.steps=5000", "--run.time_limit_s=100000"]
     log = (folder / "train.log").open("w")
     command = [sys.executable, "-m", "headway.cli.main", "train", CONFIG, "--quiet", *paths, *load, *more]
@@ -100,7 +101,8 @@ class Viewers:
                 if answer.status != 200:
                     raise ValueError(f"/api/stream: {answer.status}")
                 while not self._ended.is_set():
-                    self.events += answer.readline().startswith(b"data:")
+                    line = answer.readline()  # not inside the sum: another thread's would be lost meanwhile
+                    self.events += line.startswith(b"data:")
         except (OSError, ValueError, http.client.HTTPException) as error:
             self.errors.append(f"{type(error).__name__}: {error}")
 
