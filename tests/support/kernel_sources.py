@@ -198,7 +198,7 @@ CHEATS = [
         "computes in a thread that it leaves behind",
         model(
             "y = torch.zeros_like(x)\n"
-            "def later():\n    time.sleep(0.01)\n    y[:] = self.right(x)\n"
+            "def later():\n    time.sleep(0.03)\n    y[:] = self.right(x)\n"
             "threading.Thread(target=later, daemon=True).start()\nreturn y",
             top="import threading, time",
         ),
@@ -215,7 +215,7 @@ CHEATS = [
         CPP.replace("#include <cmath>", "#include <cmath>\n#include <thread>\n#include <chrono>")
         .replace(
             "    for (long i",
-            "    std::thread([=] {\n    std::this_thread::sleep_for(std::chrono::milliseconds(10));\n    for (long i",
+            "    std::thread([=] {\n    std::this_thread::sleep_for(std::chrono::milliseconds(30));\n    for (long i",
         )
         .replace("sinf(x[i]);\n", "sinf(x[i]);\n    }).detach();\n"),
         CPP.replace("#include <cmath>", "#include <cmath>\n#include <thread>")
