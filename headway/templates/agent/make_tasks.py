@@ -21,7 +21,7 @@ SIZES = {"sft": 8000, "train": 8000, "validation": 128, "test": 256}
 
 
 def make_task(rng: random.Random) -> tuple[str, str]:
-    """One task: (prompt, answer)."""
+    """Make one task: (prompt, answer)."""
     value = rng.randint(LOWEST, HIGHEST)
     prompt = str(value)
     for _ in range(rng.choice([3, 4, 5])):

@@ -27,7 +27,7 @@ def solve(task: dict[str, Any]) -> None:
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """One call of the model: a step, up to the next "="."""
+    """Call the model once: a step, up to the next "="."""
     body = {"model": "headway", "messages": messages, "stop": "=", "max_tokens": 24}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     request = urllib.request.Request(

@@ -26,7 +26,7 @@ EACH = {"sft": 12, "train": 5}  # tasks of a pair, at prices of their own; else 
 
 
 def make_task(pair: tuple[str, str], rng: random.Random) -> dict[str, Any]:
-    """One task; what it has beside prompt and answer is in ``task.metadata``."""
+    """Make one task; what it has beside prompt and answer is in ``task.metadata``."""
     prices = {item: rng.randint(1, 4) for item in sorted({*rng.sample(ITEMS, 4), *pair})}
     return {"prompt": "+".join(pair), "answer": str(prices[pair[0]] + prices[pair[1]]), "prices": prices}
 

@@ -17,7 +17,7 @@ from headway.api import Task, ToolError, load_experiment
 
 
 def episode(prices: dict[str, int]) -> Any:
-    """What the tool sees of an episode."""
+    """Return what the tool sees of an episode."""
     return SimpleNamespace(task=Task(task_id="1", prompt="pear+fig", metadata={"prices": prices}))
 
 

@@ -212,7 +212,7 @@ class TextIndex:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
         try:
-            self._cache.mkdir(mode=0o700, exist_ok=True)  # another watcher may have deleted it
+            self._cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # another watcher may have deleted it
             with open(self._cache / _LOCK, "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._read_state()
