@@ -18,17 +18,18 @@ FEW = EvaluatorSettings(concurrent=2, timing=TimingSettings(pairs=5, most_s=0.4,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_the_compiled_reference_is_timed_once_and_its_failure_is_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = next(iter(HONEST.values()))
     asked = msgspec.structs.replace(submission(source, timed=True, timed_trials=10), compare_compiled=True)
-    asked = msgspec.structs.replace(asked, timeout_s=200.0)
+    asked = msgspec.structs.replace(asked, timeout_s=400.0)
 
     async def use(evaluator: KernelEvaluator) -> None:
         hurried = await evaluator.evaluate(msgspec.structs.replace(asked, timeout_s=30.0))
         assert hurried.correct
-        assert hurried.compiled_note.startswith("no time for torch.compile of the reference: it needs 90 s")
+        assert hurried.compiled_note.startswith("no time for torch.compile of the reference: it needs 180 s")
         found = await evaluator.evaluate(asked)
         assert (found.correct, found.compiled_note) == (True, "")
         assert found.speedup is not None

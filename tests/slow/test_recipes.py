@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def test_slurm_job_requeues_itself_and_finishes_the_run(tmp_path: Path):
         before = len(tiny_run.steps_of(run))
         assert before < 120
         wait_until(lambda: "JobState=PENDING" in slurm_says("scontrol", "show", "job", job), output, 60.0)
+        time.sleep(2.0)  # slurmd refuses a job that starts again in the second in which it was killed
         slurm_says("scontrol", "update", f"jobid={job}", "StartTime=now")  # else in two minutes
         wait_until(lambda: "JobState=COMPLETED" in slurm_says("scontrol", "show", "job", job), output, 150.0)
     report = tiny_run.audited(run)

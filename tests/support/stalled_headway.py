@@ -39,8 +39,8 @@ class StuckGenerator(GeneratorService):
     """A replica that never ends its 40th step."""
 
     def tick(self) -> bool:
-        self._steps = getattr(self, "_steps", 0) + 1
-        if self._steps == 40:
+        self.ticks = getattr(self, "ticks", 0) + 1
+        if self.ticks == 40:
             wait_in_kernel()
         return super().tick()
 
