@@ -55,6 +55,14 @@ FUNCTIONS = {
     "bend": Function("v * v / 2 + v", "x * x / 2 + x"),
     "bump": Function("v / (1 + v * v)", "x / (1 + x * x)"),
     "spline": Function("v > 0 ? v * v : 0", "torch.relu(x) * torch.relu(x)"),
+    "double": Function("v + v", "x + x"),
+    "flip": Function("1 - v", "1 - x"),
+    "dip": Function("v * v - v", "x * x - x"),
+    "size": Function("v > 0 ? v : 0 - v", "torch.abs(x)"),
+    "ramp": Function("v > 0 ? v : 0", "torch.relu(x)"),
+    "bell": Function("1 / (1 + v * v)", "1 / (1 + x * x)"),
+    "ceiling": Function("v < 1 ? v : 1", "torch.clamp(x, max=1)"),
+    "slope": Function("v / 8 + v * v", "x / 8 + x * x"),
 }
 # slot -> (text, its class, weight in demonstrations). Choices that depend on others are in `classify`.
 SLOTS: dict[str, tuple[tuple[str, str, float], ...]] = {
@@ -152,7 +160,7 @@ def get_inputs():
 def get_init_inputs():
     return []
 '''
-HELD_OUT = {  # each function in one shape
+HELD_OUT = {  # two of each shape
     "map bump": (224, 320),
     "map cube": (224, 320),
     "row sum hinge": (160, 448),

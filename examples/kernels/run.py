@@ -108,7 +108,7 @@ def prepare(folder: Path, seed: int, *sft: str) -> list[str]:
     if not (tasks / "heldout.jsonl").exists():
         run(str(HERE / "make_tasks.py"), str(tasks), "--seed", str(seed))
     if not initial.exists():
-        texts = ("--texts", f"{tasks}/sft.jsonl", "--vocabulary-size", "640")
+        texts = ("--texts", f"{tasks}/sft.jsonl", "--vocabulary-size", "640", "--layers", "4", "--width", "128", "--intermediate", "352")
         run(*CLI, "init-model", str(initial), *texts, "--seed", str(seed))
         (initial / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     if not warm.exists():
@@ -139,7 +139,7 @@ def main() -> None:
     folder: Path = arguments.directory or Path(f"runs/kernels-{arguments.seed}")
     began_s = time.monotonic()
     paths = prepare(folder, arguments.seed, *([f"--sft.steps={arguments.sft_steps}"] if arguments.sft_steps else []))
-    with serving("HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1") as service:
+    with serving("HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1", "--timing-s", "0.4") as service:
         before = score("cold-start", folder / "sft", folder, service, arguments.answers)
         trained = train(folder / "rl", paths, service, *overrides)
         after = score("reinforced", trained, folder, service, arguments.answers)

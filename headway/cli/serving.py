@@ -79,6 +79,9 @@ def serve_kernels(
     queue: int = typer.Option(256, min=0, metavar="N", help="Submissions that wait; further ones get HTTP 429."),
     queue_s: float = typer.Option(300.0, min=0.1, metavar="S", help="Longest wait of a submission; then HTTP 429."),
     timeout_s: float = typer.Option(600.0, min=1.0, metavar="S", help="Longest time of an evaluation."),
+    timing_s: float = typer.Option(
+        0.7, min=0.1, metavar="S", help="Longest time in which a speed-up is measured; less is coarser."
+    ),
     max_source_bytes: int = typer.Option(1 << 20, min=1, metavar="N", help="Limit of a source; beyond: HTTP 413."),
     evaluator: str = typer.Option(
         "", metavar="MODULE:FUNCTION", help="Makes another evaluator than Headway's: docs/kernels-service.md."
@@ -97,6 +100,7 @@ def serve_kernels(
         queue=queue,
         queue_s=queue_s,
         timeout_s=timeout_s,
+        timing_s=timing_s,
         max_source_bytes=max_source_bytes,
         evaluator=evaluator,
     )

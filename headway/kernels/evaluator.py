@@ -24,6 +24,8 @@ from headway.kernels.compiled_reference import (
     compile_reference,
     compiled_spec,
 )
+from headway.kernels.device_queries import core_devices
+from headway.kernels.devices import DeviceTable
 from headway.kernels.faults import fault_of_end, fault_of_error, first_line
 from headway.kernels.isolation import (
     Deception,
@@ -85,7 +87,9 @@ class KernelEvaluator:
         *,
         state: str | Path | None = None,
         check: SourceCheck = lambda submission: "",
+        devices: DeviceTable | None = None,
     ) -> None:
+        """``devices``: sets of cores to lease for timing, those of ``settings`` unless given."""
         self._settings = settings or EvaluatorSettings()
         self._backend = LocalBackend(state, run="kernels", settings=preload_settings())
         self._check = check
@@ -99,9 +103,12 @@ class KernelEvaluator:
         self._making: dict[bytes, asyncio.Lock] = {}
         self._compiled = CompiledReferences(self._time_compiled)
         self._crossing_s: dict[tuple[int, ...], float] = {}
-        self._devices: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
-        for cores in self._settings.timing_cores or (tuple(sorted(os.sched_getaffinity(0)))[-1:],):
-            self._devices.put_nowait(cores)
+        if devices is None:
+            sets = self._settings.timing_cores or (tuple(sorted(os.sched_getaffinity(0)))[-1:],)
+            names = [f"cpu:{','.join(map(str, cores))}" for cores in sets]
+            devices = DeviceTable(core_devices(names), tuple, lambda name, detail: None)
+        self._devices = devices
+        self._free = asyncio.Semaphore(devices.usable("cpu"))
         self.counts = _Counts()
 
     async def start(self) -> None:
@@ -278,10 +285,9 @@ class KernelEvaluator:
         leases: contextlib.AsyncExitStack,
     ) -> KernelEvaluation:
         since_s = time.monotonic()
-        leased = submission.device.startswith("cpu:")  # by whoever asks, for this evaluation alone
-        cores = parse_device(submission.device).core_ids() if leased else await self._devices.get()
-        if not leased:
-            leases.callback(self._devices.put_nowait, cores)
+        await leases.enter_async_context(self._free)
+        device = leases.enter_context(self._devices.lease("cpu", submission.device))
+        cores = parse_device(device).core_ids()
         leased_s = time.monotonic()
         guest.until_s = until_s + leased_s - since_s  # waiting for a device doesn't count
         try:
@@ -300,7 +306,7 @@ class KernelEvaluator:
             return msgspec.structs.replace(found, fault=fault, text=text)
         return msgspec.structs.replace(
             found,
-            device=submission.device or f"cpu:{','.join(map(str, cores))}",
+            device=device,
             timing=result.timing,
             reference=result.reference,
             speedup=None if result.refused else result.speedup,
@@ -367,8 +373,8 @@ class KernelEvaluator:
     @property
     def busy(self) -> bool:
         """Whether an evaluation runs or waits, or cores are leased."""
-        sets = len(self._settings.timing_cores) or 1
-        return bool(self._running or self._ending) or self._devices.qsize() < sets
+        leased = any(device["state"] == "leased" for device in self._devices.describe())
+        return bool(self._running or self._ending) or leased
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

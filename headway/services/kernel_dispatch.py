@@ -66,16 +66,26 @@ class KernelDispatch:
     """Gives each submission a place, and a device where it needs one of its own, and has it judged.
 
     A timed evaluation has a device to itself, and so has any on a GPU; the others share the cores that aren't for
-    timing. Waiting is first come, first served, bounded in number and time. A failure of the infrastructure (the
-    evaluator's own, or a GPU that its driver has lost meanwhile) is repeated, ahead of others, on another device.
+    timing. An evaluator that ``leases_cores`` takes those of the same table itself, for the timing alone: others
+    compile and check meanwhile. Waiting is first come, first served, bounded in number and time. A failure of the
+    infrastructure (the evaluator's own, or a GPU that its driver has lost meanwhile) is repeated, ahead of others, on
+    another device.
     """
 
     def __init__(
-        self, judge: KernelJudge, devices: DeviceTable, limits: KernelLimits, clock: Clock, on_event: OnDeviceEvent
+        self,
+        judge: KernelJudge,
+        devices: DeviceTable,
+        limits: KernelLimits,
+        clock: Clock,
+        on_event: OnDeviceEvent,
+        *,
+        leases_cores: bool = False,
     ) -> None:
         self.counts = KernelCounts()
         self.running = 0
         self._judge = judge
+        self._leases_cores = leases_cores
         self._devices = devices
         self._limits = limits
         self._clock = clock
@@ -84,7 +94,7 @@ class KernelDispatch:
         settings = RouterConfig(overcommit=1.0, queue_requests=limits.queue, queue_s=limits.queue_s)
         capacities = {
             "gpu": lambda: devices.usable("gpu"),
-            "cpu": lambda: devices.usable("cpu"),
+            "cpu": lambda: devices.usable("cpu") + limits.concurrency * leases_cores,
             "shared": lambda: limits.concurrency,
         }
         self._limiters = {
@@ -132,6 +142,9 @@ class KernelDispatch:
                 yield ""
             return
         async with self._limiters[kind].place(1, priority):
+            if kind == "cpu" and self._leases_cores:
+                yield preferred
+                return
             with self._devices.lease(kind, preferred) as device:
                 yield device
 
@@ -157,6 +170,8 @@ class KernelDispatch:
             await self._devices.refresh()
             if self._devices.lost(device):
                 return KernelEvaluation(infrastructure=f"{device} was lost", device=device)
+        if self._leases_cores:
+            device = evaluation.device
         if device and not evaluation.infrastructure:
             self._devices.note(device, evaluation)
         if evaluation.infrastructure:

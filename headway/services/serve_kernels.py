@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class KernelServing:
     queue: int = 256
     queue_s: float = 300.0
     timeout_s: float = 600.0
+    timing_s: float = 0.7  # until a speed-up is measured closely enough, or isn't told
     max_source_bytes: int = 1 << 20
     evaluator: str = ""  # module:function, called with these settings; "": Headway's own
 
@@ -78,12 +80,15 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
     require_keys(keys, settings.address, f"--host {settings.host}", "--key-file")
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
+        if others := {*machine_cores()}.difference(*settings.core_sets().values()):
+            os.sched_setaffinity(0, others)  # what compiles and checks stays off the cores that time
         devices = DeviceTable(core_devices(tuple(settings.core_sets())), query_gpus, on_event)
         await devices.refresh()
-        evaluator = make_evaluator(settings, limits)
+        evaluator = make_evaluator(settings, limits, devices)
         await evaluator.start()
         stack.push_async_callback(evaluator.close)
-        dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event)
+        own = not settings.evaluator
+        dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event, leases_cores=own)
         stack.callback(dispatch.stop)
         body_bytes = settings.max_source_bytes * _BODY_FACTOR + _BODY_BYTES
         endpoint = EndpointConfig(address=settings.address, max_body_bytes=body_bytes)
@@ -94,17 +99,24 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
             await stopped.wait()
 
 
-def make_evaluator(settings: KernelServing, limits: KernelLimits) -> Any:
-    """This machine's evaluator, not started yet."""
+def make_evaluator(settings: KernelServing, limits: KernelLimits, devices: DeviceTable | None = None) -> Any:
+    """This machine's evaluator, not started yet. ``devices``: what it leases for timing; default: of its own."""
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
     from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
     from headway.kernels.operators import check_operators
+    from headway.kernels.timing import TimingSettings
 
     def check(submission: KernelSubmission) -> str:
         findings = check_operators(submission.source, submission.task.backend, submission.task)
         return findings[0].text if findings else ""
 
-    timing = tuple(settings.core_sets().values())
-    most = limits.concurrency + len(timing)
-    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing_cores=timing), check=check)
+    cores = tuple(settings.core_sets().values())
+    usual = TimingSettings()
+    wider = (usual.most_s / settings.timing_s) ** 0.5  # as the error of a mean of fewer
+    timing = TimingSettings(
+        most_s=settings.timing_s, width=usual.width * wider, refused_width=usual.refused_width * wider
+    )
+    most = limits.concurrency + len(cores)
+    chosen = EvaluatorSettings(concurrent=most, timing_cores=cores, timing=timing)
+    return KernelEvaluator(chosen, check=check, devices=devices)

@@ -124,6 +124,7 @@ async def served_kernels(
     keys: Sequence[str] = (),
     max_source_bytes: int = 100_000,
     memory_faults: int = 3,
+    leases_cores: bool = False,
     **limits: Any,
 ) -> AsyncIterator[ServedKernels]:
     judge, events, listed = ScriptedJudge(), list[tuple[str, str]](), list(gpus)
@@ -135,7 +136,7 @@ async def served_kernels(
     devices = DeviceTable(table, lambda: tuple(listed), on_event, memory_faults)
     await devices.refresh()
     chosen = KernelLimits(**{"concurrency": 4, "timeout_s": 60.0, **limits})
-    dispatch = KernelDispatch(judge, devices, chosen, RealClock(), on_event)
+    dispatch = KernelDispatch(judge, devices, chosen, RealClock(), on_event, leases_cores=leases_cores)
     requests = KernelRequests(devices, chosen.timeout_s, max_source_bytes)
     settings = EndpointConfig(address="127.0.0.1:0", max_body_bytes=4 * max_source_bytes)
     app = KernelApi(dispatch, devices, requests, settings, ApiKeys(keys))

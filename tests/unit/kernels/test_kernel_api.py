@@ -157,6 +157,20 @@ def test_keys_are_required_but_for_health() -> None:
     play(test, keys=[KEY])
 
 
+def test_an_evaluator_that_leases_cores_itself_has_others_to_compile_meanwhile() -> None:
+    async def test(service: ServedKernels) -> None:
+        asked = [asyncio.create_task(service.eval(candidate(gate=number))) for number in range(4)]
+        await reached(lambda: len(service.judge.seen) == 3 and service.dispatch.waiting["cpu"] == 1)
+        assert [one.device for one in service.judge.seen] == ["", "", ""]
+        assert service.devices.describe()[0]["state"] == "free"  # the evaluator's to lease
+        service.judge.gate.set()
+        assert [(await one).status_code for one in asked] == [200] * 4
+        await service.eval(candidate(), preferred_device=0)
+        assert service.judge.seen[-1].device == "cpu:1"
+
+    play(test, cores=("cpu:1",), concurrency=2, leases_cores=True)
+
+
 def test_timed_evaluations_have_devices_of_their_own_and_the_others_share() -> None:
     async def test(service: ServedKernels) -> None:
         timed = [service.eval(candidate(seconds=0.02, number=n)) for n in range(6)]
