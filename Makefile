@@ -14,6 +14,11 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest
 # Need environments of their own: make test-vllm, make test-agents.
 EXCEPT_ENGINES := --ignore-glob '*test_vllm_*' --ignore-glob '*test_mini_swe_agent*'
+# Tests beside each other: what fails runs once more, alone, so that a fault fails twice and a busy machine's doing is named.
+define beside_others
+$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) || { test $$? -eq 1 && echo "make $@: what failed runs once more, alone" && \
+	$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) --last-failed --numprocesses 0 --maxfail 2 --verbose; }
+endef
 
 .PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint clean
 
@@ -90,10 +95,10 @@ test-fast: install
 
 # Three at a time on two cores: a run trains on one and generates on the other, and half of the time one of them waits.
 test-main: install
-	$(PYTEST) tests/unit tests/golden tests/e2e $(EXCEPT_ENGINES) -m 'not slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15
+	$(call beside_others,tests/unit tests/golden tests/e2e $(EXCEPT_ENGINES) -m 'not slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15)
 
 test-slow: install
-	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
+	$(call beside_others,tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 
 test-long: install
 	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m long --durations 0
