@@ -108,7 +108,18 @@ def prepare(folder: Path, seed: int, *sft: str) -> list[str]:
     if not (tasks / "heldout.jsonl").exists():
         run(str(HERE / "make_tasks.py"), str(tasks), "--seed", str(seed))
     if not initial.exists():
-        texts = ("--texts", f"{tasks}/sft.jsonl", "--vocabulary-size", "640", "--layers", "4", "--width", "128", "--intermediate", "352")
+        texts = (
+            "--texts",
+            f"{tasks}/sft.jsonl",
+            "--vocabulary-size",
+            "640",
+            "--layers",
+            "4",
+            "--width",
+            "128",
+            "--intermediate",
+            "352",
+        )
         run(*CLI, "init-model", str(initial), *texts, "--seed", str(seed))
         (initial / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     if not warm.exists():
