@@ -2,6 +2,7 @@
 
 ``<!-- not run: WHY -->``: an excerpt, or it needs what a test hasn't got. ``<!-- regenerated -->``: what its commands
 print is written by ``python -m docs.write_outputs``; ``<!-- regenerated; first: COMMAND -->`` runs one before, unseen.
+``<!-- file NAME -->``, ``<!-- change NAME -->``: a test that does what the page says writes or changes that file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Block:
     @property
     def run(self) -> bool:
         """Whether it must be complete and right by itself."""
-        return not self.mark.startswith("not run: ")
+        return not self.mark.startswith(("not run: ", "file ", "change "))
 
 
 def blocks_of(page: Path, *languages: str) -> Iterator[Block]:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"  # docs_dir of mkdocs.yml
 FRONT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-_ASSETS = (".md", ".svg", ".png", ".json")
+_ASSETS = (".md", ".svg", ".png", ".json", ".txt")
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 
 
