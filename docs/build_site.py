@@ -1,6 +1,6 @@
 """The site: the pages, the front pages beside README.md, and the repository's files that they link to.
 
-python -m docs.build_site    builds it strictly into site/, which works from any server and from the disk
+python -m docs.build_site    builds it strictly into site/, for any server (python -m http.server -d site)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"  # docs_dir of mkdocs.yml
 FRONT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-_ASSETS = (".md", ".svg", ".png", ".json", ".txt")
+_ASSETS = (".md", ".svg", ".png", ".json", ".txt", ".css")
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 
 

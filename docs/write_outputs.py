@@ -53,7 +53,7 @@ def _printed(block: Block, folder: Path) -> str:
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment, text=True, stdout=out, stderr=subprocess.STDOUT
         )
-        return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+        return "".join(f"{line.rstrip()}\n" for line in done.stdout.strip("\n").splitlines())
 
     if first := block.mark.partition("; first: ")[2]:
         run(first)

@@ -1,4 +1,5 @@
-"""The site builds without a warning, every link on it leads somewhere, and nothing is fetched from another server."""
+"""The site builds without a warning, every link on it leads somewhere, nothing is fetched from another server, and what
+commands print on the pages is what they print."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import pytest
 
 from docs.build_site import ROOT, stage
+from docs.write_outputs import regenerated
+from tests.unit.docs.test_docs_outputs import MARKED, QUICK
 
 pytestmark = pytest.mark.slow
 SITE = ROOT / "site"
@@ -84,3 +87,8 @@ def test_a_link_to_a_file_that_is_gone_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("docs.build_site.ROOT", tmp_path)
     with pytest.raises(FileNotFoundError, match="gone"):
         stage(tmp_path / "pages")
+
+
+@pytest.mark.parametrize("page", [page for page in MARKED if page.name not in QUICK], ids=lambda page: page.name)
+def test_outputs_are_up_to_date(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == regenerated(page), f"run: python -m docs.write_outputs {page.name}"
