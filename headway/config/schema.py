@@ -168,7 +168,7 @@ class QueueConfig(Section):
     # Tune: "drop" if the longest responses are junk, not thought: it biases lengths; "mask" for very long rollouts
     overdue: Literal["wait", "drop", "mask"] = "wait"  # what becomes of groups at the budget's edge: docs/async.md
     # Tune: raise it when environments keep slots idle; lower it when the machine's memory is short
-    max_concurrent_rollouts: Positive | None = None  # in generation; default: all slots, plus queue_ahead_groups x group_size
+    max_concurrent_rollouts: Positive | None = None  # most at once; default: all slots + queue_ahead_groups x group_size
     # Tune: 2 or so with surplus = "discard" for on-policy runs that can't wait for the tail; else younger samples
     oversampling: Annotated[float, Field(ge=1)] | None = None  # open groups / those of a batch; default: all admitted
     # Tune: "discard" for budget 0 with a long tail; "park" if the engine must be empty while the trainer works
@@ -208,7 +208,7 @@ class AlgorithmConfig(Section):
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None  # of rewards by turn, to go; unset: outcome alone
     # Tune: to follow a method: "seq_mean_token_mean" is GRPO's, which spares long wrong answers, "fixed" Dr. GRPO's
     aggregation: Aggregation = "token_mean"  # how losses of tokens become one number: docs/objectives.md
-    fixed_denominator_tokens: Positive | None = None  # 'fixed': divisor of losses; default: samples x max_response_tokens
+    fixed_denominator_tokens: Positive | None = None  # 'fixed': the divisor; default: samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
     # Tune: set it where engine and trainer disagree (mismatch_max), as with mixtures of experts or quantised engines
     token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
