@@ -168,7 +168,7 @@ class QueueConfig(Section):
     # Tune: "drop" if the longest responses are junk, not thought: it biases lengths; "mask" for very long rollouts
     overdue: Literal["wait", "drop", "mask"] = "wait"  # what becomes of groups at the budget's edge: docs/async.md
     # Tune: raise it when environments keep slots idle; lower it when the machine's memory is short
-    max_concurrent_rollouts: Positive | None = None  # most at once; default: all slots + queue_ahead_groups x group_size
+    max_concurrent_rollouts: Positive | None = None  # most at once; default: slots + queue_ahead_groups x group_size
     # Tune: 2 or so with surplus = "discard" for on-policy runs that can't wait for the tail; else younger samples
     oversampling: Annotated[float, Field(ge=1)] | None = None  # open groups / those of a batch; default: all admitted
     # Tune: "discard" for budget 0 with a long tail; "park" if the engine must be empty while the trainer works
