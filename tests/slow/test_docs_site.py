@@ -15,7 +15,7 @@ from docs.build_site import ROOT, stage
 from docs.write_outputs import regenerated
 from tests.unit.docs.test_docs_outputs import MARKED, QUICK
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SITE = ROOT / "site"
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
