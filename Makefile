@@ -20,7 +20,7 @@ $(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) || { test $$? -eq 1 && echo "make $
 	$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) --last-failed --numprocesses 0 --maxfail 2 --verbose; }
 endef
 
-.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint clean
+.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint docs clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
@@ -35,6 +35,7 @@ help:
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends, of ssh, of Slurm and of the page need; they are skipped without"
 	@echo "make test-hostile set up, then code that means harm in every kind of sandbox, Docker's too"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
+	@echo "make docs         set up, then write the generated pages and outputs, and build site/"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -116,6 +117,12 @@ test-clients: install install-agents install-clients
 
 test-vllm: install-vllm
 	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
+
+docs: install
+	mkdir -p build; set -e; for page in configuration cli api; do \
+		$(BIN)/python -m docs.write_$$page > build/page.md; mv build/page.md docs/$$page.md; done
+	$(BIN)/python -m docs.write_outputs
+	$(BIN)/python -m docs.build_site
 
 # The type checker needs a minute of one core: beside the tests, which leave some of it free.
 test: install

@@ -6,9 +6,12 @@ python -m docs.write_configuration > docs/configuration.md
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import json
+import re
+import sys
 import tokenize
 import types
 from collections.abc import Iterator
@@ -17,90 +20,62 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headway.config import (
-    alerts,
-    buffer,
-    cluster,
-    control,
-    curriculum,
-    endpoint,
-    fixed_models,
-    hooks,
-    pruning,
-    router,
-    sandbox,
-    schema,
-    sources,
-    tool_servers,
-)
 from headway.config.load import section_of
-from headway.config.schema import Experiment, is_resumable
+from headway.config.schema import Experiment, VerifierSettings, is_resumable
 
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m docs.write_configuration > docs/configuration.md`; edit headway/config/schema.py instead. -->
+<!-- Written by `python -m docs.write_configuration > docs/configuration.md`; edit headway/config/ instead. -->
 
 One TOML file holds a whole experiment; any key can be overridden on the command line as `--section.key=value`.
 Unknown keys are errors that name the nearest valid one. Relative paths are relative to the working directory.
 A key without a default is **required**; *unset* means that TOML leaves it out. Keys marked ↻ (and all of `[sft]`)
 may differ when a run is resumed; every other key must be what the run began with. `headway check` tests the
-combinations.
+combinations. *In italics*: when to change a key. Most runs need no others than those.
 """
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_UNITS = {"_per_s": "per second", "_s": "seconds"} | {
+    f"_{unit}": unit
+    for unit in ("bytes", "tokens", "steps", "groups", "samples", "characters", "requests", "updates", "batches")
+}  # a key's ending -> its unit
+_PAGE = re.compile(r"docs/([\w-]+\.md)")
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def reference() -> str:
     """The whole page in Markdown. Pure: reads the schema and its source and nothing else."""
-    modules = (
-        schema,
-        alerts,
-        buffer,
-        curriculum,
-        endpoint,
-        sources,
-        hooks,
-        pruning,
-        control,
-        router,
-        sandbox,
-        tool_servers,
-        fixed_models,
-        cluster,
-    )
-    comments = {key: text for module in modules for key, text in comments_from(inspect.getsource(module)).items()}
     parts = [_INTRODUCTION]
     for name, section in Experiment.model_fields.items():
         model = section_of(section.annotation)
         if model is not None:
             path = f"{name}.NAME" if get_origin(section.annotation) is dict else name
-            parts += _section(path, model, section.is_required(), comments)
+            parts += _section(path, model, section.is_required())
     return "\n".join(parts)
 
 
-def _section(path: str, model: type[BaseModel], required: bool, comments: dict[tuple[str, str], str]) -> Iterator[str]:
+def _section(path: str, model: type[BaseModel], required: bool) -> Iterator[str]:
     nested = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
     if all(nested.values()):  # a section of sub-sections, all of one kind: [tasks.train], [tasks.validation], ...
         titles = [f"`[{path}.{name}]`" + (" (required)" if model.model_fields[name].is_required() else "")
                   for name in nested]  # fmt: skip
         yield f"## {', '.join(titles)}\n"
         for name in nested:
-            if comment := comments.get((model.__name__, name)):
+            if comment := _comment(model, name):
                 yield f"- `{name}`: {comment}"
         yield ""
         model = next(found for found in nested.values() if found is not None)
     else:
         yield f"## `[{path}]`" + (" (required)" if required else "") + "\n"
         if model.__doc__:
-            yield inspect.cleandoc(model.__doc__) + "\n"
+            yield linked(inspect.cleandoc(model.__doc__)) + "\n"
     yield "| key | valid | default | meaning |"
     yield "| --- | --- | --- | --- |"
-    yield from _rows(path, "", model, comments)
+    yield from _rows(path, "", model)
     yield ""
 
 
-def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[str, str], str]) -> Iterator[str]:
+def _rows(path: str, prefix: str, model: type[BaseModel]) -> Iterator[str]:
     """A table row for each key; keys of a table inside the section follow it as ``table.key``, unless that table is a
     section documented elsewhere."""
     for name, field in model.model_fields.items():
@@ -108,30 +83,60 @@ def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[s
         named = f"{path}.{prefix}*.{name}"  # of a table whose entries have names
         mark = " ↻" if is_resumable(f"{path}.{key}") or is_resumable(named) else ""
         inner = section_of(field.annotation)
-        owners = (comments.get((owner.__name__, name)) for owner in model.__mro__)  # a section may extend another
-        comment = next(filter(None, owners), "")
+        comment = _comment(model, name)
         if inner is None or comment:
             default = "*unset*" if isinstance(field.get_default(), BaseModel) else _default(field)
-            cells = (f"`{key}`{mark}", valid_values(field.annotation, field.metadata), default, comment)  # fmt: skip
+            valid = valid_values(field.annotation, field.metadata) + _unit(name, field.annotation)
+            cells = (f"`{key}`{mark}", valid, default, comment)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        if inner is not None and not issubclass(inner, schema.VerifierSettings):
-            yield from _rows(path, f"{key}.", inner, comments)
+        if inner is not None and not issubclass(inner, VerifierSettings):
+            yield from _rows(path, f"{key}.", inner)
 
 
-def comments_from(source: str) -> dict[tuple[str, str], str]:
-    """(class, field) -> the comment at the end of the field's line."""
+def _comment(model: type[BaseModel], name: str) -> str:
+    """Meaning of a field, and when to change it in italics, from its line or that of the section it extends."""
+    for owner in model.__mro__:
+        source = inspect.getsource(sys.modules[owner.__module__]) if owner.__module__.startswith("headway.") else ""
+        if meaning := comments_from(source).get((owner.__name__, name)):
+            tuned = comments_from(source, "Tune: ").get((owner.__name__, name))
+            return linked(f"{meaning}<br><em>{tuned}</em>" if tuned else meaning)
+    return ""
+
+
+def linked(text: str) -> str:
+    """``text`` with links to the pages that it names."""
+    return _PAGE.sub(r"[\1](\1)", text)
+
+
+@functools.cache
+def comments_from(source: str, above: str = "") -> dict[tuple[str, str], str]:
+    """(class, field) -> the comment at the end of the field's line; with ``above``: the one that begins so, on the line
+    above the field."""
     by_line = {
         token.start[0]: token.string.lstrip("# ").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    return {
-        (node.name, field.target.id): by_line[field.end_lineno]
+    fields = [
+        (node.name, field.target.id, field.lineno - 1 if above else field.end_lineno)
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef)
         for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.end_lineno in by_line
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+    return {
+        (owner, name): by_line[line].removeprefix(above)
+        for owner, name, line in fields
+        if line in by_line and by_line[line].startswith(above)
     }
+
+
+def _unit(name: str, annotation: Any) -> str:
+    """The unit in brackets, as the key's ending says; "" for one that is no number."""
+    kinds = {annotation, *get_args(annotation)} | {get_args(one)[0] for one in get_args(annotation) if get_args(one)}
+    if not kinds & {int, float}:
+        return ""
+    return next((f" ({unit})" for ending, unit in _UNITS.items() if name.endswith(ending)), "")
 
 
 def valid_values(annotation: Any, metadata: list[Any]) -> str:

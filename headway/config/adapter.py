@@ -15,16 +15,16 @@ class AdapterConfig(Section):
     """With this section the model's own weights stay as they are. The keys mean what they mean in PEFT's
     ``LoraConfig``."""
 
-    kind: Literal["lora"] = "lora"
+    kind: Literal["lora"] = "lora"  # low-rank weights: W x + (alpha / rank) B A x
     path: str = ""  # folder of an adapter in PEFT's format to continue; its rank, alpha and targets then count
+    # Tune: 8 to 64; higher for SFT on much data, RL does with little
     rank: Positive | None = None  # columns of B and rows of A
+    # Tune: leave it at twice the rank, and tune trainer.learning_rate instead
     alpha: Annotated[float, Field(gt=0)] | None = None  # the adapter's product is scaled by alpha / rank
-    rslora: bool = False  # ... by alpha / sqrt(rank)
+    rslora: bool = False  # the product is scaled by alpha / sqrt(rank) instead
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input; headway sft alone
-    # Ends of Hugging Face's names of matrices; "all-linear": all but the head and the experts of a mixture.
-    targets: tuple[str, ...] = ("all-linear",)
-    # Ends of names of parameters that hold all experts of a layer, e.g. "mlp.experts.gate_up_proj".
-    target_parameters: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("all-linear",)  # ends of matrices' names; "all-linear": all but head and experts
+    target_parameters: tuple[str, ...] = ()  # ends of names of experts' parameters, say "mlp.experts.gate_up_proj"
 
     @model_validator(mode="after")
     def _complete(self) -> AdapterConfig:

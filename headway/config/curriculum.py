@@ -14,6 +14,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class CurriculumConfig(Section):
     """The choice of the next task, and of its group's size: docs/curriculum.md."""
 
+    # Tune: "adaptive" when most groups are filtered for equal rewards: too easy, or too hard
     mode: Literal["uniform", "adaptive"] = "uniform"  # every task in turn, or those whose outcomes are likely to differ
     cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
     replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
@@ -23,8 +24,9 @@ class CurriculumConfig(Section):
     min_signal: Probability = 0.5  # a task is in the band when its group's outcomes differ with this probability
     min_signal_range: tuple[Probability, Probability] = (0.25, 0.8)  # range in which min_signal is adjusted ...
     zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in here
-    min_group_size: Positive | None = None  # default: rollout.group_size
-    max_group_size: Positive | None = None  # default: rollout.group_size
+    min_group_size: Positive | None = None  # fewest attempts at a task; default: rollout.group_size
+    # Tune: raise it for hard tasks, which need more attempts for one success
+    max_group_size: Positive | None = None  # most attempts at a task; default: rollout.group_size
     member_gain: Probability = 0.02  # a group grows while another member raises the signal's probability by this much
 
     @model_validator(mode="after")

@@ -36,10 +36,13 @@ class EnvironmentConfig(Section):
 
     name: str = "single_turn"  # one of the above, one of docs/environments.md, or your own module:Class
     parameters: dict[str, Any] = {}  # keyword arguments of an environment that is a class
+    # Tune: raise it when one core can't keep up with the environments' own work (report: environment-bound)
     workers: Positive = 1  # processes that run environments
     nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
+    # Tune: lower it when environments exhaust memory or a service that they call
     concurrency: Positive | None = None  # rollouts in environments at once; unset: all that the generator has
     starts_per_s: Rate | None = None  # rollouts started per second, all workers together; unset: no limit
+    # Tune: as many as the longest good solution needs: more makes failures dear
     max_turns: Positive = 16  # most answers in a rollout; then it ends
     max_calls: Positive = 16  # most tool calls in one answer; further ones get an error as their result
     timeout_s: Seconds = 300.0  # of an environment's reply to one answer, or of its score

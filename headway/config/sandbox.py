@@ -33,6 +33,7 @@ class SandboxConfig(Section):
     limits: SandboxLimits = SandboxLimits()  # limits of each sandbox
     ttl_s: Seconds = 3600.0  # time after which a sandbox ends by itself; counted anew while it is in use
     exec_timeout_s: Seconds = 60.0  # time limit of a command, unless its environment sets one
+    # Tune: raise it while rollouts queue for sandboxes (sandboxes/queue_p99_s) and memory is left
     live: Positive = 64  # sandboxes at once, starting ones included; environment.workers or more
     starts: Positive = 8  # sandboxes starting at once; at least one for each worker
     retries: NonNegative = 2  # of a start, after a transient failure of the infrastructure

@@ -43,6 +43,7 @@ ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std")
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "dro", "reinforce")
 
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], named_once("tracker")]
+Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
 Preset = Literal[
     "grpo",
@@ -63,19 +64,26 @@ Preset = Literal[
 class RunConfig(Section):
     directory: str  # everything the run writes; one run at a time may hold it
     seed: int = 0  # of task order and sampling; rollouts are keyed (seed, group, member, position)
+    # Tune: raise it while the validation solve rate still rises at the end; `--resume` goes on with more
     steps: Positive = 100  # completed training steps at which the run ends
+    # Tune: set it on a machine that is rented by the hour, or where seconds are compared instead of steps
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
+    # Tune: true where both sides share devices and `headway check` says that their memory doesn't suffice
     offload: bool = False  # a side that doesn't compute on a shared device frees its memory
+    # Tune: true where two runs must be equal bit by bit, say to find a fault; it wants budget 0 and costs speed
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
     worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
     stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable
+    # Tune: "restart" or "end" for runs that nobody watches
     on_stall: Literal["warn", "restart", "end"] = "warn"  # what follows a stall: restart the worker, or end resumable
 
 
 class ModelConfig(Section):
     path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
+    # Tune: "chat" for models that were tuned on conversations, and for tools; "raw" for base models
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
+    # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
     adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
     quantization: Quantization | None = None  # of the weights beside an adapter: NF4 or a dynamic 8-bit type
 
@@ -110,42 +118,61 @@ class VerifierConfig(VerifierSettings):
 
 
 class RolloutConfig(Section):
+    # Tune: raise it while most groups are filtered for equal rewards (zero variance); lower it for more tasks a step
     group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std
+    # Tune: raise it where `headway check` names longer prompts; the KV cache grows with it
     max_prompt_tokens: Positive = 512  # longer prompts are refused by `check`, and fail their group
+    # Tune: raise it while many responses are truncated; lower it where the longest ones hold up the trainer
     max_response_tokens: Positive = 256  # a longer response is cut, and counted as truncated
+    # Tune: leave it at 1 unless the model was made for another; lower means less exploration
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer divides by the same
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus mass; below 1 see algorithm.allow_truncated_sampling
     top_k: NonNegative = 0  # most likely tokens kept; 0 keeps all; else see algorithm.allow_truncated_sampling
     stop: tuple[str, ...] = ()  # any of these strings ends a response
+    # Tune: raise it for environments and tools that need minutes; rollouts that hang hold a slot so long
     timeout_s: Seconds = 600.0  # a rollout open for longer ends as failed
     retries: NonNegative = 2  # of infrastructure failures, of the engine's and of the verifier's
 
 
 class GeneratorConfig(Section):
+    # Tune: "vllm" for models of a billion weights and more, or several GPUs a replica: docs/vllm.md
     engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
     engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
     probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved to be what is sampled from; 0: none
     exchange_directory: str | None = None  # vllm-server: new weights are written here for it to read; unset: /dev/shm
+    # Tune: more of them while the trainer waits (generation-bound); fewer while the generator waits
     devices: ReplicaDevices = ("cpu:0",)  # one replica each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
+    # Tune: "bfloat16" on GPUs: half the memory, faster; float32 where engine and trainer must agree to rounding
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV; a CPU without bfloat16 products widens both
     native_kernels: bool = True  # on one CPU core: C++ kernels built at first use; without a compiler plain torch
     prefill_tokens_per_step: Positive = 8192  # of prompts, beside the running requests; longer ones take several steps
+    # Tune: raise it while tokens/s still rise and KV is left; lower it when KV is full and requests are prefilled again
     slots: Positive = 64  # concurrent requests of one replica
-    kv_capacity_tokens: Positive | None = None  # default: slots x (max prompt + max response tokens)
+    # Tune: lower it where responses are mostly far shorter than the limit: less memory; raise it at many reprefills
+    kv_capacity_tokens: Positive | None = None  # of a replica; default: slots x (max prompt + max response tokens)
+    # Tune: raise it while slots are empty though groups may open; lower it for younger samples
     queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
-    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # of those in flight: docs/async.md
+    # Tune: "recompute" or "abort" if mismatch_k3 grows under "keep"; "finish" for adapters: docs/async.md
+    update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # of open requests: docs/async.md
 
 
 class QueueConfig(Section):
     """Admission, staleness and what enters a batch."""
 
+    # Tune: raise it for steadier gradients and fewer updates; lower it for more updates from the same samples
     groups_per_step: Positive = 8  # groups of one batch
+    # Tune: set it at a budget of 0 or 1, where the trainer waits for the slowest group of each batch
     groups_per_part: Positive | None = None  # the trainer computes on so many while the rest finish; default: on all
-    budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
-    overdue: Literal["wait", "drop", "mask"] = "wait"  # of groups at the budget's edge: docs/async.md
-    max_concurrent_rollouts: Positive | None = None  # default: all slots, plus queue_ahead_groups x group_size
+    # Tune: raise it while a side waits for admission or stragglers; lower it when mismatch_k3 passes 0.03
+    budget: NonNegative = 4  # eta: largest trajectory staleness, in versions, that is trained on; 0 is synchronous
+    # Tune: "drop" if the longest responses are junk, not thought: it biases lengths; "mask" for very long rollouts
+    overdue: Literal["wait", "drop", "mask"] = "wait"  # what becomes of groups at the budget's edge: docs/async.md
+    # Tune: raise it when environments keep slots idle; lower it when the machine's memory is short
+    max_concurrent_rollouts: Positive | None = None  # most at once; default: slots + queue_ahead_groups x group_size
+    # Tune: 2 or so with surplus = "discard" for on-policy runs that can't wait for the tail; else younger samples
     oversampling: Annotated[float, Field(ge=1)] | None = None  # open groups / those of a batch; default: all admitted
-    surplus: Literal["continue", "park", "discard"] = "continue"  # of groups unfinished when a batch is full
+    # Tune: "discard" for budget 0 with a long tail; "park" if the engine must be empty while the trainer works
+    surplus: Literal["continue", "park", "discard"] = "continue"  # of groups that are unfinished when a batch is full
     max_resumes: NonNegative = 2  # a rollout parked so often runs uninterrupted from then on
     budget_s: Seconds | None = None  # groups that have been open for longer end as overdue, whatever `overdue` says
     max_token_staleness: NonNegative | None = None  # tokens staler than this are old; default: none is
@@ -153,6 +180,7 @@ class QueueConfig(Section):
     max_optimizer_step_staleness: NonNegative | None = None  # in optimiser steps: budget must keep to it; default: any
     max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
     stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
+    # Tune: false to train on every group that is generated, at the price of gradients that are 0
     filter_zero_variance: bool = True  # groups whose rewards are all equal are filtered: they have no gradient
     min_advantage: Annotated[float, Field(ge=0)] = 0.0  # a group without an advantage of this size is filtered
     min_valid_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
@@ -163,18 +191,26 @@ class QueueConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    # Tune: set it to begin from a published method; keys that you give win
     preset: Preset | None = None  # a published method: fills in keys that aren't given (config/presets.py)
+    # Tune: "leave_one_out" or "group_mean" if dividing by the deviation favours too easy and too hard tasks
     advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
     advantage_k: Positive = 2  # pass_at_k: the best of so many attempts is what counts
+    # Tune: "ppo_clip" to begin with; "decoupled_ppo" beyond budget 2, with half the learning rate: docs/learning.md
     loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
+    # Tune: narrower where the policy jumps (KL, entropy); wider where many tokens are clipped under staleness
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
+    # Tune: above clip_low, so that rare tokens may grow; lower it when entropy explodes
     clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative
+    # Tune: lower it when ratio_p99 is large and steps are noisy: less variance, more bias
     behaviour_weight_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weight (TIS); 1e9: never truncated
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None  # of rewards by turn, to go; unset: outcome alone
-    aggregation: Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"  # of losses
-    fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
+    # Tune: to follow a method: "seq_mean_token_mean" is GRPO's, which spares long wrong answers, "fixed" Dr. GRPO's
+    aggregation: Aggregation = "token_mean"  # how losses of tokens become one number: docs/objectives.md
+    fixed_denominator_tokens: Positive | None = None  # 'fixed': the divisor; default: samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
+    # Tune: set it where engine and trainer disagree (mismatch_max), as with mixtures of experts or quantised engines
     token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
     sequence_mask: Bounds | None = None  # samples whose weight, by the next key, is outside carry no loss
     sequence_mask_by: Literal["mean", "sum", "max"] = "mean"  # of log weights: geometric mean, product, any one token
@@ -185,11 +221,13 @@ class AlgorithmConfig(Section):
     divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
     divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: most of a token (paper: kl 0.05)
     early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
+    # Tune: 0.001 to 0.05 when the policy drifts from language or games its reward; costs a reference pass
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token that the coefficient adapts to
     kl_horizon: Annotated[float, Field(gt=0)] = 10000.0  # samples; a step's error is weighed by its share of them
-    kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # trainer/kl.py
+    kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # from samples: trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go
+    # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong
     overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out
     overlong_buffer_tokens: Positive | None = None  # penalty: over these last tokens it rises; default: a fifth of all
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0  # penalty: reward taken from a response at the limit
@@ -209,43 +247,55 @@ class AlgorithmConfig(Section):
 
 
 class TrainerConfig(Section):
+    # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # one rank each; 2*cuda: on one of the cluster's nodes
+    # Tune: "bfloat16" on GPUs; the optimiser stays in float32
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward; the optimiser is float32
+    # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters want ten times a full run's
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes nothing (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; the others decay to 0
     warmup_steps: NonNegative = 0  # steps over which the learning rate rises linearly
     schedule_steps: Positive | None = None  # length of the decay; default: run.steps
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # AdamW
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8  # AdamW
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of AdamW: decay of the mean of gradients
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # of AdamW: decay of the mean of their squares
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8  # of AdamW: added to the root of that mean
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW: times the learning rate, each step
+    # Tune: lower it when single steps spoil the run; see grad_norm in the report
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
+    # Tune: as large as memory allows (`headway check`): fewer, fuller passes; lower it when memory runs out
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: a forward pass has so many (branches count), of any length
     shared_prefix: bool = True  # a prompt is computed once for all of its group in a micro-batch: same gradient
     native_kernels: bool = True  # in float32 on one CPU core: C++ kernels, gradients equal to rounding
+    # Tune: true where activations don't fit: a third more work for a fraction of their memory
     gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
+    # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are dear: docs/learning.md
     optimizer_steps_per_batch: Positive = 1  # a batch is split by group into so many updates
 
 
 class WeightsConfig(Section):
     transport: Literal["shared_memory"] = "shared_memory"  # between processes of one machine
+    # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
     steps_per_publish: Positive = 1  # publish one version in so many; queue.budget must be >= this - 1
 
 
 class CheckpointConfig(Section):
-    every_steps: Positive = 50  # and one at the end
+    # Tune: lower it where machines are taken away: what came after the last one is trained again
+    every_steps: Positive = 50  # from one checkpoint to the next; there is one at the end, too
     keep_last: Positive = 2  # older ones are removed
 
 
 class EvaluationConfig(Section):
+    # Tune: set it (or every_s) to have the best checkpoint chosen; less often if evaluations hold up the generator
     every_steps: NonNegative = 0  # validation during the run; 0: never
-    every_s: Seconds | None = None  # ... or by time
+    every_s: Seconds | None = None  # validation during the run, by time
     before: bool = True  # test with held weights before training
     after: bool = True  # test with held weights after training (the best checkpoint's, when there is one)
+    # Tune: raise it when the standard error is larger than the change that you look for
     samples_per_task: Positive = 1  # attempts at each task
-    temperature: Annotated[float, Field(ge=0)] = 1.0  # 0 takes the most likely token
+    # Tune: 0 to compare with published greedy scores; 1 to see the policy that is trained
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # of sampling; 0 takes the most likely token
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
 
 
@@ -265,6 +315,7 @@ class LedgerConfig(Section):
     trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
     pass_at: Annotated[tuple[Positive, ...], named_once("k")] = ()  # k of pass@k; (): 1, 2, 4, ... up to a group
     samples_per_step: NonNegative = 2  # trackers: kept rollouts of a step
+    # Tune: a share, or "none", when disks are small: a token takes 17 bytes
     rollouts: Recorded = "all"  # in RUN/rollouts with all tokens, for `headway show` and `export`; a number: that share
     rollouts_max_bytes: Positive | None = 100 * 10**9  # of RUN/rollouts: at that size it ends; None: without limit
 
@@ -279,15 +330,17 @@ class SftConfig(Section):
     epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
     steps: Positive | None = None  # optimiser steps at which it ends, in place of sft.epochs; nothing is held out then
     batch_sequences: Positive = 32  # sequences of one step
+    # Tune: the default suits models of a million weights; 1e-5 to 5e-5 suits those of billions
     learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
     warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
     schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, to the last step
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW: times the learning rate, each step
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass
     max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
     time_limit_s: Seconds | None = None  # ends it after this many seconds
     evaluate_every_steps: NonNegative = 0  # sampled solve rate, or shares of kernels, on tasks.validation; 0: never
+    # Tune: set it so that RL begins from a model that isn't certain yet: 0.3 to 0.6
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it
 
     @model_validator(mode="before")

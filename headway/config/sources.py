@@ -63,7 +63,7 @@ class SftColumns(Section):
 
 
 class TaskSource(Section):
-    source: Literal["jsonl", "datasets", "reasoning-gym", "function"] = "jsonl"  # docs/inputs.md
+    source: Literal["jsonl", "datasets", "reasoning-gym", "function"] = "jsonl"  # what rows come from: docs/inputs.md
     path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
     name: str = ""  # datasets: on the Hugging Face hub; reasoning-gym: the generator's; function: module:function
     subset: str = ""  # datasets: the configuration, where there are several
@@ -91,7 +91,7 @@ class TaskSource(Section):
 
 
 class SftSource(Section):
-    source: Literal["jsonl", "datasets"] = "jsonl"  # docs/inputs.md
+    source: Literal["jsonl", "datasets"] = "jsonl"  # what rows come from: docs/inputs.md
     path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
     name: str = ""  # datasets: its name on the Hugging Face hub
     subset: str = ""  # datasets: which configuration of it, where there are several

@@ -26,7 +26,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
 class Quantity(Section):
     """A number stands for ``{kind = "constant", value = NUMBER}``."""
 
-    kind: Literal["constant", "lognormal", "quantiles", "steps"]
+    kind: Literal["constant", "lognormal", "quantiles", "steps"]  # which of the keys below count
     value: float | None = None  # constant
     median: Annotated[float, Field(gt=0)] | None = None  # lognormal
     p99: Annotated[float, Field(gt=0)] | None = None  # lognormal: 99 of 100 values are at most this

@@ -9,6 +9,14 @@ from pathlib import Path
 from docs.write_configuration import reference
 from headway.config.load import flatten, validate_experiment
 
+CONFIG = Path(__file__).parents[3] / "headway" / "config"
+TUNED = {  # those that nearly every run has to choose
+    "rollout": "group_size max_response_tokens temperature",
+    "generator": "engine devices slots update_mode",
+    "queue": "groups_per_step budget overdue",
+    "algorithm": "loss clip_low clip_high kl_coefficient aggregation",
+    "trainer": "devices learning_rate micro_batch_tokens optimizer_steps_per_batch",
+}
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 ROW = re.compile(
     r"^\| `(?P<key>[\w.]+)`(?P<mark> ↻)? \| (?P<valid>.*) \| (?P<default>[^|]*) \| (?P<meaning>.*) \|$", re.M
@@ -41,6 +49,29 @@ def test_every_key_of_every_section_is_explained():
             section, _, table = section.rpartition(".")
             name = f"{table}.{name}"
         assert rows_of(section)[name]["meaning"].strip(), f"{key} has no comment in headway/config/schema.py"
+
+
+def test_every_row_has_a_meaning_and_a_default():
+    rows = list(ROW.finditer(reference()))
+    assert len(rows) == len(re.findall(r"^\| `", reference(), re.M)) > 350
+    empty = [row["key"] for row in rows if not (re.search(r"[a-z]{3}", row["meaning"]) and row["default"].strip())]
+    assert empty == []
+
+
+def test_keys_that_are_tuned_say_when():
+    """A line ``# Tune:`` above a field that the page lacks stands in the wrong place."""
+    told = re.findall(r"<em>", reference())
+    written = [line for file in CONFIG.glob("*.py") for line in file.read_text().splitlines() if "# Tune: " in line]
+    assert len(told) == len(written) >= 50
+    for section, keys in TUNED.items():
+        assert [key for key in keys.split() if "<em>" not in rows_of(section)[key]["meaning"]] == []
+
+
+def test_units_follow_from_the_key():
+    assert rows_of("run")["time_limit_s"]["valid"] == "number > 0 (seconds)"
+    assert rows_of("environment")["starts_per_s"]["valid"] == "number > 0 (per second)"
+    assert rows_of("rollout")["max_response_tokens"]["valid"] == "integer ≥ 1 (tokens)"
+    assert rows_of("queue")["budget"]["valid"] == "integer ≥ 0"
 
 
 def test_reference_shows_limits_choices_defaults_and_resumability():

@@ -102,7 +102,7 @@ def test_they_train_together(tmp_path: Path, my_hooks: ModuleType) -> None:
 
 
 def test_the_broken_one_is_told_so() -> None:
-    quoted = next(block for block in blocks("") if "hooks.filter_item" in block).strip()
+    quoted = next(block for block in blocks("text") if "hooks.filter_item" in block).strip()
     sys.modules["my_hooks"].short_enough = lambda group, rollout: 1  # type: ignore[attr-defined]
     task = load_tasks(experiment(Path("unused")).tasks.train)[0]
     [found] = hook_violations(resolve_hooks(HooksConfig(filter_item="my_hooks:short_enough")), task)
