@@ -26,6 +26,7 @@ from headway.models.lora import Lora, base_of, use
 from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
+from headway.trainer.adamw import AdamW
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.
@@ -73,11 +74,7 @@ class Learner:
         native_kernels = settings.native_kernels and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
         self.parameters = list(self._trained().values())
-        self.optimiser = torch.optim.AdamW(
-            self.parameters,
-            lr=0.0,  # as all settings, given at each step
-            fused=True,
-        )
+        self.optimiser = AdamW(self.parameters)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters()) if self.lora is None else self.lora.parameters
@@ -162,10 +159,7 @@ class Learner:
         if finite:
             if norm > settings.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm_tensor)
-            for group in self.optimiser.param_groups:
-                group |= {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}
-                group |= {"eps": settings.epsilon, "weight_decay": settings.weight_decay}
-            self.optimiser.step()
+            self.optimiser.step(settings)
         self.clear_gradients()
         reason = "" if finite else f"loss {total}, gradient norm {norm}: not finite"
         return Update(applied=finite, reason=reason, grad_norm=norm)
@@ -173,7 +167,8 @@ class Learner:
     def clear_gradients(self) -> None:
         """Forget all gradients. The next backward then stores its own instead of adding them to zeros: two passes over
         memory less."""
-        self.optimiser.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Gradients of all parameters; zeros for those that no micro-batch of this rank reached."""
@@ -220,9 +215,7 @@ class Learner:
         found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         found += [] if self.lora is None else list(self.lora.parameters.values())
         found += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return found + [
-            value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)
-        ]
+        return found + [value for state in self.optimiser.state.values() for value in state.values()]
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
@@ -232,7 +225,8 @@ class Learner:
             key, _, name = full_name.partition("/")
             parameter = named[name]
             # AdamW's fused kernel needs its step counter on the parameter's device.
-            self.optimiser.state[parameter][key] = value.to(self.device, torch.float32, copy=True)
+            state = self.optimiser.state.setdefault(parameter, {})
+            state[key] = value.to(self.device, torch.float32, copy=True)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:

@@ -23,7 +23,7 @@ from headway.trainer.service import TrainerService
 
 def gradient(trainer: TrainerService, arrays: SampleArrays, step: int = 0) -> torch.Tensor:
     """What the trainer accumulates over the batch as one optimiser step."""
-    trainer.learner.optimiser.zero_grad(set_to_none=False)
+    trainer.learner.clear_gradients()
     trainer.policy.accumulate_gradients(arrays, step)
     return torch.cat([gradient.flatten().clone() for gradient in trainer.learner.gradients()])
 

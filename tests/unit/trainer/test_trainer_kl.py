@@ -46,7 +46,7 @@ def service(folder: Path, reference: str, **algorithm) -> TrainerService:
 
 def losses_of(trainer: TrainerService, batch: TrainBatch) -> float:
     loss = trainer.policy.accumulate_gradients(build_arrays(batch)).loss
-    trainer.learner.optimiser.zero_grad(set_to_none=False)
+    trainer.learner.clear_gradients()
     return loss
 
 

@@ -63,9 +63,9 @@ def gradient_in_parts(trainer: TrainerService, batch: TrainBatch, cuts: list[lis
     trainer.version = batch.step
     step = trainer.learner.optimiser.step
 
-    def spy() -> None:
+    def spy(chosen: OptimiserSettings) -> None:
         applied.extend(gradient.flatten().clone() for gradient in trainer.learner.gradients())
-        step()
+        step(chosen)
 
     trainer.learner.optimiser.step = spy  # type: ignore[method-assign]
     for chosen in cuts:
@@ -230,7 +230,7 @@ def test_a_part_that_fails_amid_its_micro_batches_leaves_no_gradient(service: An
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_step_that_fails_leaves_no_gradient_to_the_next(service: Any, whole: bool) -> None:
     trainer, fresh = service(), service()
-    step, trainer.learner.optimiser.step = trainer.learner.optimiser.step, lambda: 1 / 0
+    step, trainer.learner.optimiser.step = trainer.learner.optimiser.step, lambda chosen: 1 / 0
     if not whole:
         trainer.forward_backward(lay_out(make_batch(5)))
     with pytest.raises(ZeroDivisionError):

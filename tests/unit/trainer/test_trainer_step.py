@@ -106,7 +106,7 @@ def test_metrics_of_exact_behaviour_are_zero_mismatch(model: str) -> None:
 def with_exact_behaviour(trainer: TrainerService, batch: TrainBatch) -> TrainBatch:
     arrays = build_arrays(batch)
     progress = trainer.policy.accumulate_gradients(arrays)
-    trainer.learner.optimiser.zero_grad(set_to_none=False)
+    trainer.learner.clear_gradients()
     samples, start = [], 0
     for sample in batch.samples:
         r = sample.rollout
@@ -240,7 +240,7 @@ def test_gradient_clipping_bounds_the_update(model: str) -> None:
     seen: list[float] = []
     step = trainer.learner.optimiser.step
     norm = lambda: float(torch.nn.utils.get_total_norm(trainer.learner.gradients()))  # noqa: E731
-    trainer.learner.optimiser.step = lambda: (seen.append(norm()), step())[1]  # type: ignore[method-assign]
+    trainer.learner.optimiser.step = lambda chosen: (seen.append(norm()), step(chosen))[1]  # type: ignore[method-assign]
     update = trainer.learner.update(trainer.learner.optimiser_settings(1e-3), 0.0)
     assert update.grad_norm > 1e-2
     assert seen == [pytest.approx(1e-3, rel=1e-2)]
