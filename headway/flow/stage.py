@@ -24,6 +24,7 @@ from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.records.execution import ExecutionPlan, Party
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
+from headway.runtime.fork_server import TENSORS
 from headway.runtime.worker_slots import WorkerSlot, own_cause, start_all
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec
 
@@ -179,7 +180,14 @@ class Stage:
             "script": self._script,
         }
         log = None if around.logs is None else around.logs / f"{name}.log"
-        spec = WorkerSpec(name=name, factory=_FACTORY, arguments=arguments, device=place.device, log_path=log)
+        spec = WorkerSpec(
+            name=name,
+            factory=_FACTORY,
+            arguments=arguments,
+            device=place.device,
+            preload=TENSORS if "torch" in sys.modules else (),
+            log_path=log,
+        )
         self._add_party(place, loaded=False)
 
         async def watch(worker: WorkerHandle) -> None:

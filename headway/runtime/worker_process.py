@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from headway.runtime.fork_server import ForkedProcess, ForkServer
 from headway.runtime.stalls.stacks import dump_of
 
 EXIT_POLL_S = 0.05  # only where the kernel gives no process descriptors
@@ -74,15 +75,24 @@ class ChildProcess:
     clock_offset_s = 0.0
 
     def __init__(
-        self, arguments: Sequence[str], environment: dict[str, str], log: str | Path | None, descriptor: int
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        log: str | Path | None,
+        descriptor: int,
+        server: ForkServer | None = None,
     ) -> None:
-        """Start ``python ARGUMENTS`` with the open ``descriptor``. ``log``: its output is appended there; None: kept
-        only for the report of its end. Raises OSError, with nothing left open."""
+        """Start ``headway.runtime.child DESCRIPTOR ARGUMENTS`` with the open ``descriptor``, from ``server`` where it
+        lives. ``log``: its output is appended there; None: kept only for the report of its end. Raises OSError, with
+        nothing left open."""
         self._on_exit: Callable[[ProcessExit], None] | None = None
         self._log, self._log_start = _open_log(log)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+            forked = server and server.fork(
+                "headway.runtime.child", arguments, environment, self._log.fileno(), descriptor
+            )
+            self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
+                [sys.executable, "-m", "headway.runtime.child", str(descriptor), *arguments],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -20,6 +20,7 @@ from headway.records.errors import WorkerDied
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.devices import machine_cores, parse_device
+from headway.runtime.fork_server import ForkServer, fork_server
 from headway.runtime.process_worker import Death, ProcessWorker
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.worker_process import ChildProcess, WorkerProcess
@@ -35,6 +36,8 @@ class WorkerSpec:
     device: str = "cpu:0"  # cuda:N, cpu:N, cpu:N-M
     log_path: str | Path | None = None  # its output is appended here; None: kept only for the cause of death
     environment: dict[str, str] = field(default_factory=dict)  # added to the parent's, and to the device's
+    # Modules that workers of this machine's cores share: imported once, in a process from which the workers are forked.
+    preload: tuple[str, ...] = ()
     longest_silence_s: float = 0.0  # its work may hold the interpreter's lock so long: health checks wait for it
 
 
@@ -153,12 +156,16 @@ class LocalLauncher:
 
     async def start(self, spec: WorkerSpec) -> ProcessWorker:
         """See :meth:`Launcher.start`."""
-        parse_device(spec.device).check()
+        device = parse_device(spec.device)
+        device.check()
+        server = None
+        if spec.preload and device.kind == "cpu":
+            server = await fork_server(spec.preload, added_environment(spec.device, spec.environment))
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 try:
-                    process = start_child(theirs, spec.device, spec.environment, spec.log_path)
+                    process = start_child(theirs, spec.device, spec.environment, spec.log_path, server)
                 except OSError:
                     ours.close()
                     raise
@@ -186,10 +193,19 @@ class LocalLauncher:
 
 
 def start_child(
-    theirs: socket.socket, device: str, environment: dict[str, str], log: str | Path | None
+    theirs: socket.socket,
+    device: str,
+    environment: dict[str, str],
+    log: str | Path | None,
+    server: ForkServer | None = None,
 ) -> ChildProcess:
-    """Start the process of a worker on this machine, which serves ``theirs``. Raises OSError, with nothing left."""
-    everything = os.environ | {"PYTHONUNBUFFERED": "1"} | parse_device(device).environment() | environment
+    """Start the process of a worker on this machine, which serves ``theirs``; forked from ``server`` where there is
+    one. Raises OSError, with nothing left."""
+    everything = os.environ | added_environment(device, environment)
     cores = ",".join(str(core) for core in machine_cores())
-    arguments = ["-m", "headway.runtime.child", str(theirs.fileno()), str(os.getpid()), device, cores]
-    return ChildProcess(arguments, everything, log, theirs.fileno())
+    return ChildProcess([str(os.getpid()), device, cores], everything, log, theirs.fileno(), server)
+
+
+def added_environment(device: str, environment: dict[str, str]) -> dict[str, str]:
+    """The variables that a worker on ``device`` has beside its parent's: the device's, and its own ``environment``."""
+    return {"PYTHONUNBUFFERED": "1"} | parse_device(device).environment() | environment

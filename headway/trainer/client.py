@@ -21,6 +21,7 @@ from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.devices import parse_device
+from headway.runtime.fork_server import LEARNING
 from headway.runtime.worker_slots import own_cause
 from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
 
@@ -191,6 +192,7 @@ class TrainerClient:
                 "rendezvous": self._rendezvous,
             },
             device=device,
+            preload=LEARNING,
             log_path=None if self._log_directory is None else Path(self._log_directory) / f"{name}.log",
         )
 

@@ -9,22 +9,30 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from worker_processes import CLASSES, exists, reaped, run, running, spec, until
+from worker_processes import BOTH_STARTS, CLASSES, children, exists, own_servers, reaped, run, running, spec, until
 
 from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.runtime.bounded_queue import QueueClosed
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher, WorkerSpec
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(60), pytest.mark.usefixtures("servers")]
 
 
-def test_kill_in_mid_call_fails_all_calls_and_is_an_event(tmp_path: Path):
+@pytest.fixture(scope="module")
+def servers() -> Iterator[None]:
+    with own_servers():
+        yield
+
+
+@BOTH_STARTS
+def test_kill_in_mid_call_fails_all_calls_and_is_an_event(tmp_path: Path, preload: tuple[str, ...]):
     async def main() -> None:
-        async with running() as worker:
+        async with running(spec(preload=preload)) as worker:
             calls = [asyncio.create_task(worker.call("hang", str(tmp_path / "in"))) for _ in range(3)]
             await until((tmp_path / "in").exists)
             os.kill(worker.pid, signal.SIGKILL)
@@ -63,9 +71,10 @@ def test_death_can_be_awaited_by_many_and_by_asyncio_wait():
 
 
 @pytest.mark.parametrize("method", ["hang", "hold_interpreter"])
-def test_a_stopped_or_wedged_worker_is_killed(method: str, tmp_path: Path):
+@BOTH_STARTS
+def test_a_stopped_or_wedged_worker_is_killed(method: str, tmp_path: Path, preload: tuple[str, ...]):
     async def main() -> None:
-        async with running(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0) as worker:
+        async with running(spec(preload=preload), heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0) as worker:
             await asyncio.sleep(1.5)
             assert worker.alive  # idle, and answering
             if method == "hang":
@@ -129,17 +138,18 @@ def test_a_stall_of_the_parent_kills_nobody():
     run(main)
 
 
-def test_exit_codes_signals_and_the_last_output_are_the_cause(tmp_path: Path):
+@BOTH_STARTS
+def test_exit_codes_signals_and_the_last_output_are_the_cause(tmp_path: Path, preload: tuple[str, ...]):
     async def main() -> None:
         log = tmp_path / "logs" / "w.log"
-        async with running(spec(log_path=log)) as worker:
+        async with running(spec(log_path=log, preload=preload)) as worker:
             await worker.call("say", "first life")
             with pytest.raises(WorkerDied):
                 await worker.call("exit", 7)
             cause = (await worker.died).cause
             assert cause.startswith("exited with code 7\nlast output:\n")
             assert cause.endswith("about to leave")
-        async with running(spec(log_path=log)) as worker:
+        async with running(spec(log_path=log, preload=preload)) as worker:
             with pytest.raises(WorkerDied):
                 await worker.call("raise_signal", signal.SIGSEGV)
             cause = (await worker.died).cause
@@ -162,30 +172,35 @@ def test_a_system_exit_ends_the_worker_with_its_traceback():
     run(main)
 
 
-def test_building_errors_are_raised_by_start():
+@BOTH_STARTS
+def test_building_errors_are_raised_by_start(preload: tuple[str, ...]):
+    before: set[int] = set()
+
     async def main() -> None:
+        async with running(spec(preload=preload)):
+            before.update(children())  # with a server that forks
         launcher = LocalLauncher(RealClock(), start_timeout_s=20)
         with pytest.raises(RemoteError, match="the model folder is empty") as caught:
-            await launcher.start(spec("Broken"))
+            await launcher.start(spec("Broken", preload=preload))
         assert "in __init__" in caught.value.traceback
         with pytest.raises(RemoteError, match="has no Nothing") as caught:
             await launcher.start(spec("Nothing"))
         assert isinstance(caught.value.__cause__, ConfigurationError)
         with pytest.raises(RemoteError, match="No module named 'nowhere'"):
-            await launcher.start(WorkerSpec(name="w", factory="nowhere:Class"))
+            await launcher.start(WorkerSpec(name="w", factory="nowhere:Class", preload=preload))
         with pytest.raises(RemoteError, match="unexpected keyword argument"):
             await launcher.start(spec(arguments={"wrong": 1}))
         with pytest.raises(WorkerDied, match=r"killed by SIGKILL \(9\)\nlast output:\nhalf built"):
-            await launcher.start(spec("DiesWhileBuilt"))
+            await launcher.start(spec("DiesWhileBuilt", preload=preload))
         with pytest.raises(ConfigurationError, match="cpu:4096: this machine has"):
             await launcher.start(spec(device="cpu:4096"))
         with pytest.raises(WorkerDied, match=r"not built within 0\.3 s \(killed by SIGKILL"):
-            await LocalLauncher(RealClock(), start_timeout_s=0.3).start(spec("SlowToBuild"))
+            await LocalLauncher(RealClock(), start_timeout_s=0.3).start(spec("SlowToBuild", preload=preload))
         with pytest.raises(TypeError):
             await launcher.start(spec(arguments={"greeting": (part for part in "x")}))
 
     run(main)
-    assert not any(exists(pid) for pid in _children())
+    assert not any(exists(pid) for pid in children() - before)
 
 
 def test_a_process_that_cannot_be_had_is_a_typed_error_and_leaves_nothing_open(tmp_path, monkeypatch):
@@ -207,19 +222,18 @@ def test_a_process_that_cannot_be_had_is_a_typed_error_and_leaves_nothing_open(t
     run(main)
 
 
-def _children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
-
-
-def test_a_cancelled_start_leaves_no_process():
+@BOTH_STARTS
+def test_a_cancelled_start_leaves_no_process(preload: tuple[str, ...]):
     async def main() -> None:
-        starting = asyncio.create_task(LocalLauncher(RealClock()).start(spec("SlowToBuild")))
+        async with running(spec(preload=preload)):
+            before = children()  # with a server that forks
+        starting = asyncio.create_task(LocalLauncher(RealClock()).start(spec("SlowToBuild", preload=preload)))
         await asyncio.sleep(0.3)
-        assert len(_children()) == 1
+        assert len(children() - before) == 1
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert _children() == []
+        assert children() <= before
 
     run(main)
 
@@ -260,9 +274,10 @@ def test_a_failing_tick_ends_the_worker_with_its_traceback():
     run(main)
 
 
-def test_stop_closes_in_order_and_reaps(tmp_path: Path):
+@BOTH_STARTS
+def test_stop_closes_in_order_and_reaps(tmp_path: Path, preload: tuple[str, ...]):
     async def main() -> None:
-        async with running(spec("Closing", arguments={"path": str(tmp_path / "closed")})) as worker:
+        async with running(spec("Closing", preload=preload, arguments={"path": str(tmp_path / "closed")})) as worker:
             await worker.stop(grace_s=10)
             assert (await worker.died).cause == "stopped"
             assert (tmp_path / "closed").read_text() == "closed"
@@ -300,9 +315,10 @@ def test_stop_kills_what_does_not_stop(busy: str, tmp_path: Path):
     run(main)
 
 
-def test_killing_reaches_what_the_worker_started():
+@BOTH_STARTS
+def test_killing_reaches_what_the_worker_started(preload: tuple[str, ...]):
     async def main() -> None:
-        async with running() as worker:
+        async with running(spec(preload=preload)) as worker:
             sleeper = await worker.call("spawn_sleeper")
             assert exists(sleeper)
             os.kill(worker.pid, signal.SIGKILL)
@@ -320,7 +336,8 @@ from headway.runtime.workers import LocalLauncher, WorkerSpec
 
 async def main():
     launcher = LocalLauncher(RealClock())
-    workers = [await launcher.start(WorkerSpec(name=str(i), factory="{classes}:Echo")) for i in range(2)]
+    specs = [WorkerSpec(name=str(i), factory="{classes}:Echo", preload={preload!r}) for i in range(2)]
+    workers = [await launcher.start(spec) for spec in specs]
     asyncio.create_task(workers[0].call("hang"))
     asyncio.create_task(workers[1].call("hold_interpreter"))
     await asyncio.sleep(0.2)
@@ -331,8 +348,9 @@ asyncio.run(main())
 """
 
 
-def test_workers_die_with_their_parent():
-    program = PARENT.format(path=[str(Path(__file__).parents[1] / "support")], classes=CLASSES)
+@BOTH_STARTS
+def test_workers_die_with_their_parent(preload: tuple[str, ...]):
+    program = PARENT.format(path=[str(Path(__file__).parents[1] / "support")], classes=CLASSES, preload=preload)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
@@ -343,14 +361,15 @@ def test_workers_die_with_their_parent():
     asyncio.run(until(lambda: not any(exists(pid) for pid in pids)))
 
 
-def test_without_process_descriptors_death_is_still_noticed(monkeypatch: pytest.MonkeyPatch):
+@BOTH_STARTS
+def test_without_process_descriptors_death_is_still_noticed(monkeypatch: pytest.MonkeyPatch, preload: tuple[str, ...]):
     def refuse(pid: int, flags: int = 0) -> int:
         raise PermissionError("no pidfd here")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
 
     async def main() -> None:
-        async with running() as worker:
+        async with running(spec(preload=preload)) as worker:
             with pytest.raises(WorkerDied, match="exited with code 7"):
                 await worker.call("exit", 7)
             assert reaped(worker.pid)

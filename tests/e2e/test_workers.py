@@ -6,23 +6,31 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from worker_processes import reaped, run, running, spec
+from worker_processes import BOTH_STARTS, own_servers, reaped, run, running, spec
 
 from headway.records.errors import CheckpointCorrupt, RemoteError, WorkerDied
 from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores
 from headway.runtime.workers import LocalLauncher, call_all
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(60), pytest.mark.usefixtures("servers")]
 
 
-def test_device_environment_and_arguments_reach_the_worker():
+@pytest.fixture(scope="module")
+def servers() -> Iterator[None]:
+    with own_servers():
+        yield
+
+
+@BOTH_STARTS
+def test_device_environment_and_arguments_reach_the_worker(preload: tuple[str, ...]):
     async def main() -> None:
         last = len(machine_cores()) - 1
-        made = spec(device=f"cpu:{last}", arguments={"greeting": "hello"}, environment={"EXTRA": "1"})
+        made = spec(preload=preload, device=f"cpu:{last}", arguments={"greeting": "hello"}, environment={"EXTRA": "1"})
         async with running(made) as worker:
             seen = await worker.call("seen")
             assert seen["imported_on"] == [machine_cores()[last]]
@@ -33,16 +41,20 @@ def test_device_environment_and_arguments_reach_the_worker():
             assert seen["environment"]["MALLOC_TRIM_THRESHOLD_"] == "8000000000"
             assert seen["group"] == worker.pid
             assert not seen["torch"]
+            assert seen["started_as"] == ("headway.runtime.fork_server" if preload else "headway.runtime.child")
+            assert seen["parent"] == os.getpid()
+            assert os.getpgid(worker.pid) == worker.pid
 
     run(main)
 
 
-def test_a_pinned_parent_still_gives_its_workers_all_cores():
+@BOTH_STARTS
+def test_a_pinned_parent_still_gives_its_workers_all_cores(preload: tuple[str, ...]):
     async def main() -> None:
         mask = os.sched_getaffinity(0)
         os.sched_setaffinity(0, machine_cores()[:1])
         try:
-            async with running(spec(device=f"cpu:{len(machine_cores()) - 1}")) as worker:
+            async with running(spec(preload=preload, device=f"cpu:{len(machine_cores()) - 1}")) as worker:
                 assert (await worker.call("seen"))["imported_on"] == [machine_cores()[-1]]
         finally:
             os.sched_setaffinity(0, mask)
@@ -182,9 +194,10 @@ def test_ticks_interleave_with_calls_and_sleep_when_idle():
     run(main)
 
 
-def test_workers_ignore_an_interrupt():
+@BOTH_STARTS
+def test_workers_ignore_an_interrupt(preload: tuple[str, ...]):
     async def main() -> None:
-        async with running() as worker:
+        async with running(spec(preload=preload)) as worker:
             os.kill(worker.pid, signal.SIGINT)
             assert await worker.call("echo", 1) == 1
 

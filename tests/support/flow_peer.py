@@ -19,6 +19,7 @@ from headway.flow.peers import Hub
 from headway.flow.segments import new_folder
 from headway.runtime.child import WorkerContext
 from headway.runtime.clock import RealClock
+from headway.runtime.fork_server import TENSORS
 from headway.runtime.nodes.handshake import make_key
 from headway.runtime.workers import LocalLauncher, WorkerHandle, WorkerSpec
 
@@ -182,7 +183,8 @@ async def workflow(
 
     async def start(name: str, **more: Any) -> WorkerHandle:
         arguments = common | {"driver": hub.address} | more
-        workers[name] = await launcher.start(WorkerSpec(name=name, factory="flow_peer:FlowPeer", arguments=arguments))
+        spec = WorkerSpec(name=name, factory="flow_peer:FlowPeer", arguments=arguments, preload=TENSORS)
+        workers[name] = await launcher.start(spec)
         return workers[name]
 
     try:

@@ -42,6 +42,10 @@ class Echo:
             "environment": {name: os.environ.get(name) for name in names},
             "group": os.getpgid(0),
             "torch": "torch" in sys.modules,
+            "started_as": sys.orig_argv[2],
+            "parent": os.getppid(),
+            "folder": str(Path.cwd()),
+            "threads": len(list(Path("/proc/self/task").iterdir())),
         }
 
     def add(self, number: int) -> int:

@@ -18,6 +18,7 @@ from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
 from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import parse_device
+from headway.runtime.fork_server import LEARNING
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import WorkerHandle, WorkerSpec
 
@@ -154,6 +155,7 @@ def replica_spec(
             "offload_directory": experiment.run.directory,
         },
         device=device,
+        preload=LEARNING if settings.engine == "torch" else (),
         log_path=Path(log_directory) / f"{name}.log" if log_directory is not None else None,
     )
 

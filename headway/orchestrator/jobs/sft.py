@@ -21,6 +21,7 @@ from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
+from headway.runtime.fork_server import LEARNING
 from headway.runtime.workers import WorkerSpec
 from headway.trainer.checkpoints import recover_folder, require_replaceable
 from headway.weights.leftovers import reap
@@ -97,7 +98,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
     on_progress(data.counts)
     async with AsyncExitStack() as stack:
         arguments = {"experiment": json.loads(experiment.model_dump_json()), "run_id": identity}
-        spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device)
+        spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device, preload=LEARNING)
         machines = await stack.enter_async_context(
             open_machines(experiment, clock, run_id=identity, origin=settings.device)
         )

@@ -23,6 +23,7 @@ from headway.runtime.backoff import backoff_s
 from headway.runtime.bounded_queue import BoundedQueue, QueueClosed, QueueStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core_in_turn, machine_cores
+from headway.runtime.fork_server import SCORING
 from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
@@ -194,6 +195,7 @@ class VerifierPool:
             factory=_FACTORY,
             arguments=self._arguments,
             device=every_core_in_turn(self._verifier.nodes, index),
+            preload=SCORING,
             log_path=str(folder / f"{name}.log") if folder else None,
             longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
         )

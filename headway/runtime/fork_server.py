@@ -1,0 +1,219 @@
+"""Workers forked from a process that has imported what they need: torch alone costs each 1.5 seconds of a core.
+
+Started as ``python -m headway.runtime.fork_server DESCRIPTOR PARENT_PID MODULE...``. The server imports the modules,
+starts no thread and computes nothing, and forks a process for each request. That process becomes its parent's own
+child, as if the parent had started it: exit code, process group and death with the parent are the same, and the death
+of the server doesn't reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+
+from headway.runtime import child
+
+LEARNING = ("headway.trainer.service", "headway.generator.service")  # a trainer's modules and a replica's
+SCORING = ("headway.rollout.verification.service",)  # a verifier's, which a response that hangs ends
+TENSORS = ("torch",)  # of a workflow's workers, where its script uses torch
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+# Of OpenMP, which reads them and the process's cores when it is loaded: before a forked worker is pinned to its own.
+_BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+_MOST_SERVERS = 2  # of a process: each holds the memory of its modules
+_IMPORT_S = 120.0  # for the modules
+_FORK_S = 10.0  # for one process
+_MESSAGE_BYTES = 1 << 20
+
+
+class ForkedProcess:
+    """A child of this process, as much of `subprocess.Popen` as a worker's process needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code, negative for a signal."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+class ForkServer:
+    """A fork server as its parent sees it. Lifecycle: *importing* -> *ready* -> *dead*, and never asked again."""
+
+    def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
+        """Start the process with this environment. Raises OSError."""
+        with _adopting_orphans():
+            pass  # or nothing could be had from it
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [
+            sys.executable,
+            "-m",
+            "headway.runtime.fork_server",
+            str(theirs.fileno()),
+            str(os.getpid()),
+            *modules,
+        ]
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, process_group=0, **silent)
+        self._take(process, ours)
+
+    def _take(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.imported: concurrent.futures.Future[bool] = concurrent.futures.Future()  # whether that went well
+        self._process, self._socket = process, sock
+        threading.Thread(target=self._await_imports, name="fork server's imports", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def ready(self) -> bool:
+        """Wait for its imports. False: they failed, or it has died."""
+        return await asyncio.shield(asyncio.wrap_future(self.imported)) and self.alive
+
+    def fork(
+        self, program: str, arguments: Sequence[str], environment: dict[str, str], log: int, sock: int
+    ) -> ForkedProcess | None:
+        """Run ``PROGRAM.main([SOCK, *ARGUMENTS])`` in a child of this process, with the open descriptor ``sock``, and
+        ``log`` as its output. None: the server has died, and nothing was started. Raises TimeoutError when it doesn't
+        answer: what it did meanwhile must not meet a second worker on the same socket."""
+        request = json.dumps([program, list(arguments), environment]).encode()
+        try:
+            with _adopting_orphans():
+                socket.send_fds(self._socket, [request], [log, sock])
+                reply = self._socket.recv(8)
+        except TimeoutError:
+            self.end()
+            raise
+        except OSError:
+            reply = b""
+        if not reply:
+            self.end()
+            return None
+        return ForkedProcess(int.from_bytes(reply, sys.byteorder))
+
+    def end(self) -> None:
+        """Kill the server, unless it is dead; what was forked from it lives on."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _await_imports(self) -> None:
+        try:
+            self._socket.settimeout(_IMPORT_S)
+            ready = bool(self._socket.recv(1))
+            self._socket.settimeout(_FORK_S)
+        except OSError:
+            ready = False
+        self.imported.set_result(ready)
+
+
+SERVERS: dict[object, ForkServer] = {}  # of this process, by what `key_of` gives
+
+
+def key_of(modules: Sequence[str], added: dict[str, str]) -> object:
+    """The key of a server: its parent, its modules, and the folders and variables with which it imports them."""
+    return (os.getpid(), *modules, os.getcwd(), os.environ.get("PYTHONPATH"), *sorted(added.items()))
+
+
+async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServer | None:
+    """The server of this process that imports ``modules`` with the variables ``added``, started when there is none yet.
+    None where it can't be had, for a third such set of variables, and where a variable binds threads to cores."""
+    with contextlib.suppress(OSError):  # starting the worker itself will say what is missing
+        key = key_of(modules, added)
+        server = SERVERS.get(key)
+        if server is None and (len(SERVERS) >= _MOST_SERVERS or _BINDING & (os.environ.keys() | added.keys())):
+            return None
+        if server is None or not server.alive:
+            server = SERVERS[key] = ForkServer(modules, os.environ | added)
+        return server if await server.ready() else None
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Inside the block, descendants of this process whose parent ends become its children. Raises OSError where the
+    kernel can't do that."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def serve(sock: socket.socket) -> int:
+    """Be a server until the parent closes the connection; in what is forked, be the program. Returns the exit code."""
+    sock.send(b"r")  # ready
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
+        if not descriptors:
+            return 0
+        if _forked(sock):
+            break
+        for each in descriptors:
+            os.close(each)
+    sock.close()
+    log, connection = descriptors
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    program, arguments, environment = json.loads(data)
+    os.environ.clear()
+    os.environ.update(environment)
+    return importlib.import_module(program).main([str(connection), *arguments])
+
+
+def _forked(sock: socket.socket) -> bool:
+    """Fork a process that the server's parent adopts. True in it, False in the server. Raises OSError when there is
+    no process to be had: the server ends."""
+    waiting, go = os.pipe()
+    middle = os.fork()
+    if middle:
+        os.close(waiting)
+        os.waitpid(middle, 0)
+        os.write(go, b"g")
+        os.close(go)
+        return False
+    if os.fork():
+        os._exit(0)  # its child is an orphan now: the next ancestor that adopts orphans is the server's parent
+    os.close(go)
+    os.setpgid(0, 0)
+    if not os.read(waiting, 1):
+        os._exit(child.EXIT_PARENT_GONE)
+    os.close(waiting)
+    sock.send(os.getpid().to_bytes(8, sys.byteorder))
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Run a server's process, from its command line to its exit code, or that of what is forked from it."""
+    descriptor, parent, *modules = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    child.die_with_parent(int(parent))
+    for module in modules:
+        importlib.import_module(module)
+    if threading.active_count() > 1:  # a fork would have its locks, and not the thread
+        return child.EXIT_FAILED
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that are shared
+    return serve(socket.socket(fileno=int(descriptor)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
