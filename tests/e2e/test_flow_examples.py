@@ -46,8 +46,7 @@ def trained(inputs: Path) -> Callable[[int | None], tuple[Path, Path]]:
         queue = {"budget": 0} | ({} if part is None else {"groups_per_part": part})
         sections: Any = tiny_run.inputs_in(inputs) | {"run": {"deterministic": True, "steps": 5}, "queue": queue}
         config = tiny_run.write_experiment(folder, checkpoint={"every_steps": 5}, **sections)
-        program = ["-m", "headway.cli.main", "train", str(config), "--quiet"]
-        subprocess.run([sys.executable, *program], check=True, capture_output=True, env=ENVIRONMENT)
+        tiny_run.output_of("train", config, "--quiet")
         return config, folder / "run/checkpoints/step_00000005/model"
 
     return train
@@ -79,9 +78,9 @@ def test_grpo_trains_the_weights_of_headway_train_wherever_its_stages_are(
         config = tmp_path / "offloads.toml"
         config.write_text(text.replace("[run]\n", "[run]\noffload = true\n"))
     output = tmp_path / "model"
-    program = [str(ROOT / "examples" / "flow_grpo.py"), str(config), written(plan, part), str(output)]
-    done = subprocess.run([sys.executable, *program], capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    assert done.returncode == 0, done.stderr
+    program = ROOT / "examples" / "flow_grpo.py"
+    code, _, errors = tiny_run.run_program(program, config, written(plan, part), output)
+    assert code == 0, errors
     assert weights(output) == weights(model)
 
 

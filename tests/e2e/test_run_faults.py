@@ -71,7 +71,7 @@ def test_a_killed_and_resumed_run_ends_with_the_very_same_weights(inputs: Any, t
 
 def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, tmp_path: Path) -> None:
     config = tiny_run.write_experiment(tmp_path, run={"steps": 5, "deterministic": True}, queue={"budget": 0}, **inputs)
-    command = tiny_run.train(config)
+    command = tiny_run.train(config, warm=False)  # as a user starts it
     assert command.process.returncode == 0, command.output
     steps = tiny_run.steps_of(tmp_path / "run")
     assert len(steps) == 5

@@ -22,6 +22,7 @@ import msgspec
 import openai
 import pytest
 import torch
+import warm_programs
 from openai import OpenAI
 from tiny_run import refused, tail_of, train, write_experiment, write_inputs
 
@@ -60,8 +61,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and its base URL."""
-    command = [sys.executable, "-m", "headway.cli.main", "serve", str(folder / "model"), "--address", "127.0.0.1:0"]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ["serve", str(folder / "model"), "--address", "127.0.0.1:0", *arguments]
+    outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = warm_programs.start(warm_programs.HEADWAY, *command, environment=dict(os.environ), **outputs)
     assert process.stdout is not None
     try:
         lines: list[str] = []

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import warm_programs
+
 from headway.buffer.audit import AuditReport, audit_run
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
@@ -131,19 +133,21 @@ def headway(
     run: Path,
     fault: str = "none",
     moves: Sequence[tuple[int, list[str], list[str]]] | None = None,
+    warm: bool = True,
 ) -> Iterator[Command]:
     """Start ``headway ARGUMENTS`` with ``fault`` (see faulty_headway.py), or with ``moves`` (see moving_headway.py);
-    killed when the block is left early."""
+    killed when the block is left early. ``warm``: from a process that has imported its modules (see warm_programs.py),
+    not in a new interpreter."""
     journal = run.with_name(run.name + ".journal")
     journal.write_text("")
     program = [str(FAULTY), str(journal), fault] if moves is None else [str(MOVING), str(journal), json.dumps(moves)]
-    process = subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HEADWAY_TRACEBACK": "0"},
-    )
+    words = [*program, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HEADWAY_TRACEBACK": "0"}
+    outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if warm:
+        process = warm_programs.start(*words, environment=environment, **outputs)
+    else:
+        process = subprocess.Popen([sys.executable, *words], env=environment, text=True, **outputs)
     command = Command(process, run, journal)
     try:
         yield command
@@ -162,38 +166,36 @@ def train(config: Path, *arguments: str, limit_s: float = LIMIT_S, **how: Any) -
 
 def output_of(*arguments: str | Path) -> str:
     """Standard output of a `headway` command that must succeed."""
-    command = [sys.executable, "-m", "headway.cli.main", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S, cwd=HERE).stdout
+    code, output, errors = run_program(warm_programs.HEADWAY, *arguments)
+    assert code == 0, output + errors
+    return output
 
 
 def refused(*arguments: str | Path) -> str:
     """Output of a `headway` command that must end with exit code 2 and no traceback."""
-    command = [sys.executable, "-m", "headway.cli.main", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=HERE, check=False)
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 2, output
+    code, *outputs = run_program(warm_programs.HEADWAY, *arguments)
+    output = "".join(outputs)
+    assert code == 2, output
     assert "Traceback" not in output
     return output
 
 
-MINIMAL = """
-import asyncio, json, sys
-sys.path.insert(0, sys.argv[1])
-from headway.config.load import load_experiment
-from minimal_loop import minimal_loop
-if __name__ == "__main__":
-    reports = asyncio.run(minimal_loop(load_experiment(sys.argv[2], [])))
-    print(json.dumps([report.metrics["loss"] for report in reports]))
-"""
+def run_program(program: str | Path, *arguments: str | Path) -> tuple[int, str, str]:
+    """The exit code and both outputs of a program: see `warm_programs.start`."""
+    words, outputs = map(str, arguments), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with warm_programs.start(str(program), *words, environment=dict(os.environ), cwd=HERE, **outputs) as process:
+        try:
+            output, errors = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    return process.returncode, output, errors
 
 
 def minimal_losses(config: Path) -> list[float]:
     """Losses of examples/minimal_loop.py on the same experiment."""
-    examples = HERE.parents[1] / "examples"
-    command = [sys.executable, "-c", MINIMAL, str(examples), str(config)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=HERE, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    code, output, errors = run_program(HERE / "minimal_losses.py", HERE.parents[1] / "examples", config)
+    assert code == 0, errors
+    return json.loads(output.splitlines()[-1])
 
 
 # --- what a run left -------------------------------------------------------------------------------------
