@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from headway.runtime import child
 
@@ -72,7 +73,7 @@ class ForkServer:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, process_group=0, **silent)
         self._take(process, ours)
 
-    def _take(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    def _take(self, process: subprocess.Popen[Any], sock: socket.socket) -> None:
         self.imported: concurrent.futures.Future[bool] = concurrent.futures.Future()  # whether that went well
         self._process, self._socket = process, sock
         threading.Thread(target=self._await_imports, name="fork server's imports", daemon=True).start()
