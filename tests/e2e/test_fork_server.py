@@ -100,7 +100,7 @@ def test_variables_are_those_of_the_start(monkeypatch: pytest.MonkeyPatch):
         async with running(forked("b")) as worker:
             seen = await worker.call("seen")
             assert (seen["started_as"], seen["environment"]["EXTRA"]) == (FORKED, "set since")
-        # Libraries may read a worker's own variables as they are imported: others need another server; no third is made.
+        # Libraries may read a worker's own variables as they are imported: others need another server, of two at most.
         for value, started_as in (("2", FORKED), ("3", STARTED), ("2", FORKED)):
             async with running(forked("c", environment={"EXTRA": value})) as worker:
                 seen = await worker.call("seen")
