@@ -196,6 +196,11 @@ def count_members(connection: sqlite3.Connection, share: float) -> int:
     return connection.execute(query, (share,)).fetchone()[0]
 
 
+def read_ends(connection: sqlite3.Connection) -> list[tuple[int, str, str, int | None]]:
+    """(group, ending, reason, step) of every group that has ended."""
+    return connection.execute("SELECT idx, ending, reason, step FROM groups WHERE state = 'ended'").fetchall()
+
+
 def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:
     """Groups of every trained step, in the order of training, by step."""
     rows = connection.execute("SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step").fetchall()

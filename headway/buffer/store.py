@@ -33,6 +33,7 @@ from headway.buffer.rows import (
     read_consumed,
     read_counts,
     read_drawn_groups,
+    read_ends,
     read_group,
     read_length_bias,
     read_parked,
@@ -109,7 +110,7 @@ class GroupBuffer:
         self._peak = len(self._entries)
         self._recorder = recorder
         if recorder is not None:
-            recorder.begin(lambda share: count_members(self._connection, share))
+            recorder.begin(lambda share: count_members(self._connection, share), lambda: read_ends(self._connection))
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -269,11 +270,9 @@ class GroupBuffer:
         return attempt
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
-        """Complete the pending batch's step: its groups end as trained, or as discarded when it was skipped.
-
-        ``reason``: of a skip. A step that the log already holds with this outcome changes nothing (a replay).
-        Raises BooksUnbalanced for any other step, or when a replay ends otherwise than the first time.
-        """
+        """Complete the pending batch's step: its groups end as trained, or as discarded when it was skipped, and then
+        ``reason`` says why. A step that the log already holds with this outcome changes nothing (a replay). Raises
+        BooksUnbalanced for any other step, or when a replay ends otherwise than the first time."""
         if self._pending is None or self._pending[0] != step:
             if outcome == "trained" and 0 <= step < self._completed_steps:
                 return

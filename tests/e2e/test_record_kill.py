@@ -91,8 +91,10 @@ def test_kills_lose_what_was_not_flushed_and_say_so(tmp_path: Path) -> None:
         finished = buffer.rollout_counts()["admitted"] - sum(
             len(one.rollouts) or one.group.size for one in buffer.open_groups() if one.state == "open"
         )
+        ended = {*range(buffer.next_index)} - {one.group.index for one in buffer.open_groups()}
         buffer.close()
         again.close()
+        assert set(RolloutRecord(tmp_path).endings()) == ended, "those after the last flush out of the books"
         missing = finished - len(written) - lost
         recent = sum(finished_s[-1] - at_s < 0.05 for at_s in finished_s)
         assert missing <= 4 * (recent + 1), "at most what has finished since the last flush, and the group that it cut"

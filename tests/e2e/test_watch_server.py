@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import shutil
@@ -274,6 +275,14 @@ def test_other_machines_need_a_key(root: Path, folder: Path) -> None:
                 assert server.get(path, headers={"Authorization": wrong}).status == 401, wrong
         assert server.get("/api/runs", headers={"Authorization": f"Bearer {KEY}"}).status == 200
         assert KEY not in server.log.read_text()
+
+
+def test_rollouts_are_shown_without_pandas(server: WatchServer) -> None:
+    """It would take 50 MB, and the first page as long as everything else."""
+    assert importlib.util.find_spec("pandas"), "else this shows nothing"
+    assert server.read("/api/rollouts", run=HOSTILE_RUN)["rows"]
+    assert "/pyarrow/" in (mapped := Path(f"/proc/{server.process.pid}/maps").read_text())
+    assert "/pandas/" not in mapped
 
 
 # --- the run comes to no harm ----------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 LIMIT_BYTES = 20 << 30
 _NAME = ("headway", "watch")
@@ -39,12 +40,12 @@ def cache_folder(run: Path) -> Path:
     return folder
 
 
-def write_cached(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file of a cache whole, by rename: of two watchers the later one wins. Raises OSError."""
+def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Have ``write`` make a file of a cache, whole, by rename: of two watchers the later one wins. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.writelines(parts)
+            write(file)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -185,7 +185,7 @@ class RunLanes:
         state = self._state
         if fresh and self._store.add(fresh, self._works(), state.to_s) and self._store.kept:
             state.spans = self._store.stored
-            write_cached(self._kept, [msgspec.msgpack.encode(state)])
+            write_cached(self._kept, lambda file: file.write(msgspec.msgpack.encode(state)))
 
     def _take(self, data: bytes) -> None:
         state, texts = self._state, list[bytes]()

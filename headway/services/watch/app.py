@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
+import pyarrow as pa
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -65,6 +68,7 @@ async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None
     keys, endpoint = read_keys(settings.key_file, "--key-file"), EndpointConfig(address=f"{host}:{settings.port}")
     require_keys(keys, endpoint.address, f"--host {settings.host}", "--key-file")
     watched = WatchedRuns(settings.roots, settings.usd_per_device_hour)
+    _without_pandas()
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(endpoint.address, "--host and --port")))
         await asyncio.to_thread(trim_cache)
@@ -73,6 +77,19 @@ async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None
         async with serving(AccessControl(make_app(watched, answers, stopped), keys), endpoint, listener) as address:
             on_ready(address)
             await stopped.wait()
+
+
+def _without_pandas() -> None:
+    """Have pyarrow look for pandas now and find none: else the first page waits for its import, and 50 MB stay."""
+
+    def find_spec(name: str, *_: Any) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
+    pa.array([])
+    sys.meta_path.remove(finder)
 
 
 def make_app(watched: WatchedRuns, answers: SharedAnswers, stopped: asyncio.Event) -> FastAPI:

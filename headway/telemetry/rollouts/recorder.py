@@ -22,15 +22,15 @@ EVENT_ROLLOUTS_ENDED = "rollouts_ended"  # nothing more is recorded, and why
 EVENT_ROLLOUTS_LOST = "rollouts_lost"  # data: rollouts that an earlier process finished and didn't record
 
 Counted = Callable[[float], int]  # rollouts in the books of the groups that a share takes
+Ends = Callable[[], Iterable[tuple[int, str, str, int | None]]]  # (group, ending, reason, step) in the books
 
 
 class RolloutRecorder:
     """Records each rollout once, in the order in which the buffer commits them, and each group's end.
 
     Lifecycle: *made* -> ``begin`` (a segment of its own) -> *recording* -> *ended*, by ``close`` or an error, which
-    calls ``on_event``. Never raises: what fails here must not reach the run. Rollouts are written when a group finishes
-    or a step ends, FLUSH_S or FLUSH_TOKENS after the last ones (in small batches each costs twice as much); a step's
-    endings at once.
+    calls ``on_event``. Never raises: what fails here must not reach the run. Rollouts and endings are written when a
+    group finishes or a step ends, FLUSH_S or FLUSH_TOKENS after the last ones: in small batches each costs a multiple.
     """
 
     def __init__(
@@ -52,30 +52,30 @@ class RolloutRecorder:
         self._tokens = 0  # unwritten, about
         self._written_s = clock.now()
 
-    def begin(self, counted: Counted) -> None:
-        """Begin to record, after what an earlier process of the run has recorded, and report how much of what it
-        finished is missing."""
+    def begin(self, counted: Counted, ends: Ends = lambda: ()) -> None:
+        """Begin to record, after what an earlier process of the run has recorded; report how much of what it finished
+        is missing, and record the ends that it hadn't written yet."""
         if self._share:
-            self._guarded(self._begin, counted)
+            self._guarded(self._begin, counted, ends)
 
     def finished(self, group: FinishedGroup) -> None:
         """Record the members of a group that has been committed."""
         if self._takes(group.group.index):
-            self._guarded(self._arrive, group.rollouts, group.group.task.task_id)
+            self._arrive(group.rollouts, group.group.task.task_id)
 
     def unfinished(self, index: int, task: str, reached: Mapping[int, int]) -> None:
         """Record the members of a group that has ended before it finished. ``reached``: tokens of each."""
         if self._takes(index):
             members = [Rollout(group=index, member=m, prompt_ids=(), finish_reason="abort") for m in reached]
             self._reached |= dict(enumerate(reached.values(), start=self._arrived))
-            self._guarded(self._arrive, members, task)
+            self._arrive(members, task)
 
     def ended(self, groups: Iterable[int], ending: str, reason: str, step: int | None) -> None:
         """Record the end of ``groups``. ``step``: that trained or skipped them; None: none did."""
         now_s = self._clock.now()
         self._ends += [(index, ending, reason, step, now_s) for index in groups if self._takes(index)]
-        if step is not None and self._finished is not None:
-            self._guarded(self._write if self._due else self._write_ends)
+        if step is not None and self._due:
+            self.flush()
 
     def flush(self) -> None:
         """Write what has arrived."""
@@ -106,7 +106,7 @@ class RolloutRecorder:
             cause = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
             self._on_event(EVENT_ROLLOUTS_ENDED, f"no further rollout is recorded: {cause}")
 
-    def _begin(self, counted: Counted) -> None:
+    def _begin(self, counted: Counted, ends: Ends) -> None:
         record = RolloutRecord(self._folder.parent)
         self._rows = record.count()
         before = record.session()
@@ -122,14 +122,18 @@ class RolloutRecorder:
         )
         self._ended = SegmentWriter(self._folder / "ended", ENDED, **self._limits)
         pa.array([])  # imports pandas where it is installed, 0.2 s that would hold up the run later
-        self._written_s = self._clock.now()
+        self._written_s = now_s = self._clock.now()
+        if before is not None:
+            known = record.endings()
+            self._ends = [(*end, now_s) for end in ends() if end[0] not in known and self._takes(end[0])]
+            self._write()
 
     def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
         self._arrivals.append((rollouts, task))
         self._arrived += len(rollouts)
         self._tokens += len(rollouts) * len(rollouts[0].response_ids)  # about
         if self._due:
-            self._write()
+            self.flush()
 
     def _write(self) -> None:
         assert self._finished is not None, "it records"
@@ -140,10 +144,6 @@ class RolloutRecorder:
             task_ids = [task for group, task in arrivals for _ in group]
             self._finished.append(finished_batch(rollouts, task_ids, reached), self._rows)
             self._rows += len(rollouts)
-        self._write_ends()
-
-    def _write_ends(self) -> None:
-        assert self._ended is not None, "it records"
         ends, self._ends = self._ends, []
-        if ends:
+        if ends and self._ended is not None:
             self._ended.append(ended_batch(ends), 0)

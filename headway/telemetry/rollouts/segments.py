@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,11 +142,14 @@ class SegmentFile:
 
     def batches(self, columns: Sequence[str] | None = None, offset: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield (offset, batch) of the whole batches from byte ``offset`` on (0: all), with these ``columns`` (None:
-        all). Arrays are views of the mapped file: of other columns nothing is read."""
+        all). Arrays are views of the mapped file: of other columns nothing is read, and what was read of a batch leaves
+        the process's memory with the next one."""
         self.problem = ""
         kept = pa.schema([self._known.field(name) for name in (columns or self._known.names)])
         try:
-            with pa.memory_map(str(self.path)) as file:
+            with self.path.open("rb") as opened:
+                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)  # unmapped with the last array
+            with pa.BufferReader(pa.py_buffer(mapped)) as file:
                 schema = pa.ipc.read_schema(file)
                 if offset:
                     file.seek(offset)
@@ -163,6 +167,7 @@ class SegmentFile:
                     batch = pa.RecordBatch.from_arrays(arrays, schema=kept)
                     batch.validate(full=True)  # offsets out of bounds would be followed all the same
                     yield offset, batch
+                    mapped.madvise(mmap.MADV_DONTNEED, offset // mmap.PAGESIZE * mmap.PAGESIZE)
                     offset = file.tell()
         except EOFError:
             pass  # sealed

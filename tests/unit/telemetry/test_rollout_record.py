@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from headway.records.rollout import Batch, FinishedGroup
 from headway.records.tokens import TokenMask
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts import segments
-from headway.telemetry.rollouts.columns import FINISHED, finished_batch
+from headway.telemetry.rollouts.columns import ENDED, FINISHED, ended_batch, finished_batch
 from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED, EVENT_ROLLOUTS_LOST, RolloutRecorder
@@ -95,16 +96,16 @@ def test_record_equals_what_was_trained_on(tmp_path: Path, steps: int) -> None:
         assert {steps_of[sample.rollout.group] for sample in batch.samples} == {batch.step}
 
 
-def test_written_every_two_seconds_and_endings_with_their_step(tmp_path: Path) -> None:
+def test_rollouts_and_endings_are_written_every_two_seconds(tmp_path: Path) -> None:
     clock = ManualClock()
     recorder = RolloutRecorder(tmp_path, LedgerConfig(), clock, lambda *_, **__: None)
     fill(recorder, [random_group(0, 2)])
     recorder.ended([0], "trained", "", 0)
     record = RolloutRecord(tmp_path)
-    assert (record.count(), list(record.endings())) == (0, [0])
+    assert (record.count(), list(record.endings())) == (0, [])
     clock.time_s += 2.5
     recorder.finished(random_group(1, 2))
-    assert record.count() == 4
+    assert (record.count(), list(record.endings())) == (4, [0])
     recorder.finished(random_group(2, 2))
     clock.time_s += 2.5
     assert record.count() == 4
@@ -315,9 +316,10 @@ def test_resume_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
     assert [(row["verified"], row["tokens"], row["task_id"]) for row in rows[16:]] == [
         (False, tokens, "task-2") for tokens in (0, 5, 0, 0)
     ]
-    endings = RolloutRecord(tmp_path).endings()
-    assert {group: (end.ending, end.step) for group, end in endings.items()} == {
-        0: ("trained", 0), 1: ("trained", 0), 9: ("overdue", None), 4: ("discarded", None)
+    endings = RolloutRecord(tmp_path).endings()  # of 8 out of the books
+    assert {group: (end.ending, end.reason, end.step) for group, end in endings.items()} == {
+        0: ("trained", "step 0", 0), 1: ("trained", "step 0", 0), 8: ("overdue", "late", None),
+        9: ("overdue", "late", None), 4: ("discarded", "surplus", None)
     }  # fmt: skip
     assert [segment.first for segment in list_segments(tmp_path / "rollouts" / "finished")] == [0, 16]
     third = recorder_of(tmp_path, told)  # nothing was lost since
@@ -335,6 +337,28 @@ def test_killed_runs_record_every_rollout_once(tmp_path: Path) -> None:
     lost = [line for line in outcome.lines if getattr(line, "event", "") == EVENT_ROLLOUTS_LOST]
     missing = sum(outcome.endings.values()) - len([key for key in keys if key[0] in RolloutRecord(tmp_path).endings()])
     assert 0 <= missing <= sum(line.data["rollouts"] for line in lost)
+
+
+def test_read_batches_leave_memory_and_arrays_of_them_stay_whole(tmp_path: Path) -> None:
+    def resident_kb(path: Path) -> int:
+        """Of the mapped file."""
+        entries = re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+        own = [entry for entry in entries if str(path) in entry.split("\n", 1)[0]]
+        assert own, "it is mapped"
+        return sum(int(entry.split("\nRss:", 1)[1].split()[0]) for entry in own)
+
+    rows = [(index, "trained", "", 1, 0.0) for index in range(50_000)]
+    writer = SegmentWriter(tmp_path, ENDED)
+    for at in range(8):
+        writer.append(ended_batch([(at, *row[1:]) for row in rows]), 0)
+    writer.close()
+    (segment,) = list_segments(tmp_path)
+    kept, most_kb = [], 0
+    for _, batch in SegmentFile(segment.path, ENDED).batches():
+        kept.append(batch["group"])
+        most_kb = max(most_kb, resident_kb(segment.path))
+    assert most_kb < segment.path.stat().st_size / 1024 / 4
+    assert [column.unique().to_pylist() for column in kept] == [[at] for at in range(8)]
 
 
 def test_arrays_are_views_of_the_file(tmp_path: Path) -> None:

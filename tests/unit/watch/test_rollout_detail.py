@@ -253,7 +253,12 @@ def test_tasks_are_counted_over_time(run: Path) -> None:
         assert 0 < task["weight"] < 1
     assert found["x"] == [max(n // 3 for n in range(6 * end) if n % 3 == 0 and GROUPS[n].valid) for end in range(1, 5)]
     failed = [sum(r.failure is not None for r in rollouts[at : at + 24]) / 24 for at in range(0, 96, 24)]
-    assert found["tools"] == {"engine": [round(share, 4) for share in failed]}
+    tools = {"engine": [round(share, 4) for share in failed]}
+    for name in ("", "search", "é"):
+        parts = [[t for r in rollouts[at : at + 24] for t in r.tool_times if t.name == name] for at in range(0, 96, 24)]
+        assert all(parts), "else nothing is seen of shares"
+        tools[name or "a tool there isn't"] = [round(sum(t.error for t in part) / len(part), 4) for part in parts]
+    assert found["tools"] == tools
     row = watched.newest_of_task("task-3")
     assert row is not None
     assert names[row] == "task-3"

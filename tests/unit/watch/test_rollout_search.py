@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from headway.report.watch.rollouts.view import WatchedRollouts
 from headway.runtime.clock import VirtualClock
 from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.recorder import RolloutRecorder
-from headway.telemetry.rollouts.segments import list_segments
+from headway.telemetry.rollouts.segments import SegmentFile, list_segments
 from headway.tokens.tokenizer import Tokenizer
 from tests.support.real_tokenizers import KINDS, write
 from tests.support.recorded import random_group, rows_in
@@ -299,6 +300,36 @@ def test_long_record_is_read_in_parts(
     assert counts == sorted(set(counts))
     assert len(counts) == 2
     assert all_pages(watched, {}, 7) == whole.search({})
+    watched.close()
+
+
+def test_newest_page_is_there_before_the_others_are_read(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, written_groups(tokenizer, 90), segment_bytes=20_000).close()
+    (tmp_path / "samples.jsonl").write_text(kept_line(0, 900))
+    segments = list_segments(tmp_path / "rollouts" / "finished")
+    newest = [row for row in BruteForce(tmp_path, tokenizer).search({}) if row >= segments[-3].first]
+    whole = WatchedRollouts(tmp_path, tokens)
+    whole.search(text="x")  # reads everything
+    whole.close()
+    cut = len(newest) - 2
+    expected = [whole.search(limit=cut), whole.search(limit=1, after=str(newest[cut - 1]))]
+    shutil.rmtree(cache_folder(tmp_path))
+
+    may_read, opened, batches = threading.Event(), list[Path](), SegmentFile.batches
+    read = WatchedRollouts._read
+    monkeypatch.setattr(WatchedRollouts, "_read", lambda self: (may_read.wait(60.0), read(self)))
+    monkeypatch.setattr(SegmentFile, "batches", lambda self, *a: (opened.append(self.path), batches(self, *a))[1])
+    watched = WatchedRollouts(tmp_path, tokens)
+    found = [watched.search(limit=cut), watched.search(limit=1, after=str(newest[cut - 1]))]
+    assert [page.pop("indexed_share") for page in found] == [0.0, 0.0]
+    assert found == [{name: page[name] for name in page if name != "indexed_share"} for page in expected]
+    assert {path for path in opened if path.parent.name == "finished"} == {one.path for one in segments[-3:]}
+    may_read.set()  # what else is asked waits for it
+    brute = BruteForce(tmp_path, tokenizer)
+    assert all_pages(watched, {"text": "answer"}, 500) == [*brute.search({"text": "answer"}), -1]
+    assert all_pages(watched, {}, 40) == [*brute.search({}), -1]
     watched.close()
 
 

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -302,15 +303,15 @@ def test_a_cache_that_cannot_be_written_is_a_temporary_one(tmp_path: Path, monke
 
 def test_cached_files_are_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "columns"
-    cache.write_cached(path, [b"old"])
+    cache.write_cached(path, lambda file: file.write(b"old"))
 
-    def parts():
-        yield b"new"
+    def write(file: BinaryIO) -> None:
+        file.write(b"new")
         assert path.read_bytes() == b"old"
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        cache.write_cached(path, parts())
+        cache.write_cached(path, write)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 

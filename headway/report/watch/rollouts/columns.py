@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +35,11 @@ _OWN: dict[str, DTypeLike] = {
     "boundary": np.uint8,  # of its failure: place in BOUNDARIES; 255: it didn't fail
     "task": np.int32,  # place in the table's names
 }
-_READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id"]
+TOOL = "\0"  # begins the names of tools among the table's names
+_TOOLS: dict[str, DTypeLike] = {  # an entry for each tool that a rollout called
+    "tool_row": np.int64, "tool": np.int32, "tool_calls": np.int32, "tool_errors": np.int32,
+}  # fmt: skip
+_READ = [*_NUMBERS, "span_versions", "branches", "left", "failure", "task_id", "tool_names", "tool_errors"]
 _ENDED: dict[str, DTypeLike] = {
     "group": np.int64, "step": np.int32, "time_s": np.float64, "ending": np.uint8, "reason": np.int32,
 }  # fmt: skip
@@ -50,7 +53,7 @@ class StreamPlace(NamedTuple):
     """How far a stream has been read: the last batch that was taken, and the number of rows with it."""
 
     segment: int = 0
-    offset: int = 0
+    offset: int = 0  # 0: of this segment nothing is taken
     rows: int = 0
 
 
@@ -69,7 +72,7 @@ class StreamTail:
         for segment in list_segments(self.folder):
             if segment.number < reached.segment:
                 continue
-            again = segment.number == reached.segment
+            again = segment.number == reached.segment and reached.offset > 0
             row = reached.rows if again else segment.first
             file = SegmentFile(segment.path, self._schema)
             for offset, batch in file.batches(columns, reached.offset if again else 0):
@@ -91,10 +94,10 @@ class StreamTail:
 
 
 class RolloutTable(NamedTuple):
-    """All rollouts at one moment: a value of each column for each. Row numbers begin with ``first``, below 0 for the
-    lines of samples.jsonl; a row that the record lacks has member -1."""
+    """Rollouts at one moment: a value of each column for each. Row numbers begin with ``first``, below 0 for the lines
+    of samples.jsonl; a row that the record lacks has member -1."""
 
-    columns: Arrays  # _NUMBERS, _OWN, and of its end "ending", "step" (-1: none) and "reason" (-1: its own)
+    columns: Arrays  # _NUMBERS, _OWN, and of its end "ending", "step" (-1: none) and "reason" (-1: its own); _TOOLS
     names: list[str]
     first: int
 
@@ -109,19 +112,25 @@ class RolloutColumns:
     """The columns of a run's record. ``table`` takes up what has been appended since; the cache is written when it has
     grown by a tenth. A cache that is damaged, or of another record, is read anew."""
 
-    def __init__(self, record: Path, cache: Path, kept: Sequence[KeptSample] = ()) -> None:
-        """``record``: RUN/rollouts; ``kept``: the lines of the run's samples.jsonl, which come first."""
+    def __init__(
+        self, record: Path, cache: Path | None, kept: Sequence[KeptSample] = (), begin: StreamPlace = StreamPlace()
+    ) -> None:
+        """``record``: RUN/rollouts; ``cache``: None: there is none; ``kept``: the lines of the run's samples.jsonl,
+        which come first; ``begin``: rollouts before it are left out."""
         self.finished, self.ended = StreamTail(record / "finished", FINISHED), StreamTail(record / "ended", ENDED)
-        self._path = cache / FILE_NAME
+        self.finished.place, self.first = begin, begin.rows or -len(kept)
+        self._record, self._path = record, cache and cache / FILE_NAME
         self._names: dict[str, int] = {}
-        self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_OWN}.items()}
+        self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_OWN, **_TOOLS}.items()}
         self._ends: Arrays = {name: np.empty(0, kind) for name, kind in _ENDED.items()}
         self._kept = kept
         self._table: RolloutTable | None = None
         self.complete = True  # whether the last call has read to the end
-        self._count = self._written = 0  # rows that have been read, and those in the cache
+        self._count = self._written = begin.rows  # rows that have been read, and those in the cache
+        self._newest: RolloutColumns | None = None
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
-            self._load()
+            if self._path:
+                self._load(self._path)
 
     @property
     def problems(self) -> list[str]:
@@ -135,11 +144,22 @@ class RolloutColumns:
         self._rows = _joined(self._rows, [self._numbers(row, batch) for row, batch in self._new(self.finished, _READ)])
         if self._table is None or before != (self.finished.place, self.ended.place):
             self._table = self._made()
-            if self._count - self._written >= max(_KEEP_ROWS, _KEEP_SHARE * self._written):
+            if self._path and self._count - self._written >= max(_KEEP_ROWS, _KEEP_SHARE * self._written):
                 with contextlib.suppress(OSError):  # the next watcher reads the record itself
-                    self._store()
+                    self._store(self._path)
                 self._written = self._count
         return self._table
+
+    def newest(self, row: int) -> RolloutColumns | None:
+        """The columns of the newest rollouts, ``row`` among them; None: of those before, less than a segment is unread.
+        May be called while another thread reads the table."""
+        behind = [one for one in list_segments(self.finished.folder) if one.first <= row][-1:]
+        if not behind or behind[0].number <= self.finished.place.segment + 1:
+            self._newest = None
+        elif self._newest is None or self._newest.first > row:
+            place = StreamPlace(behind[0].number, 0, behind[0].first)
+            self._newest = RolloutColumns(self._record, None, begin=place)
+        return self._newest
 
     def training(self, group: int) -> tuple[float | None, float | None]:
         """The clock when a group's step had all it needed (the step before and its last rollout) and at the group's
@@ -164,7 +184,7 @@ class RolloutColumns:
         """The columns of a batch, after those that are lost in a damaged segment before it."""
         missing = row - self._count
         self._count = max(self._count, row + batch.num_rows)
-        batch = batch.slice(max(0, -missing))
+        row, batch = row + max(0, -missing), batch.slice(max(0, -missing))
         found = {name: _numpy(batch[name], kind) for name, kind in _NUMBERS.items()}
         found["first_version"], found["last_version"] = _versions(batch)
         own, boundary = _codes(batch["left"]), np.full(batch.num_rows, 255, np.uint8)
@@ -174,16 +194,25 @@ class RolloutColumns:
         if missing > 0:
             found = {name: np.concatenate([np.zeros(missing, a.dtype), a]) for name, a in found.items()}
             found["member"][:missing] = -1
-        return found
+        return found | self._tool_calls(row, batch)
+
+    def _tool_calls(self, row: int, batch: pa.RecordBatch) -> Arrays:
+        lengths = _numpy(batch["tool_names"].value_lengths(), np.int64)
+        names = self._named(batch["tool_names"].flatten(), TOOL)
+        keys, place = np.unique(row + np.repeat(np.arange(len(lengths)), lengths) << 32 | names, return_inverse=True)
+        errors = np.resize(_numpy(batch["tool_errors"].flatten(), np.bool_), len(names))  # where they are damaged
+        counts = [np.bincount(place, weights, len(keys)) for weights in (None, errors)]
+        found = zip(_TOOLS.items(), [keys >> 32, keys & 0xFFFFFFFF, *counts], strict=True)
+        return {name: values.astype(kind) for (name, kind), values in found}
 
     def _endings(self, batch: pa.RecordBatch) -> Arrays:
         named = {"group": batch["group"], "step": batch["step"].fill_null(-1), "time_s": batch["time_s"]}
         found = {name: _numpy(column, _ENDED[name]) for name, column in named.items()}
         return found | {"ending": _codes(batch["ending"]), "reason": self._named(batch["reason"])}
 
-    def _named(self, column: pa.Array) -> NDArray[Any]:
-        """Places of a column's texts in the table's names."""
-        return _coded(column, lambda text: self._names.setdefault(text, len(self._names))).astype(np.int32)
+    def _named(self, column: pa.Array, before: str = "") -> NDArray[Any]:
+        """Places of a column's texts, with ``before`` each, in the table's names."""
+        return _coded(column, lambda text: self._names.setdefault(before + text, len(self._names))).astype(np.int32)
 
     def _made(self) -> RolloutTable:
         """The rows with their groups' endings; of a group that ended twice the last one counts."""
@@ -196,20 +225,18 @@ class RolloutColumns:
             own = self._rows["own"] if name == "ending" else np.array(-1, np.int32)
             columns[name] = np.where(by_group, of_groups[place], own)
         if self._kept:
-            columns = _joined(_kept_columns(self._kept, self._names), [columns])
-        return RolloutTable(columns, list(self._names), -len(self._kept))
+            columns |= _joined(_kept_columns(self._kept, self._names), [columns])
+        return RolloutTable(columns, list(self._names), self.first)
 
-    def _store(self) -> None:
+    def _store(self, path: Path) -> None:
         tails = [(tail.place, tail.problems) for tail in (self.finished, self.ended)]
         header = msgspec.json.encode((self.finished.identity(), tails, list(self._names)))
         arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **self._rows}
         arrays |= {f"end_{name}": array for name, array in self._ends.items()}
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        write_cached(self._path, [buffer.getbuffer()])
+        write_cached(path, lambda file: np.savez(file, **arrays))
 
-    def _load(self) -> None:
-        with np.load(self._path) as found:  # which compares checksums
+    def _load(self, path: Path) -> None:
+        with np.load(path) as found:  # which compares checksums
             identity, tails, names = msgspec.json.decode(found["header"].tobytes())
             if identity != self.finished.identity():
                 return

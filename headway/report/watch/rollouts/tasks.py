@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.control.curriculum.beta import mixed_probability
-from headway.report.watch.rollouts.columns import BOUNDARIES, RolloutTable
+from headway.report.watch.rollouts.columns import BOUNDARIES, TOOL, RolloutTable
 
 MAX_TASKS = 200  # those that were seen last
 
 
 def tasks(table: RolloutTable, bins: int) -> dict[str, Any]:
     """The newest tasks of a run, with solve rates in ``bins`` of equally many rollouts in the order of their arrival,
-    and the shares of rollouts that failed at each boundary.
+    the shares of rollouts that failed at each boundary, and of each tool's calls those in error.
 
     ``weight`` of a task: the probability that outcomes of a group of the run's usual size differ, which is what a
     curriculum goes by (control/curriculum), from all attempts and a uniform prior."""
@@ -79,6 +79,13 @@ def _failures(table: RolloutTable, where: NDArray[Any], bins: int) -> dict[str, 
         if (of_it := table["boundary"] == code).any():
             counts = np.bincount(where[of_it], minlength=bins)
             found[name] = [_share(n, of) for n, of in zip(counts.tolist(), every.tolist(), strict=True)]
+    bin_of = where[table["tool_row"] - table.first]
+    for code in np.unique(table["tool"]).tolist():
+        own = table["tool"] == code
+        calls, errors = (np.bincount(bin_of[own], table[name][own], bins) for name in ("tool_calls", "tool_errors"))
+        if errors.any():
+            name = table.names[code].removeprefix(TOOL) or "a tool there isn't"
+            found[name] = [_share(n, of) for n, of in zip(errors.tolist(), calls.tolist(), strict=True)]
     return found
 
 

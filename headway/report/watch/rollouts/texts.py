@@ -256,7 +256,7 @@ class TextIndex:
             self._note(state, further)
 
     def _note(self, state: _State, further: list[Array]) -> None:
-        write_cached(self._cache / _STATE, [msgspec.json.encode(state)])
+        write_cached(self._cache / _STATE, lambda file: file.write(msgspec.json.encode(state)))
         self._ends, self._state = np.concatenate([self._ends, *further]), state
         further.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from headway.report.show import KeptSample
 from headway.report.watch.cache import cache_folder
 from headway.report.watch.rollouts import detail
 from headway.report.watch.rollouts.columns import OPEN, RolloutColumns, RolloutTable
-from headway.report.watch.rollouts.search import beginning, ordered, query_of, select, snippet
+from headway.report.watch.rollouts.search import RolloutQuery, beginning, ordered, query_of, select, snippet
 from headway.report.watch.rollouts.tasks import tasks
 from headway.report.watch.rollouts.texts import BORDER, COLUMNS, TextIndex, TokenTable, folded, texts_of
 from headway.runtime.run_directory import RunDirectory
@@ -39,22 +40,26 @@ class WatchedRollouts:
         self._columns = RolloutColumns(self._record.folder, cache, self._kept)
         self._index = None if tokens is None else TextIndex(self._record.folder, cache, tokens)
         self._prompts: dict[int, str] = {}  # by row, of those that `tasks` shows
+        self._reading: threading.Thread | None = None  # of all columns, while the newest rollouts are shown
 
     def close(self) -> None:
-        """End the indexing of text; a second call is a no-op."""
+        """End what runs in the background; a second call is a no-op."""
+        if self._reading is not None:
+            self._reading.join()
         if self._index is not None:
             self._index.close()
 
     def search(self, **filters: Any) -> dict[str, Any]:
         """The rollouts that the fields of `RolloutQuery` ask for, a page of them. Raises ConfigurationError."""
         query, problems = query_of(filters), list[str]()
-        table = self._columns.table()
+        columns = self._newest(query) or self._all()
+        table = columns.table()
         places = select(table, query)
-        total: int | None = len(places)
+        total: int | None = len(places) + table.first + len(self._kept)
         places = ordered(table, places, query)
         found = folded(query.text)
         recorded = len(table) + table.first
-        if self._index is not None:
+        if self._index is not None and columns is self._columns:
             self._index.extend(recorded, _INDEX_WAIT_S)
         if found:
             rows, problems = self._with_text(found, places + table.first, query.limit + 1)
@@ -66,15 +71,15 @@ class WatchedRollouts:
             "rows": [self._summary(table, row, found) for row in shown],
             "after": str(shown[-1]) if len(rows) > query.limit else None,
             "total": total,
-            "rollouts": len(table),
+            "rollouts": recorded + len(self._kept),
             "indexed_share": min(1.0, (self._index.rows if self._index else 0) / recorded) if recorded else 1.0,
-            "problems": [*problems, *self._problems()],
+            "problems": [*problems, *self._problems(columns)],
         }
 
     def rollout(self, row: int, *, sequence: int | None = None, offset: int = 0, limit: int = 4000) -> dict[str, Any]:
         """A rollout whole; of its sequences, or the one that is asked for, ``limit`` tokens from ``offset`` on. Raises
         ConfigurationError when there is no such row."""
-        table = self._columns.table()
+        table = self._all().table()
         at = row - table.first
         if not 0 <= at < len(table):
             valid = (
@@ -103,12 +108,12 @@ class WatchedRollouts:
             "life": detail.life(batch, *self._columns.training(common["group"])),
             "sequences": sequences,
             "turns": detail.turns(sequences[0]["parts"], batch),
-            "problems": self._problems(),
+            "problems": self._problems(self._columns),
         }
 
     def newest_of_task(self, task: str) -> int | None:
         """The row of a task's newest rollout; None: it has none."""
-        table = self._columns.table()
+        table = self._all().table()
         if task not in table.names:
             return None
         found = np.flatnonzero((table["task"] == table.names.index(task)) & (table["member"] >= 0))
@@ -116,14 +121,40 @@ class WatchedRollouts:
 
     def tasks(self, bins: int = 24) -> dict[str, Any]:
         """The run's newest tasks over time."""
-        found = tasks(self._columns.table(), bins)
+        found = tasks(self._all().table(), bins)
         for task in found["tasks"]:
             row = task.pop("row")
             if row not in self._prompts:
                 self._prompts[row] = self._prompt(row, self._row(row, ["prompt_ids"]))
             task["prompt"] = self._prompts[row]
         self._prompts = dict(list(self._prompts.items())[-5000:])
-        return found | {"problems": self._problems()}
+        return found | {"problems": self._problems(self._columns)}
+
+    def _all(self) -> RolloutColumns:
+        """The columns of all rollouts."""
+        if self._reading is not None:
+            self._reading.join()
+        return self._columns
+
+    def _newest(self, query: RolloutQuery) -> RolloutColumns | None:
+        """The columns of the newest rollouts, where a page of those is asked for and the others aren't read: that
+        begins then; None: the query needs all columns."""
+        if msgspec.structs.replace(query, limit=50, after="") != RolloutQuery():
+            return None
+        behind = int(query.after) if query.after else self._record.count()
+        newest = self._columns.newest(behind - query.limit - 1)
+        if newest is None or np.sum(newest.table()["member"][: behind - newest.first] >= 0) <= query.limit:
+            return None
+        if self._reading is None or not self._reading.is_alive():
+            self._reading = threading.Thread(target=self._read, daemon=True, name="watch-columns")
+            self._reading.start()
+        return newest
+
+    def _read(self) -> None:
+        """Read the columns of all rollouts; only then does the indexing of their text begin."""
+        table = self._columns.table()
+        if self._index is not None:
+            self._index.extend(len(table) + table.first, 0.0)
 
     def _with_text(self, found: bytes, rows: Any, most: int) -> tuple[list[int], list[str]]:
         kept = np.array([found in one for one in map(_kept_folded, self._kept)], bool)
@@ -173,8 +204,8 @@ class WatchedRollouts:
     def _row(self, row: int, columns: list[str] | None) -> pa.RecordBatch | None:
         return next((batch for _, batch in self._record.batches(columns, row, row + 1)), None)
 
-    def _problems(self) -> list[str]:
-        found = [*self._columns.problems, *self._record.problems.values()]
+    def _problems(self, columns: RolloutColumns) -> list[str]:
+        found = [*columns.problems, *self._record.problems.values()]
         return [*self._damaged, *dict.fromkeys(found)]
 
 
