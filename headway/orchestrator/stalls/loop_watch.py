@@ -21,6 +21,7 @@ import msgspec
 
 from headway.control.stalls import place_of
 from headway.records.ledger import EventRecord
+from headway.records.pages import stall_page
 from headway.records.stalls import Stack, WorkerStatus
 from headway.runtime.stalls.stacks import dump_of, parse_dump
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
@@ -69,7 +70,7 @@ class LoopWatch:
         stacks = parse_dump(dump)
         line = f"stalled {silent_s:.0f} s: the orchestrator{_cause(stopped, stacks)}"
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"headway: {line}\n")
+            sys.stderr.write(f"headway: {line} ({stall_page('event loop')})\n")
         time_s, step = self._last.split()
         event = EventRecord(
             event=EVENT_STALLED,

@@ -22,6 +22,7 @@ from typing import Any
 from headway.config.alerts import AlertsConfig
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord
+from headway.records.pages import alert_page
 from headway.runtime.backoff import backoff_s
 from headway.telemetry.exporters.exporters import Exporter, Start
 from headway.telemetry.ledger import EVENT_ALERT
@@ -42,6 +43,7 @@ def alert_json(alert: EventRecord, folder: Path) -> bytes:
     """The alert as command and webhook get it; ``text`` is what chat services show."""
     text = f"headway {folder.name} on {alert.data['host']}, step {alert.step}: {alert.detail}"
     found = {"text": text, **alert.data, "detail": alert.detail, "run": str(folder), "step": alert.step}
+    found["page"] = alert_page(str(alert.data["rule"]))
     return json.dumps(found, ensure_ascii=False).encode()
 
 

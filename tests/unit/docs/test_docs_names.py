@@ -20,6 +20,7 @@ FOREIGN = {  # files of users and of other programs, named as examples
     "test_demo.py",
     "sitecustomize.py",
     "instruction.md",
+    "train_async.py",
     "model_executor/kernels/linear/scaled_mm/cpu.py",
 }
 TREE = [file for part in ("headway", "tests", "docs", "benchmarks", "examples") for file in (ROOT / part).rglob("*.*")]
