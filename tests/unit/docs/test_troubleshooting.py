@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import get_args
 
@@ -45,6 +46,27 @@ def kinds_of_waits() -> set[str]:
     assert len(named) >= 6
     assert len(facts) >= 4
     return named | facts | {device[1], "event loop"}
+
+
+def printed_lines() -> list[str]:
+    """Lines that the page shows as printed."""
+    found = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [line for block in found for line in block.splitlines()]
+
+
+def texts_in_code() -> set[str]:
+    """Literal parts of the code's strings that are long enough to tell one message from another."""
+    trees = (ast.parse(text) for text in CODE.values())
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    values = {node.value.strip() for node in nodes if isinstance(node.value, str)}
+    return {value for value in values if len(value) >= 9 and "docs/" not in value and "." not in value}
+
+
+def test_lines_shown_are_the_codes() -> None:
+    """Each line that the page shows has words of a message in it that the code can print."""
+    lines, texts = printed_lines(), texts_in_code()
+    assert len(lines) >= 40
+    assert [line for line in lines if not any(text in line for text in texts)] == []
 
 
 def test_addresses_are_those_of_headings() -> None:
