@@ -17,15 +17,15 @@ SKILL = Path(__file__).parents[2] / ".agents" / "skills" / "headway" / "SKILL.md
 SHORTENED = """#!/bin/bash
 short=()
 case "$1" in
-  sft) short=(--sft.steps=40 --sft.evaluate_every_steps=0) ;;
+  sft) short=(--sft.steps=10 --sft.evaluate_every_steps=0) ;;
   check) short=(--calibrate-s=1) ;;
   train)
-    short=(--queue.groups_per_step=4 --queue.filter_zero_variance=false --evaluation.every_s=1000 --run.time_limit_s=60)
+    short=(--queue.groups_per_step=4 --queue.filter_zero_variance=false --trainer.schedule=constant)
     [[ " $* " == *" --resume "* ]] && short+=(--run.steps=16) || short+=(--run.steps=14) ;;
 esac
 exec "HEADWAY" "$@" "${short[@]}"
 """
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 def blocks() -> list[tuple[str, str]]:
@@ -54,7 +54,6 @@ def test_commands_of_the_skill_work(tmp_path: Path) -> None:
     assert installed.is_file()
     (programs / "headway").write_text(SHORTENED.replace("HEADWAY", str(installed)), encoding="utf-8")
     (programs / "headway").chmod(0o755)
-    (programs / "python").symlink_to(sys.executable)
     path = os.pathsep.join([str(programs), str(installed.parent), os.environ["PATH"]])
     ended = subprocess.run(
         ["bash", "-c", script(blocks())],
@@ -70,7 +69,7 @@ def test_commands_of_the_skill_work(tmp_path: Path) -> None:
     assert (run / "best").is_dir()
     assert "Do the books balance?  Balanced" in ended.stdout
     assert "bound by" in ended.stdout
-    assert ended.stdout.count("steps              ") == 2
+    assert re.findall(r"^steps +(\d+) in", ended.stdout, re.MULTILINE) == ["14", "16"]
 
 
 def test_every_command_of_the_skill_is_run() -> None:
