@@ -18,7 +18,6 @@ from headway.control.tuning.diagnosis import Diagnosis, Recommendation, device_s
 from headway.control.tuning.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
-from headway.records.pages import alert_page, troubleshooting
 from headway.report.formats import duration, percent, quantity
 from headway.report.incidents import described
 from headway.report.preview import BINDS
@@ -27,6 +26,7 @@ from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import alike, parse_device, sharing
 from headway.runtime.run_directory import RunDirectory, placed_as_before
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_SIMULATED
+from headway.telemetry.pages import alert_page, troubleshooting
 from headway.telemetry.summary import undisturbed
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from headway.records.ledger import EventRecord, LedgerLine
-from headway.records.pages import alert_page, stall_page
 from headway.report.formats import duration
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
+from headway.telemetry.pages import alert_page, stall_page
 from headway.telemetry.summary import is_incident
 
 _STALLED = ("worker_stalled", EVENT_STALLED)

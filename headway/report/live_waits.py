@@ -12,10 +12,10 @@ import msgspec
 from headway.control.stalls import place_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
-from headway.records.pages import stall_page
 from headway.records.stalls import Wait, WaitGraph
 from headway.report.formats import duration
 from headway.telemetry.ledger import EVENT_STALLED, read_ledger
+from headway.telemetry.pages import stall_page
 
 _FILE = "waits.json"
 _STALE_S = 8.0  # it is written every two seconds: then the event loop doesn't turn

@@ -11,10 +11,10 @@ import msgspec
 
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
-from headway.records.pages import troubleshooting
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
 from headway.telemetry.ledger import EVENT_CONTROL
+from headway.telemetry.pages import troubleshooting
 from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
 Balance = Literal[

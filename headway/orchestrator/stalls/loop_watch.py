@@ -21,10 +21,10 @@ import msgspec
 
 from headway.control.stalls import place_of
 from headway.records.ledger import EventRecord
-from headway.records.pages import stall_page
 from headway.records.stalls import Stack, WorkerStatus
 from headway.runtime.stalls.stacks import dump_of, parse_dump
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
+from headway.telemetry.pages import stall_page
 
 SUBJECT = "orchestrator"
 _AGAIN_S = 1.0  # a beat may be under way when a machine wakes up

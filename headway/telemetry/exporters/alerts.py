@@ -22,10 +22,10 @@ from typing import Any
 from headway.config.alerts import AlertsConfig
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord
-from headway.records.pages import alert_page
 from headway.runtime.backoff import backoff_s
 from headway.telemetry.exporters.exporters import Exporter, Start
 from headway.telemetry.ledger import EVENT_ALERT
+from headway.telemetry.pages import alert_page
 
 COMMAND_S = 30.0  # a command that runs for longer is killed with all it started
 REQUEST_S = 10.0  # a request to the webhook

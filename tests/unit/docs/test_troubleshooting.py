@@ -11,11 +11,11 @@ import pytest
 from headway.config.alerts import AlertRule
 from headway.records.check_report import Constraint
 from headway.records.ledger import EventRecord
-from headway.records.pages import alert_page, stall_page, troubleshooting
 from headway.report.incidents import described
 from headway.report.live import event_line
 from headway.report.preview import BINDS
 from headway.report.verdict import Balance, judge
+from headway.telemetry.pages import alert_page, stall_page, troubleshooting
 from headway.telemetry.summary import summarise
 from tests.unit.docs.test_docs_names import ROOT, anchors, prose
 
