@@ -90,6 +90,8 @@ def report(
     with ProgressBar("plots") as bar:
         page = write_page(run[0], output or None, price, bar)
     print_rows(view.verdict.sentences, gap=2)
+    if view.verdict.pages:
+        typer.echo(f"what to do: {' '.join(view.verdict.pages)}")
     typer.echo(f"report: {page}")
 
 

@@ -67,7 +67,7 @@ class WorkerDied(HeadwayError):
     sign of life when its end was noticed."""
 
     exit_code = 3
-    page = "docs/monitoring.md#deaths-stalls-restarts-and-replays"
+    page = "docs/troubleshooting.md#a-worker-died"
 
     def __init__(self, worker: str, cause: str, found_by: FoundBy = "exit", silent_s: float = 0.0) -> None:
         super().__init__(f"worker {worker} died: {cause}")
@@ -81,7 +81,7 @@ class RemoteError(HeadwayError):
     """A worker's method raised; carries the remote traceback. The worker keeps running."""
 
     exit_code = 3
-    page = "docs/monitoring.md#deaths-stalls-restarts-and-replays"
+    page = "docs/troubleshooting.md#a-worker-died"
 
     def __init__(self, worker: str, method: str, error: str, traceback: str) -> None:
         super().__init__(f"{worker}.{method}: {error}")
@@ -116,7 +116,7 @@ class BooksUnbalanced(HeadwayError):
     """A rollout is missing or ended twice."""
 
     exit_code = 4
-    page = "docs/design.md#4-rules-that-are-easy-to-get-wrong"
+    page = "docs/troubleshooting.md#books-that-dont-balance"
 
 
 class Interrupted(HeadwayError):
@@ -129,13 +129,13 @@ class BudgetExceeded(HeadwayError):
     """A batch would contain a group staler than the budget: an invariant of admission was broken."""
 
     exit_code = 4
-    page = "docs/async.md#forming-a-batch-wait-drop-and-mask"
+    page = "docs/troubleshooting.md#budget-broken"
 
 
 class NoProgress(HeadwayError):
     """The run makes no progress: every step is skipped, or every group ends untrained."""
 
-    page = "docs/async.md#which-knob-for-which-symptom"
+    page = "docs/troubleshooting.md#no-progress"
 
 
 class DeviceBusy(HeadwayError):
@@ -146,6 +146,8 @@ class DeviceBusy(HeadwayError):
 
 class StorageFailed(HeadwayError):
     """The disk is full or unreadable: the last transition was undone, nothing is half-written."""
+
+    page = "docs/troubleshooting.md#a-disk-that-is-full"
 
 
 class BufferFull(HeadwayError):

@@ -19,12 +19,14 @@ from headway.control.tuning.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.report.formats import duration, percent, quantity
+from headway.report.incidents import described
 from headway.report.preview import BINDS
 from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import alike, parse_device, sharing
 from headway.runtime.run_directory import RunDirectory, placed_as_before
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_SIMULATED
+from headway.telemetry.pages import alert_page, troubleshooting
 from headway.telemetry.summary import undisturbed
 
 
@@ -91,9 +93,10 @@ def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     tracker, recorded, replayed = AlertTracker(["all"], 0.0), list[str](), list[str]()
     for line in lines:
         if isinstance(line, EventRecord) and line.event == EVENT_ALERT:
-            recorded.append(f"step {line.step}, {line.detail}")
+            recorded.append(f"step {line.step}, {described(line)}")
         for rule, change in tracker.take(line):
-            replayed += [f"step {line.step}, {rule}: {tracker.raised[rule]}"] if change == "raised" else []
+            found = f"step {line.step}, {rule}: {tracker.raised.get(rule)} ({alert_page(rule)})"
+            replayed += [found] if change == "raised" else []
     return tuple(recorded or replayed)
 
 
@@ -181,7 +184,7 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
             f"{quantity(found.samples_per_s)} samples/s {error}, {quantity(found.useful_per_s)} of them useful "
             f"(the model of the run says {model:+.0%})"
         ),
-        "bound by": f"{BINDS[found.binding]}: {found.reason}",
+        "bound by": f"{BINDS[found.binding]}: {found.reason} ({troubleshooting(f'Bound by {BINDS[found.binding]}')})",
         "waits": (
             f"trainer {percent(found.trainer_wait)} ({percent(found.straggler_wait)} for stragglers), generator "
             f"{percent(found.generator_wait)}"

@@ -7,11 +7,19 @@ from collections.abc import Sequence
 
 from headway.records.ledger import EventRecord, LedgerLine
 from headway.report.formats import duration
-from headway.telemetry.ledger import EVENT_STALLED
+from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
+from headway.telemetry.pages import alert_page, stall_page
 from headway.telemetry.summary import is_incident
 
 _STALLED = ("worker_stalled", EVENT_STALLED)
 HEADS = ("what", "worker", "when", "version", "found by", "cause", "lost time", "rollouts or samples again")
+
+
+def described(event: EventRecord) -> str:
+    """The detail of an event; a stall's and an alert's with the section of the documentation that says what to do."""
+    if event.event == EVENT_STALLED:
+        return f"{event.detail} ({stall_page(str(event.data.get('wait', 'event loop')))})"
+    return f"{event.detail} ({alert_page(str(event.data['rule']))})" if event.event == EVENT_ALERT else event.detail
 
 
 def incidents(lines: Sequence[LedgerLine]) -> list[EventRecord]:

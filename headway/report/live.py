@@ -22,6 +22,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, Pa
 from headway.records.rollout import ENDINGS
 from headway.report.doctor import costs_of
 from headway.report.formats import duration, percent, quantity, score, shown_kernels
+from headway.report.incidents import described
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
 from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
@@ -82,12 +83,12 @@ class LiveState:
             if line.event == EVENT_PLAN_CHANGED:
                 self.placement = line
             if line.event == EVENT_STALLED:
-                self.stalls[line.worker] = line.detail
+                self.stalls[line.worker] = described(line)
             elif line.event == EVENT_STALL_ENDED or line.event.endswith(("_restarted", "_restored")):
                 self.stalls.pop(line.worker, None)
             self.alerts.pop(rule := line.data.get("rule"), None)  # only alerts and their ends have one
             if line.event == EVENT_ALERT:
-                self.alerts[rule] = line.detail
+                self.alerts[rule] = described(line)
             self.ended = line.event == EVENT_END
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
@@ -162,7 +163,7 @@ def shown_score(source: SourceScore) -> str:
 
 
 def event_line(event: EventRecord) -> str:
-    return f"{event.event} at version {event.step}" + (f": {event.detail}" if event.detail else "")
+    return f"{event.event} at version {event.step}" + (f": {described(event)}" if event.detail else "")
 
 
 # --- the screen ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
 from headway.report.formats import duration
 from headway.telemetry.ledger import EVENT_STALLED, read_ledger
+from headway.telemetry.pages import stall_page
 
 _FILE = "waits.json"
 _STALE_S = 8.0  # it is written every two seconds: then the event loop doesn't turn
@@ -55,7 +56,7 @@ def live_waits_text(found: LiveWaits) -> str:
     if found.age_s > _STALE_S:
         silent = f"the orchestrator (process {graph.pid}) has been silent for {duration(found.age_s)}"
         lines.append(f"{silent}: {found.last_stall or 'its event loop is blocked'}")
-    lines += [stall.sentence(graph.now_s) for stall in graph.stalls]
+    lines += [f"{stall.sentence(graph.now_s)} ({stall_page(stall.kind)})" for stall in graph.stalls]
     if not lines:
         lines.append("nothing is stalled")
     grouped = Counter((_like(wait), wait.kind, wait.owner) for wait in graph.waits)

@@ -14,6 +14,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, Pr
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
 from headway.telemetry.ledger import EVENT_CONTROL
+from headway.telemetry.pages import troubleshooting
 from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
 Balance = Literal[
@@ -69,6 +70,18 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "What did it cost?": self.cost_text,
         }
         return {question: answer for question, answer in answers.items() if answer}
+
+    @property
+    def pages(self) -> list[str]:
+        """Sections of the documentation about what isn't as it should be."""
+        titles = {
+            str(self.balance): self.balance not in ("matched", "unknown"),
+            "Budget broken": self.staleness_within_budget is False,
+            "Not learning": self.learning in ("worse", "no measurable change"),
+            "Books that don't balance": self.books_text.startswith("NOT BALANCED"),
+            "Rollouts that failed": bool(self.failures),
+        }
+        return [troubleshooting(title) for title, holds in titles.items() if holds]
 
 
 def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Judgement:

@@ -24,6 +24,7 @@ from headway.records.ledger import EventRecord
 from headway.records.stalls import Stack, WorkerStatus
 from headway.runtime.stalls.stacks import dump_of, parse_dump
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_STALLED
+from headway.telemetry.pages import stall_page
 
 SUBJECT = "orchestrator"
 _AGAIN_S = 1.0  # a beat may be under way when a machine wakes up
@@ -69,7 +70,7 @@ class LoopWatch:
         stacks = parse_dump(dump)
         line = f"stalled {silent_s:.0f} s: the orchestrator{_cause(stopped, stacks)}"
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"headway: {line}\n")
+            sys.stderr.write(f"headway: {line} ({stall_page('event loop')})\n")
         time_s, step = self._last.split()
         event = EventRecord(
             event=EVENT_STALLED,

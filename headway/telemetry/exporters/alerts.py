@@ -25,6 +25,7 @@ from headway.records.ledger import EventRecord
 from headway.runtime.backoff import backoff_s
 from headway.telemetry.exporters.exporters import Exporter, Start
 from headway.telemetry.ledger import EVENT_ALERT
+from headway.telemetry.pages import alert_page
 
 COMMAND_S = 30.0  # a command that runs for longer is killed with all it started
 REQUEST_S = 10.0  # a request to the webhook
@@ -42,6 +43,7 @@ def alert_json(alert: EventRecord, folder: Path) -> bytes:
     """The alert as command and webhook get it; ``text`` is what chat services show."""
     text = f"headway {folder.name} on {alert.data['host']}, step {alert.step}: {alert.detail}"
     found = {"text": text, **alert.data, "detail": alert.detail, "run": str(folder), "step": alert.step}
+    found["page"] = alert_page(str(alert.data["rule"]))
     return json.dumps(found, ensure_ascii=False).encode()
 
 

@@ -20,9 +20,11 @@ FOREIGN = {  # files of users and of other programs, named as examples
     "test_demo.py",
     "sitecustomize.py",
     "instruction.md",
+    "train_async.py",
     "model_executor/kernels/linear/scaled_mm/cpu.py",
 }
-TREE = [file for part in ("headway", "tests", "docs", "benchmarks", "examples") for file in (ROOT / part).rglob("*.*")]
+FOLDERS = ("headway", "tests", "docs", "benchmarks", "examples", ".agents")
+TREE = [file for part in FOLDERS for file in (ROOT / part).rglob("*.*")]
 OURS = {file.relative_to(ROOT).as_posix() for file in [*TREE, *ROOT.glob("*.md")] if "__pycache__" not in file.parts}
 ENDINGS = {name.split("/", depth)[-1] for name in OURS for depth in range(name.count("/") + 1)}
 NAMED = re.compile(r"(?<![\w./-])([\w./-]*\w\.(?:py|cpp|h|md))(?![\w/])(?::([A-Za-z_][\w.]*))?")

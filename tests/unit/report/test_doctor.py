@@ -236,13 +236,14 @@ def test_alerts_are_listed_as_recorded_or_found_in_an_older_ledger(tmp_path: Pat
     alert = EventRecord(event="alert", step=7, detail="disk: /runs has 0.10 GiB left", data={"rule": "disk"})
     outcome.lines.insert(2, alert)
     report = examine(recorded(outcome, tmp_path / "recorded"))
-    assert report.alerts == ("step 7, disk: /runs has 0.10 GiB left",)
+    assert report.alerts == ("step 7, disk: /runs has 0.10 GiB left (docs/troubleshooting.md#alert-disk)",)
     console = Console(width=100, record=True)
     print_report(report, None, console)
     assert "step 7, disk: /runs has 0.10 GiB left" in console.export_text()
     with pytest.raises(ConfigurationError, match=r"; alert at step 7, disk: /runs has 0\.10 GiB left"):
         examine(recorded(outcome, tmp_path / "short", 5))
     assert alerts_of(kept_ledger("collapsed")) == (
-        "step 5, kl: kl is 0.203 nats per token, over 0.15",
-        "step 14, length: responses grew from 293 to 461 tokens; 75% are cut, at the start 6%",
+        "step 5, kl: kl is 0.203 nats per token, over 0.15 (docs/troubleshooting.md#alert-kl)",
+        "step 14, length: responses grew from 293 to 461 tokens; 75% are cut, at the start 6% "
+        "(docs/troubleshooting.md#alert-length)",
     )

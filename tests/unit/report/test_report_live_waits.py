@@ -11,7 +11,7 @@ from synthetic_run import synthetic_lines, write_run
 
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
-from headway.records.stalls import Wait, WaitGraph
+from headway.records.stalls import Stall, Wait, WaitGraph
 from headway.report import page as page_module
 from headway.report.live_waits import live_waits_text, read_live_waits
 from headway.report.run_view import as_json, view_run
@@ -32,6 +32,12 @@ def test_wait_graph_groups_waits_of_one_sort(tmp_path: Path) -> None:
         "nothing is stalled",
         "  group 0 (and 2 like it) -> orchestrator: verdicts, 3.0 s (expected at most 20.0 s)",
     ]
+
+
+def test_stall_is_said_with_the_section_about_it(tmp_path: Path) -> None:
+    stall = Stall(owner="verifier-0", kind="verifier.score", since_s=1.0, what="it waits", expected_s=20.0, hard=False)
+    text = live_waits_text(read_live_waits(kept(tmp_path, stalls=(stall,)), now_s=101.0))
+    assert text.splitlines()[0] == "stalled 3 s: it waits (docs/troubleshooting.md#stall-verifier)"
 
 
 def test_wait_graph_that_is_old_means_a_blocked_loop(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_command_and_webhook_get_the_alert_and_nothing_else(tmp_path: Path, monk
         "run": str(tmp_path),
         "host": os.uname().nodename,
         "step": 7,
+        "page": "docs/troubleshooting.md#alert-kl",
         "at": pytest.approx(time.time(), abs=60),
     }
 
