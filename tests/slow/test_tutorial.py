@@ -28,7 +28,8 @@ pytestmark = pytest.mark.real
 
 def short(command: Command) -> tuple[str, ...]:
     options = SHORT.get(" ".join(command.text.split()[:2]), ())
-    return tuple(option for option in options if "--dry-run" not in command.text or option not in _UNTESTED)
+    untested = command.waits_for is None and "--dry-run" not in command.text
+    return tuple(option for option in options if untested or option not in _UNTESTED)
 
 
 def environment(command: Path) -> dict[str, str]:
