@@ -184,11 +184,9 @@ def thinned(lives: list[GroupLife]) -> list[GroupLife]:
 
 
 def stops(timeline: Timeline) -> Iterator[tuple[float, float]]:
-    """From the last line of a session to the start of the next: the run was killed, and resumed."""
-    resumed = [mark.time_s for mark in timeline.marks if mark.event == "resume"]
-    ends = [span.end_s for span in timeline.spans] + [step.end_s for step in timeline.steps]
-    for at_s in resumed:
-        yield max(end for end in ends if end <= at_s), at_s
+    """From the last step of a session to the resume of the run."""
+    for at_s in (mark.time_s for mark in timeline.marks if mark.event == "resume"):
+        yield max(step.end_s for step in timeline.steps if step.end_s <= at_s), at_s
 
 
 FIGURES: dict[str, tuple[str, tuple[Panel, ...]]] = {
@@ -206,13 +204,13 @@ FIGURES: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "concepts-queue": (
         "Workers, and finished groups that wait for the trainer",
         (
-            Panel(trace="budget-2", title="training-bound: finished groups wait", draw=queue),
-            Panel(trace="slow", title="environment-bound: the trainer waits", draw=queue),
+            Panel(trace="budget-2", title="the run as it is", draw=queue),
+            Panel(trace="slow", title="each move takes 0.3 s more: the trainer waits", draw=queue),
         ),
     ),
     "concepts-books": (
-        "Groups of a run that was killed and resumed",
-        (Panel(trace="killed", title="kill -9 of everything, and a resume", draw=groups),),
+        "Groups of a run that was stopped and resumed",
+        (Panel(trace="resumed", title="Ctrl-C, and a resume", draw=groups),),
     ),
     "concepts-plans": (
         "Replicas and ranks that take turns on shared devices",
