@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from page_blocks import Command, blocks_of, changed, do_page
+from page_blocks import Command, changed, do_page
 from test_wheel import ROOT, built, headway  # noqa: F401  (fixtures)
 
-PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs/tutorial.md"
 MOST_S = 20 * 60
 # Fewer steps, smaller batches, less measuring: the commands, not what comes of them.
 _BATCHES = ("--queue.groups_per_step=2", "--rollout.group_size=4")
@@ -20,7 +20,7 @@ SHORT = {
     "headway quickstart": ("--sft.steps=5", "--run.steps=2", *_UNTESTED),
     "headway sft": ("--sft.steps=40",),
     "headway check": ("--calibrate-s=1", *_BATCHES),
-    "headway train": ("--run.steps=16", "--run.time_limit_s=30", *_BATCHES, *_UNTESTED),
+    "headway train": ("--run.steps=16", "--run.time_limit_s=30", "--evaluation.every_s=5", *_BATCHES, *_UNTESTED),
     "headway watch": ("--port=0",),
 }
 pytestmark = pytest.mark.real
@@ -56,10 +56,13 @@ def test_tutorial_learns_in_twenty_minutes(headway: Path, tmp_path: Path) -> Non
     assert sum(one.seconds for one in ran) < MOST_S
 
 
-def test_a_block_that_nobody_does_is_refused() -> None:
+def test_a_block_that_nobody_does_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nls\n```\n")
     with pytest.raises(ValueError, match="that nobody does"):
-        blocks_of("```sh\nls\n```\n")
-    assert blocks_of("<!-- not run: why -->\n```sh\nls\n```\n") == []
+        list(do_page(page, tmp_path, {}))
+    page.write_text("<!-- not run: why -->\n```sh\nls\n```\n")
+    assert list(do_page(page, tmp_path, {})) == []
 
 
 def test_a_change_fits_one_place() -> None:

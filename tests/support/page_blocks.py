@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_BLOCK = re.compile(r"(?:^<!-- (file|change|not run:) ?(.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
-_PROMPT = "$ "
+from docs.blocks import Block, blocks_of, commands_in
+
 _CTRL_C = "^C"
 _OUTPUT_S = 120.0  # longest until a command that is interrupted has said what the page waits for
 _LABEL = re.compile(r"[A-Za-z][^\d:·]*?(?=\s{2,}|\d|:|·|$)")
@@ -44,25 +44,6 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
-    """A fenced block: a file, a change to one, or commands."""
-
-    kind: str  # file, change, console
-    name: str = ""  # of the file
-    text: str = ""
-
-    @property
-    def commands(self) -> list[Command]:
-        found: list[Command] = []
-        for line in self.text.splitlines():
-            if line.startswith(_PROMPT):
-                found.append(Command(text=line.removeprefix(_PROMPT)))
-            else:
-                found[-1].shown.append(line)
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ran:
     """A command that ran."""
 
@@ -84,18 +65,9 @@ def label_of(line: str) -> str:
     return found[0].strip() if found else ""
 
 
-def blocks_of(page: str) -> list[Block]:
-    """The blocks of a page in Markdown that are to be done. Raises ValueError for one that is neither that nor marked
-    as not to be run."""
-    found: list[Block] = []
-    for mark, name, language, text in _BLOCK.findall(page):
-        if mark == "not run:":
-            continue
-        kind = mark or language
-        if kind not in ("file", "change", "console"):
-            raise ValueError(f"a block of {language or 'no language'} that nobody does: {text[:60]!r}")
-        found.append(Block(kind=kind, name=name, text=text))
-    return found
+def commands_of(block: Block) -> list[Command]:
+    """The commands of a console block."""
+    return [Command(text=text, shown=output.splitlines()) for text, output in commands_in(block)]
 
 
 def changed(text: str, change: str) -> str:
@@ -109,19 +81,23 @@ def changed(text: str, change: str) -> str:
 
 
 def do_page(
-    page: str,
+    page: Path,
     folder: Path,
     environment: Mapping[str, str],
     options: Callable[[Command], Sequence[str]] = lambda command: (),
 ) -> Iterator[Ran]:
-    """Do ``page`` in ``folder``, and yield each command that ran. ``options`` are appended to it."""
+    """Do ``page`` in ``folder``, and yield each command that ran. ``options`` are appended to it. Raises ValueError for
+    a block that is neither a file, a change nor commands, and isn't marked as not to be run."""
     for block in blocks_of(page):
-        if block.kind == "file":
-            (folder / block.name).write_text(block.text, encoding="utf-8")
-        elif block.kind == "change":
-            file = folder / block.name
+        mark, _, name = block.mark.partition(" ")
+        if mark == "file":
+            (folder / name).write_text(block.text, encoding="utf-8")
+        elif mark == "change":
+            file = folder / name
             file.write_text(changed(file.read_text(encoding="utf-8"), block.text), encoding="utf-8")
-        for command in block.commands if block.kind == "console" else ():
+        elif block.run and block.language != "console":
+            raise ValueError(f"{block.place}: a block that nobody does")
+        for command in commands_of(block) if block.language == "console" else ():
             words = [*shlex.split(command.text), *options(command)]
             if words[0] == "cd":
                 folder = folder / words[1]
