@@ -20,7 +20,7 @@ SHORT = {
     "headway quickstart": ("--sft.steps=5", "--run.steps=2", *_UNTESTED),
     "headway sft": ("--sft.steps=40",),
     "headway check": ("--calibrate-s=1", *_BATCHES),
-    "headway train": ("--run.steps=16", "--run.time_limit_s=30", "--evaluation.every_s=5", *_BATCHES, *_UNTESTED),
+    "headway train": ("--run.steps=16", "--run.time_limit_s=200", "--evaluation.every_s=5", *_BATCHES, *_UNTESTED),
     "headway watch": ("--port=0",),
 }
 pytestmark = pytest.mark.real
