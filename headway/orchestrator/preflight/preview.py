@@ -46,7 +46,16 @@ def preview(
         return CheckReport(findings=findings.by_level())
     uses = memory_uses(experiment, sizes_of(experiment.model.path))
     places = memory_places(uses)
-    if seconds is None or experiment.environment.name != "single_turn":  # what agents do takes longer to be seen
+    if seconds is not None and experiment.environment.name != "single_turn":  # what it does takes longer to be seen
+        unseen = Findings()
+        unseen.info(
+            "environment.name",
+            f"rates of {experiment.environment.name} aren't measured before a run, which takes longer than a "
+            "calibration; after some steps headway doctor has them",
+        )
+        on_findings(unseen)
+        findings, seconds = Findings(findings + unseen), None
+    if seconds is None:
         return CheckReport(findings=findings.by_level(), memory=uses, places=places)
     sets = load_task_sets(experiment)
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)

@@ -260,3 +260,20 @@ def test_rollouts_that_fail_and_groups_that_teach_nothing() -> None:
     found = findings_of(lengths_of(), failed_rollouts=3, failure_cause="the verifier raised", accepted_groups=0)
     assert found["rollout"] == "3 rollouts failed: the verifier raised"
     assert "none of 50 groups could be trained" in found["queue.filter_zero_variance"]
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(10.0, ["environment.name"]), (None, [])])
+def test_rates_of_an_environment_are_said_to_be_left_out(
+    seconds: float | None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("check", "node_findings", "memory_uses", "memory_places"):
+        monkeypatch.setattr(previewing, name, lambda *given, **options: previewing.Findings())
+    monkeypatch.setattr(previewing, "sizes_of", lambda path: None)
+    shown: list[str] = []
+    report = previewing.preview(
+        experiment_of(environment={"name": "letters:Sort"}),
+        seconds=seconds,
+        on_findings=lambda findings: shown.extend(finding.key for finding in findings),
+    )
+    assert [finding.key for finding in report.findings] == shown == said
+    assert report.calibration is None

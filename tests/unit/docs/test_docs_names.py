@@ -18,6 +18,8 @@ FOREIGN = {  # files of users and of other programs, named as examples
     "my_hooks.py",
     "demo.py",
     "test_demo.py",
+    "letters.py",
+    "test_letters.py",
     "sitecustomize.py",
     "instruction.md",
     "train_async.py",
