@@ -81,6 +81,7 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
         if others := {*machine_cores()}.difference(*settings.core_sets().values()):
+            stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, others)  # what compiles and checks stays off the cores that time
         devices = DeviceTable(core_devices(tuple(settings.core_sets())), query_gpus, on_event)
         await devices.refresh()

@@ -44,7 +44,7 @@ class Tasks(unittest.TestCase):
     def test_some_demonstrations_reach_the_goal(self) -> None:
         rng = random.Random(1)
         reached = [make_tasks.demonstrate(task, rng)[1] for task in tasks("sft")]
-        assert 0.2 < sum(reached) / len(reached) < 0.7
+        assert 0.2 < sum(reached) / len(reached) < 0.85
 
 
 class Configuration(unittest.TestCase):
