@@ -4,7 +4,7 @@ Legend: ``_m`` one value per loss token, in nats. r = pi_ref / pi_theta.
 
     k1  -log r               unbiased value, high variance; as a loss its gradient is 0 in expectation: refused there
     k2  (log r)^2 / 2        biased value; on policy its gradient is that of the KL
-    k3  r - 1 - log r        unbiased value, low variance, never negative; its gradient is that of the *reverse* KL
+    k3  r - 1 - log r        unbiased value, low variance, never < 0; its gradient is that of KL(pi_ref || pi_theta)
     k1_unbiased, k3_unbiased the estimator times pi_theta / pi_behav, gradient through both: on policy or off, value
                              and gradient are those of the KL (DeepSeek-V3.2, 2025)
 """
