@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import re
 import time
 from collections import Counter, OrderedDict
@@ -44,12 +43,13 @@ from headway.kernels.triton_targets import NOT_TIMED, judge_compilation
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
 from headway.records.sandbox import MIB, SandboxError
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import machine_cores, parse_device
 from headway.sandbox.local.backend import LocalBackend
 
 T = TypeVar("T")
 SOURCE_BYTES = MIB
 LOG_CHARACTERS = 4000
+LEASE_S = 3600.0  # a candidate may wait for a core; who asks limits it
 NO_CUDA = "back end 'cuda' needs a GPU and nvcc: install a CUDA toolkit on a machine that has one"
 PRINTED_RESULT = re.compile(rb"(?i)[\"']?(correct\w*|passed|speed_?up|runtime|compiled)[\"']?\s*[:=]")
 SourceCheck = Callable[[KernelSubmission], str]  # the deception that a source shows before it runs, or ""
@@ -104,8 +104,9 @@ class KernelEvaluator:
         self._compiled = CompiledReferences(self._time_compiled)
         self._crossing_s: dict[tuple[int, ...], float] = {}
         if devices is None:
-            sets = self._settings.timing_cores or (tuple(sorted(os.sched_getaffinity(0)))[-1:],)
-            names = [f"cpu:{','.join(map(str, cores))}" for cores in sets]
+            at = {core: index for index, core in enumerate(machine_cores())}  # a device's name has indices
+            sets = self._settings.timing_cores or (machine_cores()[-1:],)
+            names = [str(parse_device(f"cpu:{at[min(cores)]}-{at[max(cores)]}")) for cores in sets]
             devices = DeviceTable(core_devices(names), tuple, lambda name, detail: None)
         self._devices = devices
         self._free = asyncio.Semaphore(devices.usable("cpu"))
@@ -202,7 +203,7 @@ class KernelEvaluator:
         until_s = time.monotonic() + submission.timeout_s  # the candidate's: the reference has had its own
         # Cores are given back behind the guest's end: until then it may run on them.
         async with contextlib.AsyncExitStack() as leases:
-            async with self._guest(until_s) as guest:
+            async with self._guest(until_s, spare_s=LEASE_S if submission.timed else 0.0) as guest:
                 judging = Judging(guest, submission, groups)
                 await self._in_thread(judging.run)
                 if judging.ended is not None:
@@ -214,7 +215,7 @@ class KernelEvaluator:
                 if submission.timed and found.correct and submission.task.backend != "triton":
                     found = await self._time(guest, submission, groups, found, until_s, leases)
             if found.speedup is not None and (submission.compare_compiled or self._settings.compare_compiled):
-                found = await self._compiled.compare(submission, groups[0], found, until_s)
+                found = await self._compiled.compare(submission, groups[0], found, guest.until_s)
         if submission.task.backend != "triton":
             return found
         since_s = time.monotonic()
@@ -359,10 +360,10 @@ class KernelEvaluator:
         return self._crossing_s[cores]
 
     @contextlib.asynccontextmanager
-    async def _guest(self, until_s: float) -> AsyncIterator[GuestProcess]:
+    async def _guest(self, until_s: float, *, spare_s: float = 0.0) -> AsyncIterator[GuestProcess]:
         spec = guest_spec(self._cores, self._settings.memory_bytes)
         timeout_s = max(1.0, until_s - time.monotonic())
-        async with guest_process(self._backend, spec, self._in_thread, timeout_s) as guest:
+        async with guest_process(self._backend, spec, self._in_thread, timeout_s, spare_s) as guest:
             yield guest
 
     @property

@@ -342,9 +342,10 @@ class GuestProcess:
 
 @contextlib.asynccontextmanager
 async def guest_process(
-    backend: LocalBackend, spec: SandboxSpec, run: Callable[..., Any], timeout_s: float
+    backend: LocalBackend, spec: SandboxSpec, run: Callable[..., Any], timeout_s: float, spare_s: float = 0.0
 ) -> AsyncIterator[GuestProcess]:
-    """A guest for as long as the block runs. ``run`` awaits a blocking function in a thread. Raises SandboxError."""
+    """A guest for as long as the block runs. ``run`` awaits a blocking function in a thread; ``spare_s``: time in which
+    it may wait beside ``timeout_s``. Raises SandboxError."""
     box = await backend.create(spec)
     loop = asyncio.get_running_loop()
     assert box.channel is not None
@@ -353,7 +354,8 @@ async def guest_process(
         return asyncio.run_coroutine_threadsafe(_compile(box, source), loop).result()
 
     guest = GuestProcess(box.channel, compile_, time.monotonic() + timeout_s)
-    running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=timeout_s + 5.0, max_output_bytes=LOG_BYTES))
+    limit_s = timeout_s + spare_s + 5.0
+    running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
     running.add_done_callback(lambda ended: _note(guest, ended))
     try:
         await run(guest.connect)

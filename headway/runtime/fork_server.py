@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -34,7 +35,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 _BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _MOST_SERVERS = 2  # of a process: each holds the memory of its modules
 _IMPORT_S = 120.0  # for the modules
-_FORK_S = 10.0  # for one process
+_FORK_S = 30.0  # for one process
 _MESSAGE_BYTES = 1 << 20
 
 
@@ -48,7 +49,11 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait for its end; return its exit code, negative for a signal."""
         if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            try:
+                status = os.waitpid(self.pid, 0)[1]
+            except ChildProcessError:  # somebody else has waited for it: 0, as subprocess has it
+                status = 0
+            self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
 
@@ -97,11 +102,16 @@ class ForkServer:
             with _adopting_orphans():
                 socket.send_fds(self._socket, [request], [log, sock])
                 reply = self._socket.recv(8)
-        except TimeoutError:
-            self.end()
-            raise
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                return None  # an environment that is too large; others may come from it
+            if isinstance(error, TimeoutError):
+                self.end()
+                raise
             reply = b""
+        except BaseException:
+            self.end()  # its reply would be taken for that of the next request
+            raise
         if not reply:
             self.end()
             return None
@@ -120,6 +130,8 @@ class ForkServer:
             self._socket.settimeout(_FORK_S)
         except OSError:
             ready = False
+        if not ready:
+            self._process.kill()
         self.imported.set_result(ready)
 
 
@@ -137,6 +149,8 @@ async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServ
     with contextlib.suppress(OSError):  # starting the worker itself will say what is missing
         key = key_of(modules, added)
         server = SERVERS.get(key)
+        if server is not None and server.imported.done() and not server.imported.result():
+            return None  # the imports would fail again
         if server is None and (len(SERVERS) >= _MOST_SERVERS or _BINDING & (os.environ.keys() | added.keys())):
             return None
         if server is None or not server.alive:
@@ -177,6 +191,10 @@ def serve(sock: socket.socket) -> int:
     program, arguments, environment = json.loads(data)
     os.environ.clear()
     os.environ.update(environment)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # else all that are forked here draw the same numbers
+    if (numbers := sys.modules.get("numpy.random")) is not None:
+        numbers.seed()
     return importlib.import_module(program).main([str(connection), *arguments])
 
 

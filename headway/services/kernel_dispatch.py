@@ -152,13 +152,16 @@ class KernelDispatch:
         """Make one attempt; failures of the evaluator, and of the device, are ``infrastructure`` in the result."""
         device, began_s = submission.device, self._clock.now()
         self.running += 1
+        limit_s = submission.timeout_s + _OVERTIME_S
+        if self._leases_cores and submission.timed:
+            limit_s += self._limits.queue_s  # it waits for a core within
         try:
-            async with asyncio.timeout(submission.timeout_s + _OVERTIME_S):
+            async with asyncio.timeout(limit_s):
                 evaluation = await self._judge.evaluate(submission)
         except ConfigurationError:
             raise
         except TimeoutError:
-            what = f"the evaluator didn't end within {submission.timeout_s + _OVERTIME_S:g} s"
+            what = f"the evaluator didn't end within {limit_s:g} s"
             evaluation = KernelEvaluation(infrastructure=what)
         except Exception as error:  # the boundary to the evaluator: no failure of its own is the candidate's
             _log.error("an evaluation failed: %s", error, exc_info=error)

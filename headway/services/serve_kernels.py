@@ -80,7 +80,8 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
     require_keys(keys, settings.address, f"--host {settings.host}", "--key-file")
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
-        if others := {*machine_cores()}.difference(*settings.core_sets().values()):
+        own = not settings.evaluator
+        if own and (others := {*machine_cores()}.difference(*settings.core_sets().values())):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, others)  # what compiles and checks stays off the cores that time
         devices = DeviceTable(core_devices(tuple(settings.core_sets())), query_gpus, on_event)
@@ -88,7 +89,6 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
         evaluator = make_evaluator(settings, limits, devices)
         await evaluator.start()
         stack.push_async_callback(evaluator.close)
-        own = not settings.evaluator
         dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event, leases_cores=own)
         stack.callback(dispatch.stop)
         body_bytes = settings.max_source_bytes * _BODY_FACTOR + _BODY_BYTES
@@ -118,6 +118,6 @@ def make_evaluator(settings: KernelServing, limits: KernelLimits, devices: Devic
     timing = TimingSettings(
         most_s=settings.timing_s, width=usual.width * wider, refused_width=usual.refused_width * wider
     )
-    most = limits.concurrency + len(cores)
+    most = 2 * limits.concurrency + len(cores)  # what compiles while others are timed, and what isn't timed
     chosen = EvaluatorSettings(concurrent=most, timing_cores=cores, timing=timing)
     return KernelEvaluator(chosen, check=check, devices=devices)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,29 @@ def test_workers_outlive_their_server_and_the_next_have_a_new_one():
                     assert (seen["started_as"], seen["parent"]) == (FORKED, os.getpid())
                     assert seen["threads"] == 2  # the one that computes, the one that reads: none of the server's
         assert all(reaped(pid) for pid in (first.pid, second.pid, pid_of(old)))
+
+    run(main)
+
+
+def test_each_draws_numbers_of_its_own():
+    async def main() -> None:
+        of_both = spec(name="a", preload=("numpy.random", "torch"))
+        async with running(of_both) as first, running(replace(of_both, name="b")) as second:
+            drawn = [await worker.call("draw") for worker in (first, second)]
+        assert all(one != other for one, other in zip(*drawn, strict=True))
+
+    run(main)
+
+
+def test_an_environment_that_is_too_large_for_a_request_costs_a_start_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        async with running(forked("a")):
+            (server,) = SERVERS.values()
+        for number in range(20):
+            monkeypatch.setenv(f"LARGE_{number}", "x" * 50_000)
+        async with running(forked("b")) as worker:
+            assert (await worker.call("seen"))["started_as"] == STARTED
+        assert server.alive
 
     run(main)
 

@@ -48,6 +48,11 @@ class Echo:
             "threads": len(list(Path("/proc/self/task").iterdir())),
         }
 
+    def draw(self) -> list[float]:
+        import torch
+
+        return [float(np.random.random()), torch.rand(1).item()]
+
     def add(self, number: int) -> int:
         self.order.append(number)
         return threading.get_native_id() - os.getpid()  # 0 on the main thread

@@ -131,7 +131,7 @@ class RolloutRecorder:
     def _arrive(self, rollouts: Sequence[Rollout], task: str) -> None:
         self._arrivals.append((rollouts, task))
         self._arrived += len(rollouts)
-        self._tokens += len(rollouts) * len(rollouts[0].response_ids)  # about
+        self._tokens += len(rollouts) * sum(len(one.response_ids) for one in rollouts[:1])  # about
         if self._due:
             self.flush()
 

@@ -176,7 +176,7 @@ class RolloutColumns:
         for number, (place, row, batch) in enumerate(tail.batches(columns), start=1):
             yield row, batch
             tail.place = place
-            if number == _BATCHES:
+            if number == _BATCHES and tail is self.finished:
                 self.complete = False
                 break
 
