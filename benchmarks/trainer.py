@@ -255,7 +255,8 @@ def gradient_difference(trainers: dict[bool, TrainerService], given: TrainBatch)
     for one in trainers.values():
         one.policy.accumulate_gradients(build_arrays(given))
         gradients.append(torch.cat([gradient.flatten() for gradient in one.learner.gradients()]))
-        one.learner.optimiser.zero_grad(set_to_none=False)
+        for parameter in one.learner.parameters:
+            parameter.grad = None
     return float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max())
 
 
