@@ -38,7 +38,8 @@ class Expectations:
 
     With q50 and q99, the quantiles of the last ``window`` durations: q99 x max(``factor``, q99 / q50), and no less
     than ``floor_s``. On a logarithmic scale that is as far above q99 as q99 is above the median, so that a kind with
-    a long tail gets room for it. Example: score takes 0.2 s, in one of a hundred cases 6 s: 6 x 30 = 180 s.
+    a long tail gets room for it. Example: score takes 0.2 s, in one of a hundred cases 6 s: 6 x 30 = 180 s. More than
+    ``unknown_s`` it is only up to q99 x ``factor`` squared: of a run's first steps one may take a thousand medians.
     """
 
     def __init__(self, limits: StallLimits) -> None:
@@ -64,7 +65,8 @@ class Expectations:
             return max(limits.unknown_s, limits.floor_s)
         middle, high = ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1]
         spread = high / middle if middle > 0 else 1.0
-        return max(limits.floor_s, high * max(limits.factor, spread))
+        most_s = max(limits.unknown_s, high * limits.factor**2)
+        return max(limits.floor_s, min(high * max(limits.factor, spread), most_s))
 
 
 def role_of(worker: str) -> str:

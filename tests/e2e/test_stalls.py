@@ -152,7 +152,7 @@ def without_pids(worker: int) -> Iterator[None]:
         group.rmdir()
 
 
-@pytest.mark.long  # it fails since workers are forked: no stall is named within 90 s
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access(PIDS / "cgroup.procs", os.W_OK), reason="no control group of version 1 limits pids")
 def test_sandbox_host_out_of_pids_is_named_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (

@@ -63,6 +63,12 @@ def test_expected_time_survives_one_outlier_among_many() -> None:
     assert expecting(durations=(*(10.0,) * 200, 500.0)).expected_s("trainer.train_step") == 40.0
 
 
+def test_one_slow_start_among_quick_waits_does_not_hide_a_stall_for_hours():
+    kind = "trainer.train_step"
+    assert expecting(durations=(0.0005,) * 20 + (0.9,)).expected_s(kind) == LIMITS.unknown_s
+    assert expecting(durations=(0.2,) * 98 + (6.0,) * 2).expected_s(kind) == pytest.approx(6.0 * 30)  # a true tail
+
+
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
 def test_long_tailed_durations_raise_no_false_alarm(sigma: float) -> None:
     draw, expectations, alarms = random.Random(7), Expectations(StallLimits(floor_s=0.0)), 0
