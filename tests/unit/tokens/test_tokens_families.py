@@ -155,3 +155,13 @@ def test_older_tokenizer_layouts_are_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(ConfigurationError, match=r"tokenizer.json; tokenizer.model alone is not read: transformers'"):
         Tokenizer.load(tmp_path)
+
+
+@EACH
+def test_vocabulary_bytes_are_what_is_decoded(kind: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(kind, tmp_path))
+    vocabulary = tokenizer.vocabulary_bytes()
+    for text in ("The answer is 46.\n", "é and 你好", "def f(x):\n    return x", "  two 🙂 ", "<0x41>▁"):
+        ids = [*tokenizer.encode(text), tokenizer.eos_id]
+        joined = b"".join(vocabulary[i] for i in ids).decode()
+        assert joined.lstrip(" ") == tokenizer.decode(ids, keep_special=True).lstrip(" ")

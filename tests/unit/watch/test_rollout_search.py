@@ -28,7 +28,7 @@ from headway.telemetry.rollouts.joined import JoinedRollouts
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentFile, list_segments
 from headway.tokens.tokenizer import Tokenizer
-from tests.support.real_tokenizers import KINDS, write
+from tests.support.real_tokenizers import write
 from tests.support.recorded import random_group, rows_in
 
 WORDS = [
@@ -252,16 +252,6 @@ def test_fold_keeps_every_character_in_its_place() -> None:
     for seed in range(200):
         data = np.random.default_rng(seed).integers(0, 256, seed, np.uint8)
         assert len(fold(data.copy())) == seed, "broken characters neither"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_vocabulary_bytes_are_what_is_decoded(kind: str, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write(kind, tmp_path))
-    vocabulary = tokenizer.vocabulary_bytes()
-    for text in ("The answer is 46.\n", "é and 你好", "def f(x):\n    return x", "  two 🙂 ", "<0x41>▁"):
-        ids = [*tokenizer.encode(text), tokenizer.eos_id]
-        joined = b"".join(vocabulary[i] for i in ids).decode()
-        assert joined.lstrip(" ") == tokenizer.decode(ids, keep_special=True).lstrip(" ")
 
 
 # --- growth and damage -----------------------------------------------------------------------------------
