@@ -120,6 +120,7 @@ def test_views_of_a_run_that_lives_is_killed_and_is_resumed(
         page.require_sound(page.open("runs"))  # nothing is there yet
         with training(config) as command:
             steps_beyond(command, 4)
+            command.until(lambda: server.read("/api/runs")["runs"], "the run in the list")  # looked for now and then
             (found,) = server.read("/api/runs")["runs"]
             assert found["state"] == "running"
             run = found["id"]
