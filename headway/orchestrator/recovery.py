@@ -152,5 +152,4 @@ def reopen_groups(run: RunContext) -> None:
     state.books = run.buffer.books()
     run.meter.length_bias = run.buffer.length_bias(run.experiment.queue.groups_per_step)
     state.admitted = run.buffer.next_index
-    state.version = run.buffer.completed_steps
     run.drawing.restore(run.buffer)

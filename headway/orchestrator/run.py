@@ -60,9 +60,9 @@ class Run:
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
+        version = run.state.version = run.buffer.completed_steps
         run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3))
         reopen_groups(run)
-        version = run.state.version
         restore_records(run, version if recorded is None else min(recorded, version))
         try:
             replayed, samples = await restore_trainer(run, until=version)
@@ -74,9 +74,9 @@ class Run:
         except WorkerDied as death:
             run.died(death)
             replayed, samples = await restart_trainer(run, version), 0  # its event has them
-        if resumed:
+        if replayed:
             lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}
-            run.event("restored", f"version {version}", replayed=replayed, open=run.state.open_groups, **lost)
+            run.event("restored", f"steps trained again: {replayed}", replayed=replayed, **lost)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
         await self._control.go_on_from(last)

@@ -208,7 +208,7 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
         "the replay leaves a step out",
     ),
     (
-        "headway/orchestrator/recovery.py",
+        "headway/orchestrator/run.py",
         "state.version = run.buffer.completed_steps",
         "state.version = run.buffer.completed_steps + 1",
         "a resumed run counts a version too many",

@@ -117,7 +117,7 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
 
 def test_a_resume_with_a_whole_ledger_misses_no_step():
     outcome = run_of(kills_s=(2.0,), checkpoint_steps=1)  # the payloads of its first steps are released by then
-    assert int(outcome.event("restored").detail.removeprefix("version ")) > 2
+    assert outcome.event("resume").step > 2
     assert "ledger_incomplete" not in names(outcome)
 
 
@@ -130,7 +130,20 @@ def test_a_resume_with_a_cut_ledger_counts_the_steps_lost_and_rebuilds_the_other
     lost, rebuilt = outcome.event("ledger_incomplete"), outcome.event("records_restored")
     assert f"lacks the steps from {left} on" in lost.detail
     steps = left + int(lost.data["steps"]) + int(rebuilt.data["steps"])
-    assert outcome.event("restored").detail == f"version {steps}"
+    assert outcome.event("resume").step == steps
+
+
+def test_a_resume_says_the_version_that_it_goes_on_from():
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=100)
+    restored = outcome.event("restored")
+    assert outcome.event("resume").step == restored.step == restored.data["replayed"] > 0
+    assert restored.detail == f"steps trained again: {restored.step}"
+
+
+def test_nothing_is_said_of_what_is_restored_where_nothing_is_trained_again():
+    outcome = run_of(kills_s=(0.1,))
+    assert outcome.event("resume").step == 0
+    assert "restored" not in names(outcome)
 
 
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
