@@ -54,8 +54,9 @@ def train(
     if dry_run:
         from headway.report.dry_run import dry_run_rows
         from headway.report.printing import print_rows
+        from headway.rollout.hosting.service import scores_itself
 
-        print_rows(dry_run_rows(experiment))
+        print_rows(dry_run_rows(experiment, scores_itself(experiment.environment)))
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
     from headway.orchestrator.train import train as run

@@ -10,8 +10,9 @@ from headway.report.formats import duration
 from headway.report.printing import Rows
 
 
-def dry_run_rows(experiment: Experiment) -> Rows:
-    """Rows with what the run does and how, in the order things happen."""
+def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Rows:
+    """Rows with what the run does and how, in the order things happen. ``environment_scores``: its class has a `score`
+    of its own."""
     run, rollout, queue = experiment.run, experiment.rollout, experiment.queue
     samples = queue.groups_per_step * rollout.group_size
     slots = experiment.generator.slots * len(experiment.generator.devices)
@@ -43,8 +44,20 @@ def dry_run_rows(experiment: Experiment) -> Rows:
         "checkpoints": (
             f"every {_every(experiment.checkpoint.every_steps)}, the last {experiment.checkpoint.keep_last} kept"
         ),
-        "verifier": f"{experiment.verifier.name}, {experiment.verifier.timeout_s:g} s limit",
+        **_scorer(experiment, environment_scores),
     }
+
+
+def _scorer(experiment: Experiment, environment_scores: bool) -> Rows:
+    """The row that says whose rewards are trained on."""
+    environment, verifier = experiment.environment, experiment.verifier
+    if environment_scores:
+        return {"scored by": f"{environment.name}, {environment.timeout_s:g} s limit"}
+    if environment.name == "verifiers":
+        return {"scored by": "its environment of the package verifiers"}
+    mute = environment.name == "single_turn" or (environment.command and not environment.posts_reward)
+    what = "" if mute else f", where {environment.name} gives no reward"
+    return {"verifier": f"{verifier.name}, {verifier.timeout_s:g} s limit{what}"}
 
 
 def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:

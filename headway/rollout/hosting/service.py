@@ -411,6 +411,11 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
     return environment
 
 
+def scores_itself(settings: EnvironmentConfig) -> bool:
+    """Whether the environment that ``settings`` name has a `score` of its own. Raises ConfigurationError."""
+    return settings.replies and type(load_environment(settings)).score is not Environment.score
+
+
 def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
     """Raise ConfigurationError for a time limit above the worker's own, which would blame the machine for a timeout."""
     for name, seconds in longest_s.items():

@@ -24,6 +24,7 @@ from headway.report.progress import SftProgress
 from headway.report.show import KeptSample, KeptSamples, SampleSelection, show_samples, visible
 from headway.report.tables import mapping_rows, print_summary, sft_rows, summary_rows
 from headway.report.verdict import judge_learning
+from headway.rollout.hosting.service import scores_itself
 from headway.telemetry.metrics import scalars
 from headway.telemetry.summary import summarise
 
@@ -302,6 +303,28 @@ def test_plan_names_the_numbers_that_matter() -> None:
     assert "16 groups × 8 rollouts = 128 samples a step" in rows["batch"]
     assert "at most 64 groups open" in rows["queue"]
     assert "synchronous" in dry_run_rows(experiment(budget=0))["queue"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "label", "scorer"),
+    [
+        ({}, "verifier", "exact, 10 s limit"),
+        ({"name": "agent", "command": ["agent"]}, "verifier", "exact, 10 s limit"),
+        ({"name": "agent", "agent": "a:b"}, "verifier", "exact, 10 s limit, where agent gives no reward"),
+        ({"name": "python_tool"}, "verifier", "exact, 10 s limit, where python_tool gives no reward"),
+        ({"name": "code", "timeout_s": 400.0}, "scored by", "code, 400 s limit"),
+        (
+            {"name": "verifiers", "verifiers": {"taskset": {"id": "x"}}},
+            "scored by",
+            "its environment of the package verifiers",
+        ),
+    ],
+)
+def test_plan_names_whoever_scores(environment: dict[str, object], label: str, scorer: str) -> None:
+    raw = experiment().model_dump(exclude_unset=True) | {"environment": environment}
+    planned = validate_experiment(raw, "test")
+    rows = dry_run_rows(planned, scores_itself(planned.environment))
+    assert {key: rows[key] for key in ("verifier", "scored by") if key in rows} == {label: scorer}
 
 
 def test_plan_says_what_a_preset_came_to() -> None:
