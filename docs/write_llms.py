@@ -1,4 +1,5 @@
-"""Writes docs/llms.txt, the list of pages in llmstxt.org's format: the menu's names, the index's lines.
+"""Writes docs/llms.txt, the list of pages in llmstxt.org's format: the menu's names, the index's lines, or a page's
+first sentence where the index only repeats the name.
 
 python -m docs.write_llms > docs/llms.txt
 """
@@ -34,8 +35,22 @@ def lines() -> Iterator[str]:
         if section := re.fullmatch(r"  - (.+):", line):
             yield f"\n## {'Optional' if section[1] == SECONDARY else section[1]}\n"
         elif (page := re.fullmatch(r" +- (.+): ([\w-]+\.md)", line)) and page[2] in said:
-            what = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", said[page[2]])
+            what = first_sentence(page[2]) if repeats(page[1], said[page[2]]) else said[page[2]]
+            what = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", what)
             yield f"- [{page[1]}]({page[2]}): {what}"
+
+
+def repeats(name: str, what: str) -> bool:
+    """Whether ``what`` begins with the words of ``name``, in whichever order."""
+    words, first = (re.findall(r"\w+", text.lower()) for text in (name, what))
+    return sorted(words) == sorted(first[: len(words)])
+
+
+def first_sentence(page: str) -> str:
+    """The first sentence of ``page`` that is neither a heading nor code, a table, a picture or a comment."""
+    blocks = re.split(r"\n{2,}", re.sub(r"```.*?```", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL))
+    prose = next(block for block in map(str.strip, blocks) if re.match(r"[\w`*\[]", block))
+    return re.split(r"(?<=[.!?])\s", prose.replace("\n", " "))[0].removesuffix(".")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from docs.write_llms import lines
+from docs.write_llms import lines, repeats
 from headway.config.schema import Experiment
 from tests.unit.docs.test_coming_from import exists
 from tests.unit.docs.test_docs_names import ROOT
@@ -23,6 +23,14 @@ def test_llms_is_what_its_command_writes() -> None:
 def test_llms_lists_every_page_with_a_line() -> None:
     listed = re.findall(r"^- \[[^\]]+\]\(([\w-]+\.md)\): \S", LLMS, re.MULTILINE)
     assert sorted(listed) == sorted({page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"})
+
+
+def test_llms_says_of_no_page_its_name_alone() -> None:
+    listed = re.findall(r"^- \[([^\]]+)\]\([\w-]+\.md\): (.+)$", LLMS, re.MULTILINE)
+    assert len(listed) > 40
+    assert [name for name, what in listed if repeats(name, what)] == []
+    assert repeats("When is it equal?", "when it is equal: a table")
+    assert not repeats("Kernels", "tasks for models that write kernels")
 
 
 def test_llms_has_the_parts_of_its_format_in_order() -> None:
