@@ -140,7 +140,7 @@ def doctor(
 
 def show(
     run: str = RUN,
-    step: int | None = typer.Option(None, "--step", help="Only rollouts trained in this step."),
+    step: int | None = typer.Option(None, "--step", help="Only rollouts trained in this step; the first is 0."),
     group: int | None = typer.Option(None, "--group", help="Only rollouts of this group."),
     solved: bool | None = typer.Option(None, "--solved/--unsolved", help="Only those that did, or didn't, solve it."),
     ending: str | None = typer.Option(
@@ -201,7 +201,7 @@ def explain_task(
 def trace(
     run: str = RUN,
     out: str = typer.Option("", "--output", "--out", "-o", metavar="FILE", help="The trace; default RUN/trace.json."),
-    from_step: int | None = typer.Option(None, "--from-step", min=0, metavar="N", help="First step to show."),
+    from_step: int | None = typer.Option(None, "--from-step", min=0, metavar="N", help="First step to show, from 0."),
     to_step: int | None = typer.Option(None, "--to-step", min=0, metavar="N", help="Last step to show."),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as one JSON object."),
 ) -> None:
