@@ -108,7 +108,7 @@ class GroupBuffer:
             self._connection.close()
             raise
         self._peak = len(self._entries)
-        self._recorder = recorder
+        self.recorder = recorder
         if recorder is not None:
             recorder.begin(lambda share: count_members(self._connection, share), lambda: read_ends(self._connection))
 
@@ -200,8 +200,8 @@ class GroupBuffer:
                 delete_partials(connection, index)
             if ending is not None:
                 end_rows(connection, index, ending, reason, None)
-        if self._recorder is not None:
-            self._recorder.finished(finished)
+        if self.recorder is not None:
+            self.recorder.finished(finished)
         if ending is None:
             entry.state = "buffered"
             self._buffered_s[index] = self._clock.now()
@@ -237,9 +237,9 @@ class GroupBuffer:
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
             end_rows(connection, index, ending, reason, None)
-        if self._recorder is not None and unfinished:
+        if self.recorder is not None and unfinished:
             reached = {member: (lengths or {}).get(member, (0, False))[0] for member in unfinished}
-            self._recorder.unfinished(index, entry.task_id, reached)
+            self.recorder.unfinished(index, entry.task_id, reached)
         self._forget([index], ending, reason)
         self._buffered_s.pop(index, None)
 
@@ -495,5 +495,5 @@ class GroupBuffer:
         """Drop groups whose end is committed."""
         for index in groups:
             del self._entries[index]
-        if self._recorder is not None:
-            self._recorder.ended(groups, ending, reason, step)
+        if self.recorder is not None:
+            self.recorder.ended(groups, ending, reason, step)

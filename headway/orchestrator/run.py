@@ -112,6 +112,8 @@ class Run:
     async def conclude(self) -> None:
         """Checkpoint; unless interrupted, evaluate the best weights, held. Close the books."""
         run = self.context
+        if run.buffer.recorder is not None:
+            run.buffer.recorder.flush()  # or the last endings would show as open while it evaluates and stops
         await self._train.checkpoint()
         if not run.state.interrupted and run.experiment.evaluation.after:
             await self._evaluations.after()

@@ -15,6 +15,7 @@ import pytest
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import LedgerConfig
+from headway.orchestrator.train_loop import TrainLoop
 from headway.records.rollout import Batch, FinishedGroup
 from headway.records.tokens import TokenMask
 from headway.runtime.clock import VirtualClock
@@ -111,6 +112,22 @@ def test_rollouts_and_endings_are_written_every_two_seconds(tmp_path: Path) -> N
     assert record.count() == 4
     recorder.ended([1], "trained", "", 1)  # a step ends, and no group finishes
     assert (record.count(), list(record.endings())) == (6, [0, 1])
+
+
+def test_all_endings_are_written_before_a_run_evaluates_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    checkpoint = TrainLoop.checkpoint
+
+    async def looked_at(loop: TrainLoop) -> None:
+        seen.append(len(RolloutRecord(tmp_path).endings()))
+        await checkpoint(loop)
+
+    monkeypatch.setattr(TrainLoop, "checkpoint", looked_at)
+    queue = {"groups_per_step": 2, "filter_zero_variance": False}
+    outcome = simulate(experiment_of(tmp_path, run={"steps": 3}, queue=queue), record_to=tmp_path)
+    assert seen[-1] == len(RolloutRecord(tmp_path).endings()) == len(outcome.trained_groups) == 6
 
 
 def test_sequences_whose_columns_differ_in_length_are_never_written(tmp_path: Path) -> None:
