@@ -95,13 +95,18 @@ class ForkServer:
         self, program: str, arguments: Sequence[str], environment: dict[str, str], log: int, sock: int
     ) -> ForkedProcess | None:
         """Run ``PROGRAM.main([SOCK, *ARGUMENTS])`` in a child of this process, with the open descriptor ``sock``, and
-        ``log`` as its output. None: the server has died, and nothing was started. Raises TimeoutError when it doesn't
-        answer: what it did meanwhile must not meet a second worker on the same socket."""
+        ``log`` as its output. None: the server has died, and nothing was started. One that doesn't answer is killed
+        first. Raises TimeoutError when nobody knows even then: a child of it must not meet a second worker on the same
+        socket."""
         request = json.dumps([program, list(arguments), environment]).encode()
         try:
             with _adopting_orphans():
                 socket.send_fds(self._socket, [request], [log, sock])
-                reply = self._socket.recv(8)
+                try:
+                    reply = self._socket.recv(8)
+                except TimeoutError:
+                    self._process.kill()
+                    reply = self._socket.recv(8)  # of a child that it forked before; empty: there is none
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
                 return None  # an environment that is too large; others may come from it
@@ -136,6 +141,7 @@ class ForkServer:
 
 
 SERVERS: dict[object, ForkServer] = {}  # of this process, by what `key_of` gives
+_ONE_AT_A_TIME = threading.RLock()  # event loops in several threads would mix up servers, replies and who adopts
 
 
 def key_of(modules: Sequence[str], added: dict[str, str]) -> object:
@@ -147,14 +153,15 @@ async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServ
     """The server of this process that imports ``modules`` with the variables ``added``, started when there is none yet.
     None where it can't be had, for a third such set of variables, and where a variable binds threads to cores."""
     with contextlib.suppress(OSError):  # starting the worker itself will say what is missing
-        key = key_of(modules, added)
-        server = SERVERS.get(key)
-        if server is not None and server.imported.done() and not server.imported.result():
-            return None  # the imports would fail again
-        if server is None and (len(SERVERS) >= _MOST_SERVERS or _BINDING & (os.environ.keys() | added.keys())):
-            return None
-        if server is None or not server.alive:
-            server = SERVERS[key] = ForkServer(modules, os.environ | added)
+        with _ONE_AT_A_TIME:
+            key = key_of(modules, added)
+            server = SERVERS.get(key)
+            if server is not None and server.imported.done() and not server.imported.result():
+                return None  # the imports would fail again
+            if server is None and (len(SERVERS) >= _MOST_SERVERS or _BINDING & (os.environ.keys() | added.keys())):
+                return None
+            if server is None or not server.alive:
+                server = SERVERS[key] = ForkServer(modules, os.environ | added)
         return server if await server.ready() else None
 
 
@@ -163,13 +170,14 @@ def _adopting_orphans() -> Iterator[None]:
     """Inside the block, descendants of this process whose parent ends become its children. Raises OSError where the
     kernel can't do that."""
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
-    try:
-        yield
-    finally:
-        libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+    with _ONE_AT_A_TIME:
+        libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+        try:
+            yield
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def serve(sock: socket.socket) -> int:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from worker_processes import CLASSES, exists, own_servers, reaped, run, running, spec, until
 
-from headway.records.errors import WorkerDied
 from headway.runtime import fork_server
-from headway.runtime.clock import RealClock
 from headway.runtime.fork_server import SERVERS, ForkServer
-from headway.runtime.workers import LocalLauncher, WorkerSpec
+from headway.runtime.workers import WorkerSpec
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60), pytest.mark.usefixtures("servers")]
 FORKED, STARTED = "headway.runtime.fork_server", "headway.runtime.child"
@@ -36,6 +38,24 @@ def forked(name: str = "w", **more: object) -> WorkerSpec:
 
 def pid_of(server: ForkServer) -> int:
     return server._process.pid  # pyright: ignore[reportPrivateUsage]
+
+
+Recv = Callable[[int], bytes]
+
+
+def received_by(
+    server: ForkServer, how: Callable[[socket.socket, Recv, int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have ``how`` receive what the server answers."""
+
+    class Receiving(socket.socket):
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            return how(self, super().recv, size)
+
+    real = server._socket  # pyright: ignore[reportPrivateUsage]
+    ours = Receiving(fileno=os.dup(real.fileno()))
+    ours.settimeout(real.gettimeout())
+    monkeypatch.setattr(server, "_socket", ours)
 
 
 def test_workers_outlive_their_server_and_the_next_have_a_new_one():
@@ -92,20 +112,67 @@ def test_servers_death_amid_a_start_costs_a_start_of_its_own(monkeypatch: pytest
     run(main)
 
 
-def test_server_that_does_not_answer_is_killed_and_the_start_fails(monkeypatch: pytest.MonkeyPatch):
+def test_server_that_does_not_answer_is_killed_and_costs_a_start_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fork_server, "_FORK_S", 0.3)
 
     async def main() -> None:
         async with running(forked("a")):
             (server,) = SERVERS.values()
         os.kill(pid_of(server), signal.SIGSTOP)
-        with pytest.raises(WorkerDied, match="could not be started: timed out"):
-            await LocalLauncher(RealClock()).start(forked("b"))
-        assert reaped(pid_of(server))
-        async with running(forked("c")) as worker:
-            assert (await worker.call("seen"))["started_as"] == FORKED
+        for name, started_as in (("b", STARTED), ("c", FORKED)):
+            async with running(forked(name)) as worker:
+                assert (await worker.call("seen"))["started_as"] == started_as
+            assert reaped(pid_of(server))
 
     run(main)
+
+
+def test_a_child_that_its_killed_server_had_forked_is_the_worker(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fork_server, "_FORK_S", 0.3)
+
+    async def main() -> None:
+        async with running(forked("a")):
+            (server,) = SERVERS.values()
+
+        def late(sock: socket.socket, recv: Recv, size: int) -> bytes:
+            select.select([sock], [], [])
+            monkeypatch.undo()
+            raise TimeoutError
+
+        received_by(server, late, monkeypatch)
+        async with running(forked("b")) as worker:
+            assert (await worker.call("seen"))["started_as"] == FORKED
+            assert not server.alive
+
+    run(main)
+
+
+def test_event_loops_of_two_threads_start_each_its_own_workers(monkeypatch: pytest.MonkeyPatch):
+    asked, answered = list[int](), threading.Event()
+
+    def crosswise(sock: socket.socket, recv: Recv, size: int) -> bytes:
+        """Whoever asks first receives last, if it may."""
+        asked.append(threading.get_ident())
+        if asked[0] == threading.get_ident():
+            answered.wait(1.0)
+        reply = recv(size)
+        answered.set()
+        return reply
+
+    async def first() -> None:
+        async with running(forked("a")):
+            (server,) = SERVERS.values()
+        received_by(server, crosswise, monkeypatch)
+
+    async def main() -> None:
+        async with running(forked("b")) as worker:
+            assert (await worker.call("seen"))["group"] == worker.pid
+
+    run(first)
+    with ThreadPoolExecutor(2) as threads:
+        for ran in [threads.submit(run, main) for _ in range(2)]:
+            ran.result()
+    assert len(set(asked)) == 2
 
 
 def test_modules_that_cannot_be_imported_are_the_workers_own_affair():
