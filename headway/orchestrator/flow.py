@@ -44,6 +44,7 @@ def flow_of(
         generating_s=sum(max(0.0, r.generated_s - r.opened_s) for r in responses),
         decode_s=sum(_decode_s(r) for r in timed),
         environment_s=sum(r.environment_s for r in timed),
+        environment_hop_s=sum(r.environment_hop_s for r in timed),
         decode_tokens=sum(r.response_tokens - 1 for r in timed),
         length_variance_between=between,
         length_variance_within=within,

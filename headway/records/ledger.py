@@ -84,6 +84,7 @@ class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0  # ... from the first token, as the orchestrator saw it, to the last
     decode_tokens: int = 0  # ... that came after the first
     environment_s: float = 0.0  # ... of that time, what passed between turns: tools and sandboxes
+    environment_hop_s: float = 0.0  # ... of that, between processes: no environment worked or was waited for
     length_variance_between: float = 0.0  # mean squares of the logarithm of their lengths: between groups ...
     length_variance_within: float = 0.0  # ... and within them
     straggler_wait_s: float = 0.0  # of trainer_wait_s: a whole batch had finished, but older groups were due

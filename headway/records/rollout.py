@@ -134,6 +134,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 1
     attempts: int = 1  # how often it was started: earlier ones failed as infrastructure, and left nothing in it
     environment_s: float = 0.0  # after its turns: tools, and what it waited for its sandbox
+    environment_hop_s: float = 0.0  # ... of that, on the way to its environment's worker and back
     environment_version: int = -1  # of the oldest turn whose effect its environment held when it was resumed; -1: none
     branches: tuple[Branch, ...] = ()  # sequences beside the trunk
     calls: int = 0  # of a recorded conversation: model calls that were answered

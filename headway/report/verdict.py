@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from headway.control.tuning.drift import environment_share
+from headway.control.tuning.forecast import IDLE, environments_bind
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
@@ -31,7 +32,6 @@ Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
 MATCHED_WAIT = 0.10  # a side that waits less than this share of the time counts as busy
 CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, above which one side is the bottleneck
-ENVIRONMENT_SHARE = 0.40  # of the rollouts' time between turns, above which both sides wait for environments
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
 
 
@@ -133,9 +133,8 @@ def judge_balance(
     In this order: devices shared -> time-shared (``lent``: share of the time the trainer had the generator's devices;
     while they generate the trainer waits); budget 0 -> synchronous (both sides wait by design); both below
     MATCHED_WAIT -> matched; trainer waits CLEAR_DIFFERENCE more -> generation-bound; generator does ->
-    training-bound; both wait alike, a lot -> something else limits both. But where both wait more than twice
-    MATCHED_WAIT, whichever does more, and rollouts spend more than ENVIRONMENT_SHARE of their time in their
-    environments (``environment``) -> environment-bound.
+    training-bound; both wait alike, a lot -> something else limits both. But where `environments_bind` (with
+    ``environment``, the share of the rollouts' time in their environments) -> environment-bound.
     """
     numbers = f"the trainer waits {trainer_wait:.0%} of the time, the generator {generator_wait:.0%}"
     if lent > 0:
@@ -147,7 +146,7 @@ def judge_balance(
         )
     if trainer_wait < MATCHED_WAIT and generator_wait < MATCHED_WAIT:
         return "matched", f"Matched: {numbers}. Both sides are busy."
-    if min(trainer_wait, generator_wait) > 2 * MATCHED_WAIT and environment > ENVIRONMENT_SHARE:
+    if environments_bind(trainer_wait, generator_wait, environment, budget):
         return "environment-bound", (
             f"Environment-bound: {numbers}; rollouts spend {environment:.0%} of their time in their environments "
             "(tools, sandboxes). More of them at once (queue.max_concurrent_rollouts, sandbox.live) or quicker "
@@ -163,7 +162,7 @@ def judge_balance(
             f"Training-bound: {numbers}. Finished groups wait for the trainer and the staleness budget holds "
             "admission back; more trainer capacity would speed this run up, more generators would not."
         )
-    if trainer_wait < 2 * MATCHED_WAIT and generator_wait < 2 * MATCHED_WAIT:
+    if trainer_wait < IDLE and generator_wait < IDLE:
         return "matched", f"Matched: {numbers}. Neither side is clearly the bottleneck."
     return "other-bound", (
         f"Bound by neither model: {numbers}, both a lot. Look at verification, publishing, evaluation and the "

@@ -97,11 +97,12 @@ class InProcess:
     def __init__(self, episodes: Episodes, dies_at: Sequence[int] = ()) -> None:
         self.episodes = episodes
         self.calls: list[str] = []
+        self.working_s: dict[str, float] = {}  # by rollout, in replies and scores
         self._dies_at = dies_at
 
     @asynccontextmanager
     async def seated(self, name: str) -> AsyncIterator[Any]:
-        seat = _Seat(self, name)
+        seat, self.working_s[name] = _Seat(self, name), 0
         try:
             yield seat
         finally:
@@ -111,12 +112,20 @@ class InProcess:
         self.calls.append(method)
         if len(self.calls) in self._dies_at:
             raise EnvironmentDied("environment-0 died: killed by signal 9")
-        return await getattr(self.episodes, method)(name, *arguments)
+        now = asyncio.get_running_loop().time
+        began_s = now()
+        result = await getattr(self.episodes, method)(name, *arguments)
+        self.working_s[name] += now() - began_s if method in ("reply", "score") else 0
+        return result
 
 
 class _Seat:
     def __init__(self, pool: InProcess, name: str) -> None:
         self._pool, self._name = pool, name
+
+    @property
+    def working_s(self) -> float:
+        return self._pool.working_s[self._name]
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         return lambda *arguments: self._pool.call(method, self._name, *arguments)

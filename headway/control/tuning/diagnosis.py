@@ -20,7 +20,7 @@ import msgspec
 
 from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
-from headway.control.tuning.drift import RECENT, environment_share, find_drift
+from headway.control.tuning.drift import RECENT, between_turns, environment_share, find_drift
 from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, training_s, usable
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_still
@@ -33,7 +33,7 @@ _MOST_STEPS = 60
 _SEEDS = (0, 1, 2)
 _ROLLOUTS = 2000
 _SHOWN = 3
-_ACTING = 0.30  # share of the rollouts' time in their environments, above which more rollouts at once are tried
+_ACTING = 0.30  # share of the rollouts' time between turns, above which more rollouts at once are tried
 _FULL = 0.9  # share of the slots in use, above which more rollouts would only wait for one
 _BELIEVED = 2.0  # times the best measured rate of the run's devices, above which a prediction is refused
 
@@ -120,7 +120,7 @@ def diagnose(
         samples_per_step=shape.samples_per_step,
         mean_tokens=found.lengths.mean_tokens,
     )
-    candidates = _candidates(found, experiment, shape, needed, shared_devices, environment_share(steps))
+    candidates = _candidates(found, experiment, shape, needed, shared_devices, between_turns(steps))
     candidates = itertools.chain(candidates, _of_splits(found.model, shape, splits))
     changes = _recommendations(candidates, found, experiment, now)
     for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device
@@ -134,7 +134,8 @@ def diagnose(
         straggler_wait=found.straggler_wait,
         generator_wait=found.generator_wait,
     )
-    binding, reason = binding_constraint(shape, found.model, measured, [(one.relieves, one.gain) for one in changes])
+    gains: list[tuple[Constraint, float]] = [(one.relieves, one.gain) for one in changes]
+    binding, reason = binding_constraint(shape, found.model, measured, gains, environment_share(steps))
     return Diagnosis(
         first_step=steps[0].step,
         last_step=steps[-1].step,
@@ -321,7 +322,7 @@ def _candidates(
     yield from _of_the_queue(found, experiment, shape, needed)
     held = found.in_generation * (1 - acting) / (model.slots * model.replicas)
     if acting > _ACTING and held < _FULL:  # more slots or replicas would help only by the extra rollouts they bring
-        yield _more_in_environments(model, experiment)
+        yield from (_more_in_environments(model, experiment, factor) for factor in (1.5, 2.0))
         yield from _of_the_generator(model, experiment, shape, larger=False)
     else:
         yield from _of_the_generator(model, experiment, shape)
@@ -366,17 +367,17 @@ def _of_the_queue(found: LedgerModel, experiment: Experiment, shape: RunShape, n
         yield _Candidate(settings, "trainer", {"steps_per_publish": 2}, "older samples")
 
 
-def _more_in_environments(model: QueueModel, experiment: Experiment) -> _Candidate:
-    """Twice as many rollouts at once, with room for them in their environments: while waiting for a tool they need no
-    slot."""
-    rollouts = 2 * model.concurrent_rollouts
+def _more_in_environments(model: QueueModel, experiment: Experiment, factor: float) -> _Candidate:
+    """``factor`` times as many rollouts at once, with room for them in their environments: while waiting for a tool
+    they need no slot."""
+    rollouts = round(factor * model.concurrent_rollouts / model.group_size) * model.group_size
     settings = {"queue.max_concurrent_rollouts": str(rollouts)}
     environment = experiment.environment
     if environment.replies and experiment.sandbox.live < rollouts:
         settings["sandbox.live"] = str(rollouts)
     if environment.concurrency is not None and environment.concurrency < rollouts:
         settings["environment.concurrency"] = str(rollouts)
-    needs = "environments that are as quick when twice as many run"
+    needs = "environments that are as quick when more of them run"
     return _Candidate(settings, "environment", {"concurrent_rollouts": rollouts}, needs)
 
 
@@ -398,7 +399,7 @@ def _of_the_generator(
             settings["queue.max_concurrent_rollouts"] = str(rollouts)
         change = {"slots": slots, "concurrent_rollouts": rollouts}
         yield _Candidate(settings, "generator", change, "memory for the KV" if slots > shape.slots else "")
-    for factor in (0.5, 0.75, 1.5):
+    for factor in (0.5, 0.75, 1.5) if larger else (0.5, 0.75):
         rollouts = round(model.concurrent_rollouts * factor / shape.group_size) * shape.group_size
         if rollouts >= shape.group_size and rollouts <= 2 * model.slots * model.replicas + ahead:
             settings = {"queue.max_concurrent_rollouts": str(rollouts)}

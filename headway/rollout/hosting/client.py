@@ -59,8 +59,9 @@ class _Seat:
         self._seen = SandboxStatistics()  # the new one counts from zero
         self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
 
-    async def ask(self, worker: WorkerHandle, method: str, *arguments: Any) -> Any:
-        """The worker's answer to a request. Raises EnvironmentDied; RuntimeError with its traceback for a bug in it."""
+    async def ask(self, worker: WorkerHandle, method: str, *arguments: Any) -> tuple[Any, float]:
+        """The worker's answer to a request, and the seconds for which it had that. Raises EnvironmentDied; RuntimeError
+        with its traceback for a bug in it."""
         self.slot.forgive()  # should it die of this, it is the rollout's doing, which isn't tried for ever
         return await self._submit(worker, "submit", method, arguments)
 
@@ -78,12 +79,12 @@ class _Seat:
         if worker is not None:
             with contextlib.suppress(EnvironmentDied, TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
-                    seen = await self._submit(worker, "submit_sandboxes")
+                    seen, _ = await self._submit(worker, "submit_sandboxes")
                 if worker is self.slot.worker:
                     self._seen = seen
         return SandboxStatistics.total([self._gone, self._seen if self.slot.live else self._seen.counted()])
 
-    async def _submit(self, worker: WorkerHandle, method: str, *arguments: Any) -> Any:
+    async def _submit(self, worker: WorkerHandle, method: str, *arguments: Any) -> tuple[Any, float]:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -103,12 +104,12 @@ class _Seat:
         """Consumes the worker's answers, waits for them, is unblocked by its death."""
         try:
             while True:
-                number, well, value = await worker.events.get()
+                number, well, value, seconds = await worker.events.get()
                 answer = self._waiting.get(number)
                 if answer is None or answer.done():
                     continue  # nobody waits for it any more
                 if well:
-                    answer.set_result(value)
+                    answer.set_result((value, seconds))
                 else:
                     answer.set_exception(RuntimeError(value))
         except QueueClosed:
@@ -126,6 +127,7 @@ class WorkerLease:
         self._worker = worker
         self._name = name
         self._limit_s = limit_s
+        self.working_s = 0.0  # that the worker had its answers, until it had replied to them and scored them
         self._unheard = False  # a park whose answer nobody waited for
 
     async def begin(self, task: Task, seed: int) -> Reply:
@@ -175,7 +177,10 @@ class WorkerLease:
                     what = f"no answer to {method} in {took_s:g} s: an environment holds its worker up"
                     self._worker.kill(what)
                     raise EnvironmentDied(f"{self._seat.name} died: {what}")
-            return asking.result()
+            result, seconds = asking.result()
+            if method in ("reply", "score"):
+                self.working_s += seconds
+            return result
         finally:
             asking.cancel()
 

@@ -39,7 +39,8 @@ _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
 _CLOSE_S = 20.0  # that all episodes and sandboxes have to end; the episodes half of it, and what they share a quarter
 _CANCEL_S = 10.0  # that what is done for a rollout has to end, when it is over
 
-Answered = tuple[int, bool, Any]  # number of a request, whether it succeeded, its result or its error
+# Number of a request, whether it succeeded, its result or its error, seconds from its arrival to its answer.
+Answered = tuple[int, bool, Any, float]
 
 
 class GuardedPool(Protocol):
@@ -77,12 +78,13 @@ class EnvironmentService:
         settings = EnvironmentConfig.model_validate(environment)
         played = load_environment(settings)
         self.loop = asyncio.new_event_loop()  # its tasks are what a look at this worker shows
+        self._clock = RealClock()
         self._open = AsyncExitStack()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
         folder = Path(snapshots).resolve() if snapshots else None
-        clock, boxes = RealClock(), SandboxConfig.model_validate(sandbox)
+        clock, boxes = self._clock, SandboxConfig.model_validate(sandbox)
 
         async def begin() -> tuple[Episodes, GuardedPool]:
             guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
@@ -116,24 +118,25 @@ class EnvironmentService:
     def submit(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         """Call a method of `Episodes`; its end is emitted."""
         work: Coroutine[Any, Any, Any] = getattr(self._episodes, method)(*arguments)
-        asyncio.run_coroutine_threadsafe(self._answer(number, work), self.loop)
+        asyncio.run_coroutine_threadsafe(self._answer(number, work, self._clock.now()), self.loop)
 
     def submit_sandboxes(self, number: int) -> None:
         """Ask for a look at the sandboxes, emitted likewise; empty where the environment uses none."""
-        asyncio.run_coroutine_threadsafe(self._answer(number, self._look()), self.loop)
+        asyncio.run_coroutine_threadsafe(self._answer(number, self._look(), self._clock.now()), self.loop)
 
     async def _look(self) -> SandboxStatistics:
         return sandbox_statistics(self._sandboxes) if self._episodes.uses_sandbox else SandboxStatistics()
 
-    async def _answer(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
+    async def _answer(self, number: int, work: Coroutine[Any, Any, Any], arrived_s: float) -> None:
         try:
-            answered: Answered = (number, True, await work)
+            well, answer = True, await work
         except Exception as error:  # a fault of ours: whoever asked is told
-            answered = (number, False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:])
+            well, answer = False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
+        answered: Answered = (number, well, answer, self._clock.now() - arrived_s)
         try:
             self._emit(answered)
         except Exception as error:  # it can't be sent: whoever waits for it is told so
-            self._emit((number, False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]))
+            self._emit((number, False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:], 0.0))
 
     def close(self) -> None:
         """End all rollouts and their sandboxes."""

@@ -106,10 +106,13 @@ class EnvironmentAttempt(ConversationAttempt):
         self._verdict: Verdict | None = None
         self._over = ""
         self._lease: WorkerLease | None = None
+        self._elsewhere_s = 0.0  # of the time without calls: in its environment, or before it was resumed
         self._talks: dict[str, _Talk] = {}
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         rollout = super().rollout(now, failure)
+        hop_s = max(0.0, self._environment_s - self._elsewhere_s)
+        rollout = msgspec.structs.replace(rollout, environment_hop_s=hop_s)
         verdict = None if rollout.failure is not None else self._judged(rollout)
         return rollout if verdict is None else apply_verdict(rollout, verdict, now)
 
@@ -138,6 +141,7 @@ class EnvironmentAttempt(ConversationAttempt):
                 try:
                     await self._turns(lease)
                 finally:
+                    self._elsewhere_s += lease.working_s
                     self._lease = None
         except EnvironmentDied as error:
             if self._resumed is not None and not self._resumed.again:  # nothing has changed since it was saved
@@ -177,7 +181,7 @@ class EnvironmentAttempt(ConversationAttempt):
         failure = await lease.restore(self.group.task, saved.environment, saved.asked, messages)
         if failure is not None:
             raise RolloutFailed(failure)
-        self._environment_s = saved.environment_s
+        self._environment_s = self._elsewhere_s = saved.environment_s
         self._held_version = self._oldest_version
         return saved.asked
 

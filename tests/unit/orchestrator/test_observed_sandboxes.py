@@ -94,7 +94,7 @@ class ScriptedWorker:
             raise self.died.result()
         answer = self.says if method == "submit_sandboxes" else None
         if self.says is not None or method != "submit_sandboxes":
-            await self.events.put((number, True, answer))
+            await self.events.put((number, True, answer, 0.0))
 
     def die(self) -> None:
         self.died.set_result(WorkerDied(self.name, "killed by signal 9"))
@@ -205,7 +205,7 @@ async def fake_ones(settings: SandboxConfig, clock: Clock, **named: Any) -> Asyn
 
 @pytest.mark.parametrize(("name", "uses"), [("python_tool", True), (f"{__name__}:Plain", False)])
 def test_a_worker_tells_of_its_pool_where_its_environment_uses_sandboxes(name: str, uses: bool):
-    emitted: queue.Queue[tuple[int, bool, Any]] = queue.Queue()
+    emitted: queue.Queue[tuple[int, bool, Any, float]] = queue.Queue()
     context = type("Context", (), {"emit": staticmethod(emitted.put)})
     service = EnvironmentService(
         context,
@@ -215,7 +215,7 @@ def test_a_worker_tells_of_its_pool_where_its_environment_uses_sandboxes(name: s
     )
     try:
         service.submit_sandboxes(4)
-        number, well, told = emitted.get(timeout=30)
+        number, well, told, _ = emitted.get(timeout=30)
     finally:
         service.close()
     assert (number, well) == (4, True), told

@@ -73,13 +73,14 @@ def test_environments_bind_only_where_both_wait_a_lot_and_rollouts_are_mostly_th
 def test_the_share_of_the_environments_is_read_from_the_ledger() -> None:
     lines = [step_record(s, trainer_wait_ratio=0.6, trainer_wait_s=0.7, generator_wait_ratio=0.6) for s in range(4)]
 
-    def text(environment_s: float) -> str:
-        flow = QueueFlow(generating_s=10.0, environment_s=environment_s)
+    def text(environment_s: float, hop_s: float = 0.0) -> str:
+        flow = QueueFlow(generating_s=10.0, environment_s=environment_s, environment_hop_s=hop_s)
         steps: list[LedgerLine] = [msgspec.structs.replace(line, flow=flow) for line in lines]
         return judge(steps, summarise(steps), 4).balance_text
 
     assert "rollouts spend 75% of their time" in text(7.5)
     assert text(1.0).startswith("Bound by neither model")
+    assert text(7.5, 6.5).startswith("Bound by neither model"), "an instant environment, in another process"
 
 
 def test_on_shared_devices_nobody_is_the_bottleneck() -> None:

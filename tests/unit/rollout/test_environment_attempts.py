@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from fake_sandboxes import FakeSandbox
 from played import GROUP, InProcess, play
-from test_environments import SAID, Counting, waiting
+from test_environments import CALL, SAID, Counting, SlowShop, waiting
 
 from headway.config.sandbox import SandboxConfig
 from headway.records.environment import PartialRollout
@@ -85,6 +86,26 @@ def test_parked_it_goes_on_in_another_worker_when_its_own_dies() -> None:
     assert (rollout.versions, rollout.resumes) == (undisturbed.versions, undisturbed.resumes)
     assert rollout.environment_version == undisturbed.environment_version == 0
     assert len(played.policy.requests) == 4, "nothing is sampled again"
+
+
+class Far(InProcess):
+    """The way to the environment takes half a second, and so does the way back."""
+
+    async def call(self, method: str, name: str, *arguments: Any) -> Any:
+        await asyncio.sleep(0.5)
+        result = await super().call(method, name, *arguments)
+        await asyncio.sleep(0.5)
+        return result
+
+
+def test_the_way_to_an_environment_is_told_apart_from_its_own_time() -> None:
+    assert play(Counting(), SAID).rollout.environment_hop_s == pytest.approx(0.0)
+    rollout = play(SlowShop(), [CALL, "It is 3."], pool_of=Far).rollout
+    assert (rollout.environment_s, rollout.environment_hop_s) == (5.5, 3.0)  # two replies, and what it is worth
+    parked: list[PartialRollout] = []
+    first = play(Counting(), SAID, gate=waiting(parked), pool_of=Far)
+    later = play(Counting(), ["b2", "c"], parked=parked[0], snapshots=first.backend.snapshots, pool_of=Far)
+    assert later.rollout.environment_s > later.rollout.environment_hop_s == pytest.approx(3.0)
 
 
 def test_it_goes_on_in_a_third_worker_when_the_second_dies_too_and_anew_after_that() -> None:

@@ -82,7 +82,7 @@ class Answering(Stuck):
     clock_offset_s = 0.0
 
     async def call(self, method: str, number: int, *arguments: Any) -> None:
-        await self.events.put((number, True, None))
+        await self.events.put((number, True, None, 0.25))
 
 
 class Refusing:
@@ -123,6 +123,18 @@ async def played(pool: EnvironmentPool, name: str) -> str:
         await seated.begin(TASK, 3)
         await asyncio.sleep(10)
         return seated._seat.name
+
+
+def test_a_lease_counts_how_long_its_worker_had_answers_to_reply_to_and_to_score() -> None:
+    async def main(pool: EnvironmentPool, launcher: Refusing, clock: VirtualClock) -> None:
+        async with pool.seated("7-1") as seated:
+            await seated.begin(TASK, 3)
+            assert seated.working_s == 0.0
+            await seated.reply({}, "", False)
+            await seated.score()
+            assert seated.working_s == 0.5
+
+    pooled(main, workers=1)
 
 
 def test_rollouts_go_where_a_worker_lives_while_another_can_not_be_started() -> None:
