@@ -11,6 +11,9 @@
 2. Shared prompts. The same batch with trainer.shared_prefix off and on, groups of 8; `speedup` is the median over
    rounds, its limit the ratio of FLOP computed; `of_bound`, their quotient, at least 0.7. The gradients are equal:
    `gradient_difference` is the largest difference over the largest gradient, in float32.
+3. Trees. The same of an agent's rollouts, whose branches share the turns before them: a trunk of 8 turns, and after
+   each but the last a branch of one more. `tree_over_apart` is the speed-up, `tree_bound` the ratio of FLOP computed,
+   `tree_speedup` the smallest quotient of the two, at least 0.7.
 
 Runs once on one core and once on two (as many as there are); bfloat16 only where the processor computes it faster than
 float32 (without bfloat16 instructions it takes hundreds of times as long). Last line: one JSON object.
@@ -19,6 +22,7 @@ float32 (without bfloat16 instructions it takes hundreds of times as long). Last
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -43,7 +47,7 @@ from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model
 from headway.models.peak import measure_peak_flops
 from headway.records.generation import VersionSpan
-from headway.records.rollout import Rollout, Sample
+from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores, parse_device
 from headway.trainer.service import TrainerService
@@ -71,6 +75,9 @@ MODELS = {
 QUICK = {"tiny": Model(width=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocabulary=64, sequences=2, rounds=2)}
 PROMPTS = {"128:128": (128, 128), "512:128": (512, 128)}  # prompt and completion tokens
 QUICK_PROMPTS = {"16:16": (16, 16)}
+AGENT = {"prompt": 128, "turns": 8, "answer": 48, "reply": 32}  # tokens, turns of the trunk, tokens of a turn's parts
+QUICK_AGENT = {"prompt": 16, "turns": 3, "answer": 8, "reply": 8}
+AGENT_BUDGET = 4096  # tokens of a micro-batch
 
 
 class Context:
@@ -134,6 +141,39 @@ def batch(
                 versions=(VersionSpan(version=0, tokens=response),),
             )
             samples.append(Sample(rollout=rollout, advantage=float(random.standard_normal())))
+    return TrainBatch(step=step, samples=tuple(samples))
+
+
+def agent(step: int, vocabulary: int, members: int, *, prompt: int, turns: int, answer: int, reply: int) -> TrainBatch:
+    """A group of an agent's rollouts: after each answer but the last a branch leaves the trunk, in which the agent gets
+    another reply and answers once more. Random tokens."""
+    random = np.random.default_rng(step)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(random.integers(0, vocabulary, count).tolist())
+
+    def sequence(kind: Callable[..., Any], prompt_ids: tuple[int, ...], response_ids: tuple[int, ...]) -> Any:
+        mask = (((True,) * answer + (False,) * reply) * turns)[: len(response_ids)]
+        logprobs = tuple((-6.0 + 0.1 * random.standard_normal(len(mask))) * np.array(mask))
+        versions = (VersionSpan(version=0, tokens=len(mask)),)
+        return kind(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            response_logprobs=logprobs,
+            response_mask=mask,
+            versions=versions,
+        )
+
+    question, samples = tokens(prompt), list[Sample]()
+    for member in range(members):
+        trunk, branches = tokens(answer), list[Branch]()
+        for _ in range(turns - 1):
+            branches.append(sequence(Branch, question + trunk + tokens(reply), tokens(answer)))
+            trunk += tokens(reply) + tokens(answer)
+        rollout = sequence(
+            functools.partial(Rollout, group=0, member=member, branches=tuple(branches)), question, trunk
+        )
+        samples.append(Sample(rollout=rollout, advantage=float(random.standard_normal())))
     return TrainBatch(step=step, samples=tuple(samples))
 
 
@@ -224,18 +264,17 @@ def require_same_function(ours: TrainerService, plain: PlainLoop, size: Model) -
     assert float(difference.abs().max()) < 1e-3, float(difference.abs().max())
 
 
-def sharing(size: Model, dtype: str, prompt: int, response: int, groups: int, rounds: int) -> dict[str, Any]:
-    """Paired rounds of one trainer with shared prompts and one without."""
+def sharing(size: Model, dtype: str, make: Callable[[int], TrainBatch], budget: int, rounds: int) -> dict[str, Any]:
+    """Paired rounds of one trainer that shares what samples begin with and one that doesn't, on batches by step."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         write_model(size, folder)
-        budget = groups * GROUP * (prompt + response)  # all in one micro-batch, shared or not
         trainers = {on: trainer(folder, dtype, budget, on) for on in (False, True)}
-        difference = gradient_difference(trainers, batch(0, groups, GROUP, prompt, response, size.vocabulary))
+        difference = gradient_difference(trainers, make(0))
         times: dict[bool, list[float]] = {False: [], True: []}
         flops: dict[bool, float] = {}
         for number in range(rounds + 1):
-            given = batch(number, groups, GROUP, prompt, response, size.vocabulary)
+            given = make(number)
             for on in (False, True) if number % 2 else (True, False):
                 started = time.perf_counter()
                 flops[on] = trainers[on].train_step(lay_out(given)).flops
@@ -265,7 +304,7 @@ def measure(threads: int, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(threads)
     models, prompts = (QUICK, QUICK_PROMPTS) if quick else (MODELS, PROMPTS)
     chosen = dtypes()
-    found: dict[str, Any] = {"plain": {}, "sharing": {}}
+    found: dict[str, Any] = {"plain": {}, "sharing": {}, "trees": {}}
     for name, size in models.items():
         for dtype in chosen:
             row = found["plain"][f"{name} {dtype} {threads}"] = against_plain(size, dtype)
@@ -278,20 +317,31 @@ def measure(threads: int, quick: bool) -> dict[str, Any]:
                 flush=True,
             )
     size = next(iter(models.values()))
+    rounds = 2 if quick else 3
     for name, (prompt, response) in prompts.items():
+        groups = 1 if quick else max(1, 4096 // (GROUP * (prompt + response)))
+        shape = (groups, GROUP, prompt, response, size.vocabulary)
+        budget = groups * GROUP * (prompt + response)  # all in one micro-batch, shared or not
         for dtype in chosen:
-            groups = max(1, 4096 // (GROUP * (prompt + response)))
-            row = sharing(size, dtype, prompt, response, 1 if quick else groups, 2 if quick else 3)
+            row = sharing(size, dtype, lambda step, shape=shape: batch(step, *shape), budget, rounds)
             found["sharing"][f"{name} {dtype} {threads}"] = row
-            ratio = row["speedup"]
-            print(
-                f"prompt:completion {name} {dtype:8} {threads} thread(s), groups of {GROUP}: shared prompts "
-                f"{ratio['median']:.2f} times as fast ({ratio['min']:.2f} to {ratio['max']:.2f}), bound "
-                f"{row['bound']:.2f}, share of it {row['of_bound']:.2f}; gradients differ by "
-                f"{row['gradient_difference']:.1e} of the largest",
-                flush=True,
-            )
+            show_sharing(f"prompt:completion {name} {dtype:8} {threads} thread(s), groups of {GROUP}", row)
+    lengths, members = (QUICK_AGENT, 2) if quick else (AGENT, 6)
+    for dtype in chosen:
+        row = sharing(size, dtype, lambda step: agent(step, size.vocabulary, members, **lengths), AGENT_BUDGET, rounds)
+        found["trees"][f"agent {dtype} {threads}"] = row
+        show_sharing(f"agent's branches {dtype:8} {threads} thread(s), {members} rollouts, {lengths}", row)
     return found
+
+
+def show_sharing(what: str, row: dict[str, Any]) -> None:
+    ratio = row["speedup"]
+    print(
+        f"{what}: shared {ratio['median']:.2f} times as fast ({ratio['min']:.2f} to {ratio['max']:.2f}), bound "
+        f"{row['bound']:.2f}, share of it {row['of_bound']:.2f}; gradients differ by "
+        f"{row['gradient_difference']:.1e} of the largest",
+        flush=True,
+    )
 
 
 def in_a_process(threads: int) -> dict[str, Any]:
@@ -322,7 +372,8 @@ def main() -> None:
         found = [in_a_process(threads) for threads in wanted]
     plain = {name: row for part in found for name, row in part["plain"].items()}
     shared = {name: row for part in found for name, row in part["sharing"].items()}
-    exact = [row["gradient_difference"] for name, row in shared.items() if "float32" in name]
+    trees = {name: row for part in found for name, row in part["trees"].items()}
+    exact = [row["gradient_difference"] for name, row in (shared | trees).items() if "float32" in name]
     result = {
         "mfu": {name: round(row["mfu"], 3) for name, row in plain.items()},
         "mfu_over_plain": {name: round(row["over_plain"]["median"], 3) for name, row in plain.items()},
@@ -330,6 +381,9 @@ def main() -> None:
         "shared_prefix_speedup": {name: round(row["speedup"]["median"], 3) for name, row in shared.items()},
         "shared_prefix_of_bound": {name: round(row["of_bound"], 3) for name, row in shared.items()},
         "shared_prefix_of_bound_min": round(min(row["of_bound"] for row in shared.values()), 3),
+        "tree_over_apart": {name: round(row["speedup"]["median"], 3) for name, row in trees.items()},
+        "tree_bound": {name: round(row["bound"], 3) for name, row in trees.items()},
+        "tree_speedup": round(min(row["of_bound"] for row in trees.values()), 3),
         "gradient_difference_max": max(exact),
     }
     print(json.dumps(result))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.algorithms.prefix_tree import LEAST_SAVED, PrefixTree
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.training import TrainBatch
@@ -222,18 +223,17 @@ def _require_consistent(
 class MicroBatchArrays:
     """Input of one forward and backward pass over some samples, packed end to end in *pieces*.
 
-    A piece is a whole sample, a prefix that several samples of a group share (fed once), or the continuation of such
-    a prefix by one sample; continuations come after all other pieces, those of one prefix side by side. The last
-    token of a sample has no target, so it isn't fed: a sample of L tokens feeds L - 1.
-    Suffix ``_m``: one value per token that carries loss, sample after sample.
+    A piece is a whole sample, or a node of the trie of several: tokens that they share are fed once
+    (`prefix_tree.Pieces` says in which order). The last token of a sample has no target, so it isn't fed: a sample of
+    L tokens feeds L - 1. Suffix ``_m``: one value per token that carries loss, sample after sample.
     """
 
     input_ids: IntArray  # [sum of input_lengths]
     input_lengths: list[int]  # tokens of each piece, >= 1
-    continues: list[int]  # for each piece the index of the prefix it continues, or -1
-    predictors_m: IntArray  # [M] index into input_ids of the token before each loss token
+    continues: list[int]  # for each piece the index of the piece it continues, or -1
+    predictors_m: IntArray  # [M] index into input_ids of the token before each loss token; samples may share it
     targets_m: IntArray  # [M] index into the flat batch of each loss token
-    sample_tokens: int  # tokens fed if each sample fed its own prefix
+    sample_tokens: int  # tokens fed if each sample fed all of its own
 
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
@@ -243,96 +243,35 @@ def input_lengths(arrays: SampleArrays) -> IntArray:
 
 
 def slice_micro_batch(
-    arrays: SampleArrays, samples: Sequence[int] | IntArray, prefixes: IntArray | None = None
+    arrays: SampleArrays, samples: Sequence[int] | IntArray, tree: PrefixTree | None = None
 ) -> MicroBatchArrays:
     """Cut ``samples`` (each with at least one loss token) out of the batch.
 
-    ``prefixes``: for each sample the tokens it has in common with the others of its group (`shared_prefixes`), fed
-    once for all samples of the group in this micro-batch; by default each sample feeds its own.
+    ``tree``: the tries of what these samples feed (`prefix_tree`); by default each feeds its tokens by itself.
     """
     chosen = np.asarray(samples, dtype=np.int64)
     fed = arrays.lengths_s[chosen] - 1
-    common = _shared_here(arrays.groups_s[chosen], prefixes)
-    pieces = _Pieces.of(arrays.groups_s[chosen], fed, common)
-    starts = arrays.starts_s[chosen][pieces.samples] + pieces.skipped
+    pieces = (tree or PrefixTree.apart(fed)).pieces
+    starts = arrays.starts_s[chosen][pieces.sequences_p] + pieces.starts_p
     at = gather_tokens(arrays, chosen)
     lossy = np.flatnonzero(arrays.loss_mask_n[at])
     own_m = np.repeat(np.arange(chosen.size), fed + 1)[lossy]
     place_m = lossy - (np.cumsum(fed + 1) - fed - 1)[own_m] - 1  # position of the predictor inside its sample
-    in_prefix = place_m < common[own_m]
-    predictors_m = place_m + np.where(
-        in_prefix, pieces.prefix_offsets[own_m], pieces.own_offsets[own_m] - common[own_m]
-    )
     return MicroBatchArrays(
-        input_ids=arrays.token_ids_n[_ranges(starts, pieces.lengths)],
-        input_lengths=pieces.lengths.tolist(),
-        continues=pieces.continues.tolist(),
-        predictors_m=predictors_m,
+        input_ids=arrays.token_ids_n[_ranges(starts, pieces.lengths_p)],
+        input_lengths=pieces.lengths_p.tolist(),
+        continues=pieces.continues_p.tolist(),
+        predictors_m=pieces.rows(own_m, place_m),
         targets_m=at[lossy],
         sample_tokens=int(fed.sum()),
     )
 
 
-def shared_prefixes(arrays: SampleArrays, samples: IntArray) -> IntArray:
-    """[len(samples)] fed tokens that each of ``samples`` has in common with all others of its group among them: the
-    prompt, and tokens with which all their responses happen to begin. 0 for a sample alone in its group."""
-    found = np.zeros(len(samples), np.int64)
-    order = np.argsort(arrays.groups_s[samples], kind="stable")
-    borders = np.flatnonzero(np.diff(arrays.groups_s[samples][order])) + 1
-    for members in np.split(order, borders):
-        if len(members) > 1:
-            starts = arrays.starts_s[samples[members]]
-            longest = int(arrays.lengths_s[samples[members]].min()) - 1
-            tokens = arrays.token_ids_n[starts[:, None] + np.arange(longest)]
-            differs = (tokens != tokens[0]).any(0)
-            found[members] = int(differs.argmax()) if differs.any() else longest
-    return found
-
-
-def _shared_here(groups: IntArray, prefixes: IntArray | None) -> IntArray:
-    """The prefixes of samples that share the micro-batch with others of their group; 0 for all others."""
-    if prefixes is None:
-        return np.zeros(len(groups), np.int64)
-    _, inverse, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    return np.where(counts[inverse] > 1, prefixes, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pieces:
-    """The pieces of a micro-batch. The offsets have one value per sample, all other fields one per piece."""
-
-    samples: IntArray  # position of the sample that the piece is cut out of
-    skipped: IntArray  # tokens of that sample before the piece
-    lengths: IntArray
-    continues: IntArray
-    prefix_offsets: IntArray  # where each sample's prefix begins in the fed tokens (any value where it has none)
-    own_offsets: IntArray  # where the tokens after its prefix begin
-
-    @classmethod
-    def of(cls, groups: IntArray, fed: IntArray, common: IntArray) -> _Pieces:
-        whole = np.flatnonzero(common == 0)
-        sharing = np.flatnonzero(common > 0)
-        sharing = sharing[np.argsort(groups[sharing], kind="stable")]
-        first, family = np.unique(groups[sharing], return_index=True, return_inverse=True)[1:]
-        prefixes = sharing[first]  # each prefix is cut out of its group's first sample
-        longer = fed[sharing] > common[sharing]  # the others feed nothing beyond the prefix
-        samples = np.concatenate([whole, prefixes, sharing[longer]])
-        nothing = np.zeros(len(whole) + len(prefixes), np.int64)
-        skipped = np.concatenate([nothing, common[sharing[longer]]])
-        lengths = np.concatenate([fed[whole], common[prefixes], (fed - common)[sharing[longer]]])
-        offsets = np.cumsum(lengths) - lengths
-        prefix_offsets, own_offsets = np.zeros_like(fed), np.zeros_like(fed)
-        own_offsets[whole] = offsets[: len(whole)]
-        prefix_offsets[sharing] = offsets[len(whole) + family]
-        own_offsets[sharing[longer]] = offsets[len(nothing) :]
-        return cls(
-            samples=samples,
-            skipped=skipped,
-            lengths=lengths,
-            continues=np.concatenate([nothing - 1, len(whole) + family[longer]]),
-            prefix_offsets=prefix_offsets,
-            own_offsets=own_offsets,
-        )
+def prefix_tree(arrays: SampleArrays, samples: IntArray, least: int = LEAST_SAVED) -> PrefixTree:
+    """The tries of what ``samples`` feed, group by group: prompts, the turns that branches of a rollout share, and
+    tokens with which responses happen to begin. ``least``: as of `PrefixTree.build`."""
+    fed = arrays.lengths_s[samples] - 1
+    return PrefixTree.build(arrays.token_ids_n, arrays.starts_s[samples], fed, arrays.groups_s[samples], least)
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -1,81 +1,83 @@
-"""Micro-batches for sequences that share prefixes: a micro-batch computes the prefix of a family once.
+"""Micro-batches for sequences that begin alike: a micro-batch computes what its sequences share once.
 
-A *family* is the sequences of one group, which all begin with the same ``prefix`` tokens. A micro-batch's cost is
-the tokens it computes: of each sequence those after its prefix, and the prefix of each family in it once.
+A micro-batch's cost is the tokens of the tries of its sequences (`prefix_tree.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from headway.algorithms.packing import Method, MicroBatch, Plan, fewest_micro_batches, pack
+from headway.algorithms.prefix_tree import PrefixTree
+
+Unit = tuple[int, MicroBatch]  # tokens of sequences that are kept together, and those sequences
 
 
-def pack_families(
-    lengths: Sequence[int],
-    families: Sequence[int],
-    prefixes: Sequence[int],
-    budget: int,
-    ranks: int = 1,
-    method: Method = "balanced",
-) -> Plan:
-    """Plan micro-batches as `pack` does, for sequences of which those with equal ``families`` begin with the same
-    ``prefixes`` tokens (>= 0, equal inside a family and at most each length). ``budget`` is in tokens computed.
+def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
+    """Plan micro-batches as `pack` does, for the sequences of ``tree``. ``budget`` is in tokens computed.
 
-    Families are kept whole, halved, quartered ... down to single sequences, each time packed as units by `pack`; the
+    Tries are kept whole, halved, quartered ... down to single sequences, each time packed as units by `pack`; the
     best plan by heaviest rank, then number of micro-batches, then heaviest micro-batch is returned. `pack`'s own plan
     of single sequences is a candidate, so the heaviest rank never computes more than under that.
     """
-    members = _members(families, prefixes)
-    plain = pack(lengths, budget, ranks, method)
-    if not members:
-        return plain
-    together = {index for family in members for index in family}
-    alone = [[index] for index in range(len(lengths)) if index not in together]
-    best, best_cost = plain, _cost(plain, lengths, families, prefixes)
+    best = pack(tree.lengths_s.tolist(), budget, ranks, method)
+    if not tree.common_t.any():
+        return best
+    best_cost = _cost(best, tree)
     parts = 1
-    while parts < 2 * max(map(len, members)):
-        units = [unit for family in members for unit in _units(lengths, family, prefixes[family[0]], budget, parts)]
-        units = alone + units
-        sizes = [sum(lengths[i] for i in unit) - (len(unit) - 1) * prefixes[unit[0]] for unit in units]
+    while parts < 2 * _most_members(tree):
+        units = _units(tree, budget, parts)
         plan = [
-            [sorted(index for unit in batch for index in units[unit]) for batch in rank]
-            for rank in pack(sizes, budget, ranks, method)
+            [sorted(index for unit in batch for index in units[unit][1]) for batch in rank]
+            for rank in pack([tokens for tokens, _ in units], budget, ranks, method)
         ]
-        cost = _cost(plan, lengths, families, prefixes)
+        cost = _cost(plan, tree)
         if cost < best_cost:
             best, best_cost = plan, cost
         parts *= 2
     return best
 
 
-def computed_tokens(
-    batch: Sequence[int], lengths: Sequence[int], families: Sequence[int], prefixes: Sequence[int]
-) -> int:
-    """Tokens that a micro-batch of the sequences ``batch`` computes."""
-    shared = {families[i]: prefixes[i] for i in batch}
-    return sum(lengths[i] - prefixes[i] for i in batch) + sum(shared.values())
+def _most_members(tree: PrefixTree) -> int:
+    """Sequences of the trie that has most."""
+    borders = [place for place, common in enumerate(tree.common_t.tolist()) if not common]
+    return max(end - start for start, end in zip(borders, [*borders[1:], tree.common_t.size], strict=True))
 
 
-def _members(families: Sequence[int], prefixes: Sequence[int]) -> list[MicroBatch]:
-    """The families of at least two sequences with a common prefix."""
-    found: dict[int, MicroBatch] = {}
-    for index, family in enumerate(families):
-        if prefixes[index] > 0:
-            found.setdefault(family, []).append(index)
-    return [family for family in found.values() if len(family) > 1]
+def _units(tree: PrefixTree, budget: int, parts: int) -> list[Unit]:
+    """Split each trie into about ``parts`` units (more where the budget needs it) of nearly equal cost: from the
+    sequences' ends on, what meets at a branch point is joined as far as there is room."""
+    pieces = tree.pieces
+    lengths, continues, starts = pieces.lengths_p.tolist(), pieces.continues_p.tolist(), pieces.starts_p.tolist()
+    roots: list[int] = []
+    totals = [0] * len(lengths)  # tokens of the trie, by its root
+    for piece, before in enumerate(continues):
+        roots.append(piece if before < 0 else roots[before])
+        totals[roots[piece]] += lengths[piece]
+    ending: list[MicroBatch] = [[] for _ in lengths]
+    for sequence, piece in enumerate(pieces.last_s.tolist()):
+        ending[piece].append(sequence)
+    behind: list[list[Unit]] = [[] for _ in lengths]
+    found: list[Unit] = []
+    for piece in reversed(range(len(lengths))):
+        root, before, length = roots[piece], continues[piece], lengths[piece]
+        own = totals[root] - lengths[root]
+        room = min(budget, lengths[root] - (-own // parts)) - starts[piece] - length
+        units = _joined(behind[piece], room) if behind[piece] else [(0, ending[piece])]
+        (found if before < 0 else behind[before]).extend((length + tokens, members) for tokens, members in units)
+    return found
 
 
-def _units(lengths: Sequence[int], family: MicroBatch, prefix: int, budget: int, parts: int) -> list[MicroBatch]:
-    """Split the family into about ``parts`` units (more where the budget needs it) of nearly equal cost."""
-    own = [max(1, lengths[index] - prefix) for index in family]
-    room = min(budget - prefix, -(-sum(own) // parts))
+def _joined(units: list[Unit], room: int) -> list[Unit]:
+    """Units of at most ``room`` tokens, or a single one of ``units``."""
     if room < 1:
-        return [[index] for index in family]
-    return [[family[i] for i in unit] for unit in fewest_micro_batches(own, list(range(len(own))), room)]
+        return units
+    sizes = [tokens for tokens, _ in units]
+    return [
+        (sum(sizes[i] for i in batch), [sequence for i in batch for sequence in units[i][1]])
+        for batch in fewest_micro_batches(sizes, list(range(len(sizes))), room)
+    ]
 
 
-def _cost(plan: Plan, lengths: Sequence[int], families: Sequence[int], prefixes: Sequence[int]) -> tuple[int, int, int]:
+def _cost(plan: Plan, tree: PrefixTree) -> tuple[int, int, int]:
     """Cost of a plan: (tokens of the heaviest rank, micro-batches of a rank, tokens of the heaviest micro-batch)."""
-    costs = [[computed_tokens(batch, lengths, families, prefixes) for batch in rank] for rank in plan]
+    costs = [[tree.take(batch).tokens for batch in rank] for rank in plan]
     return max(map(sum, costs)), len(plan[0]), max(max(rank, default=0) for rank in costs)

@@ -266,7 +266,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: a forward pass has so many (branches count), of any length
-    shared_prefix: bool = True  # a prompt is computed once for all of its group in a micro-batch: same gradient
+    shared_prefix: bool = True  # what samples of a group begin with is computed once in a micro-batch: same gradient
     native_kernels: bool = True  # in float32 on one CPU core: C++ kernels, gradients equal to rounding
     # Tune: true where activations don't fit: a third more work for a fraction of their memory
     gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work

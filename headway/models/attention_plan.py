@@ -1,8 +1,8 @@
 """The grouping of a packed micro-batch's pieces into few padded attention calls (`attention.py` runs them).
 
-A packed micro-batch is a row of *pieces* laid end to end: whole documents, prefixes shared by several documents and,
-last, the continuations of those prefixes. A piece attends causally to itself and, if it continues a prefix, to all of
-that prefix.
+A packed micro-batch is a row of *pieces* laid end to end, the nodes of trees: a piece may continue another, which may
+continue a third. A document is a piece that none continues, behind all that it continues, its *prefix*. A piece attends
+causally to itself and to all of its prefix.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from headway.models.configuration import prefix_lengths
+
 PADDING_RATIO = 1.25  # a bucket holds documents at least 1/1.25 as long as its longest
-NOTHING = -1  # stands for a piece's index: the piece continues no prefix
+NOTHING = -1  # stands for a piece's index: the piece continues no other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,10 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix:
-    """A prefix and the pieces that continue it, as packed rows."""
+    """A prefix and the pieces that follow it, as packed rows."""
 
-    keys: slice  # rows of the prefix
-    queries: slice  # rows of all its continuations, one after another
+    keys: tuple[slice, ...]  # rows of the prefix, piece by piece
+    queries: slice  # rows of the pieces that continue its last piece, one after another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class AttentionPlan:
     """The grouping of one micro-batch's pieces; computed once and shared by all layers."""
 
     lengths: tuple[int, ...]  # tokens of each piece
-    continues: tuple[int, ...]  # for each piece, the index of the piece it continues, or NOTHING
+    continues: tuple[int, ...]  # for each piece the index of the piece it continues, or NOTHING
     tokens: int
     positions_n: Tensor  # [N] position of each token inside its document
     buckets: tuple[Bucket, ...]  # pieces, each attending to itself
@@ -80,22 +82,22 @@ class AttentionPlan:
         """Group pieces of ``lengths`` (each >= 1) into few buckets of nearly equal length.
 
         ``continues``: for each piece the index of the piece it continues, or NOTHING (default: all are whole
-        documents). Continuations come after all other pieces, those of one prefix side by side; ValueError otherwise.
+        documents). Pieces that continue nothing come first, every piece after the one it continues, and those that
+        continue the same one side by side; ValueError otherwise.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every document needs at least one token; lengths = {list(lengths)}")
         chosen = (NOTHING,) * len(lengths) if continues is None else tuple(continues)
         sizes, starts = _sizes_and_starts(lengths)
-        shared = _shared_prefixes(sizes, starts, chosen)
-        before = torch.tensor([0 if prefix == NOTHING else lengths[prefix] for prefix in chosen])
-        positions = torch.arange(int(sizes.sum())) + torch.repeat_interleave(before - starts, sizes)
-        nothing = torch.zeros_like(sizes)
-        buckets, scatter = _buckets(starts, sizes, nothing, nothing, nothing == 0, device)
+        shared = _shared_prefixes(sizes.tolist(), starts.tolist(), chosen)
+        before = torch.tensor(prefix_lengths(lengths, chosen))
+        rows = torch.arange(int(sizes.sum()))
+        buckets, scatter = _buckets(rows, torch.ones_like(rows, dtype=torch.bool), sizes, device)
         return cls(
             lengths=tuple(lengths),
             continues=chosen,
-            tokens=len(positions),
-            positions_n=positions.to(device),
+            tokens=len(rows),
+            positions_n=(rows + torch.repeat_interleave(before - starts, sizes)).to(device),
             buckets=buckets,
             scatter_n=scatter,
             shared=shared,
@@ -109,8 +111,7 @@ class AttentionPlan:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest document, its prefix included."""
-        pieces = zip(self.lengths, self.continues, strict=True)
-        return max(length + (0 if prefix == NOTHING else self.lengths[prefix]) for length, prefix in pieces)
+        return max(map(sum, zip(self.lengths, prefix_lengths(self.lengths, self.continues), strict=True)))
 
     @cached_property
     def whole(self) -> tuple[tuple[Bucket, ...], Tensor]:
@@ -118,21 +119,21 @@ class AttentionPlan:
         that can't merge two parts."""
         if not self.shared:
             return self.buckets, self.scatter_n
-        sizes, starts = _sizes_and_starts(self.lengths)
-        prefixes, parents = set(self.continues), torch.tensor(self.continues)
-        documents = torch.tensor([i for i in range(len(self.lengths)) if i not in prefixes])
-        parents = parents[documents]
-        continues, at = parents != NOTHING, parents.clamp(min=0)
-        owns_prefix = torch.ones_like(continues)  # of documents that share a prefix, one keeps its results
-        owns_prefix[1:] = parents[1:] != parents[:-1]
-        return _buckets(
-            starts[documents],
-            sizes[documents],
-            torch.where(continues, starts[at], 0),
-            torch.where(continues, sizes[at], 0),
-            owns_prefix,
-            self.scatter_n.device,
-        )
+        continued, copied = set(self.continues), set[int]()
+        pieces: list[int] = []  # of all documents, one after another
+        first: list[bool] = []  # of the documents with a piece, one keeps its results
+        documents: list[int] = []  # tokens of each
+        for last in range(len(self.lengths)):
+            if last not in continued:
+                path = _path(self.continues, last)
+                pieces += path
+                first += [piece not in copied for piece in path]
+                copied.update(path)
+                documents.append(sum(self.lengths[piece] for piece in path))
+        sizes, starts = (x[torch.tensor(pieces)] for x in _sizes_and_starts(self.lengths))
+        rows = torch.arange(sum(documents)) + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
+        kept = torch.repeat_interleave(torch.tensor(first), sizes)
+        return _buckets(rows, kept, torch.tensor(documents), self.scatter_n.device)
 
 
 def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,15 @@ def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return sizes, torch.cumsum(sizes, 0) - sizes
 
 
-def _shared_prefixes(sizes: Tensor, starts: Tensor, continues: tuple[int, ...]) -> tuple[SharedPrefix, ...]:
+def _path(continues: Sequence[int], piece: int) -> list[int]:
+    """The pieces of ``piece``'s prefix in their order, and ``piece``."""
+    path = [piece]
+    while (piece := continues[piece]) != NOTHING:
+        path.append(piece)
+    return path[::-1]
+
+
+def _shared_prefixes(sizes: list[int], starts: list[int], continues: tuple[int, ...]) -> tuple[SharedPrefix, ...]:
     """The shared prefixes. Raises ValueError where the pieces are in another order than `AttentionPlan.build` says."""
     if len(continues) != len(sizes):
         raise ValueError(f"{len(sizes)} pieces, but {len(continues)} say what they continue")
@@ -150,48 +159,41 @@ def _shared_prefixes(sizes: Tensor, starts: Tensor, continues: tuple[int, ...]) 
         members = list(run)
         if prefix == NOTHING and not seen:
             continue
-        if prefix in seen or not 0 <= prefix < len(continues) or continues[prefix] != NOTHING:
+        if prefix in seen or not 0 <= prefix < members[0]:
             raise ValueError(
-                f"piece {members[0]} continues piece {prefix}: continuations stand behind all other pieces, those of "
-                f"one prefix side by side; continues = {list(continues)}"
+                f"piece {members[0]} continues piece {prefix}: a piece stands behind the one it continues, beside the "
+                f"others that do, and those that continue nothing come first; continues = {list(continues)}"
             )
         seen.add(prefix)
-        first, last = members[0], members[-1]
-        keys = slice(int(starts[prefix]), int(starts[prefix] + sizes[prefix]))
-        found.append(SharedPrefix(keys=keys, queries=slice(int(starts[first]), int(starts[last] + sizes[last]))))
+        keys = tuple(slice(starts[piece], starts[piece] + sizes[piece]) for piece in _path(continues, prefix))
+        queries = slice(starts[members[0]], starts[members[-1]] + sizes[members[-1]])
+        found.append(SharedPrefix(keys=keys, queries=queries))
     return tuple(found)
 
 
 def _buckets(
-    starts: Tensor,
-    sizes: Tensor,
-    prefix_starts: Tensor,
-    prefix_sizes: Tensor,
-    owns_prefix: Tensor,
-    device: torch.device | str,
+    rows: Tensor, kept: Tensor, documents: Tensor, device: torch.device | str
 ) -> tuple[tuple[Bucket, ...], Tensor]:
-    """Buckets of documents made of ``prefix_sizes`` rows from ``prefix_starts`` on, then ``sizes`` rows from
-    ``starts`` on, and each packed row's index in their concatenation. A prefix's results come from its owner."""
-    totals = prefix_sizes + sizes
-    rows = int((sizes + torch.where(owns_prefix, prefix_sizes, 0)).sum())
-    scatter = torch.empty(rows, dtype=torch.int64)
+    """Buckets of documents, and each packed row's index in their concatenation. ``documents``: the tokens of each;
+    ``rows``: their packed rows, document after document; ``kept``: whether the result at that place is the row's."""
+    firsts = documents.cumsum(0) - documents
+    scatter = torch.empty(int(kept.sum()), dtype=torch.int64)
     buckets: list[Bucket] = []
     offset = 0
-    for members in _split(totals, torch.argsort(totals, stable=True, descending=True)):
-        length = int(totals[members[0]])
-        columns = torch.arange(length)
-        own, total = prefix_sizes[members, None], totals[members, None]
-        at = torch.minimum(columns, total - 1)
-        gather = torch.where(at < own, prefix_starts[members, None] + at, starts[members, None] - own + at).flatten()
-        kept = ((columns < total) & ((columns >= own) | owns_prefix[members, None])).flatten().nonzero().squeeze(1)
-        scatter[gather[kept]] = offset + kept
-        end_to_end = len(kept) == len(gather) and bool((gather.diff() == 1).all())
+    for members in _split(documents, torch.argsort(documents, stable=True, descending=True)):
+        length = int(documents[members[0]])
+        columns, total = torch.arange(length), documents[members, None]
+        at = firsts[members, None] + torch.minimum(columns, total - 1)
+        gather = rows[at].flatten()
+        own = ((columns < total) & kept[at]).flatten().nonzero().squeeze(1)
+        scatter[gather[own]] = offset + own
+        end_to_end = len(own) == len(gather) and bool((gather.diff() == 1).all())
         buckets.append(
             Bucket(
                 documents=len(members),
                 length=length,
                 gather_bl=gather.to(device),
-                outputs=(gather[kept].to(device), kept.to(device)),
+                outputs=(gather[own].to(device), own.to(device)),
                 first=int(gather[0]) if end_to_end else None,
             )
         )

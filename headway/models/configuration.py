@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -271,10 +272,11 @@ class DecoderConfig:
         window: only the pairs it covers; in a mixture: only a token's own experts).
 
         ``head_tokens``: positions whose logits are computed; default all. ``continues``: for each piece the index of
-        the piece it continues and attends to as well, or -1. Backward costs twice as much again.
+        the earlier piece that it continues, or -1: it attends to all rows before it in its document. Backward costs
+        twice as much again.
         """
         tokens = sum(lengths)
-        before = [0 if of < 0 else lengths[of] for of in continues or [-1] * len(lengths)]
+        before = prefix_lengths(lengths, continues or [-1] * len(lengths))
         pairs = sum(
             count * (_pairs(first + n, window) - _pairs(first, window))
             for window, count in self._layers_by_window.items()
@@ -308,6 +310,15 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{file}: a JSON object is needed, not {type(raw).__name__}")
     return raw
+
+
+def prefix_lengths(lengths: Sequence[int], continues: Sequence[int]) -> list[int]:
+    """For each piece of ``lengths`` tokens those before it in its document: of the piece it continues, an earlier one
+    or -1, and of all that this one continues."""
+    found: list[int] = []
+    for before in continues:
+        found.append(0 if before < 0 else found[before] + lengths[before])
+    return found
 
 
 def _pairs(length: int, window: int | None) -> int:

@@ -17,17 +17,18 @@ from headway.algorithms.aggregation import Weighting, weighting
 from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
 from headway.algorithms.packing import pack_in_order
+from headway.algorithms.prefix_tree import PrefixTree
 from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
     SampleArrays,
     input_lengths,
+    prefix_tree,
     sequence_of_token,
-    shared_prefixes,
     slice_micro_batch,
     split_by_group,
 )
-from headway.algorithms.shared_packing import pack_families
+from headway.algorithms.shared_packing import pack_trees
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
 from headway.records.errors import StepRefused
@@ -344,18 +345,16 @@ class PolicyGradient:
         """Yield this rank's micro-batches of the minibatch; samples without a loss token are left out."""
         lengths = input_lengths(arrays)[minibatch]
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
-        ranks, groups, settings = self.learner.ranks, arrays.groups_s[minibatch], self.trainer
-        prefixes = shared_prefixes(arrays, minibatch) if settings.shared_prefix else np.zeros_like(lengths)
+        ranks, settings = self.learner.ranks, self.trainer
+        tree = prefix_tree(arrays, minibatch) if settings.shared_prefix else PrefixTree.apart(lengths)
         if settings.packing == "fixed":
             assert settings.micro_batch_samples is not None, "the configuration is refused without it"
             plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)
         else:
-            budget = settings.micro_batch_tokens
-            sizes = lengths.tolist(), groups.tolist(), prefixes.tolist()
-            plan = pack_families(*sizes, budget, ranks.size, settings.packing)
+            plan = pack_trees(tree, settings.micro_batch_tokens, ranks.size, settings.packing)
         for chosen in plan[ranks.rank]:
             if chosen:
-                yield slice_micro_batch(arrays, minibatch[chosen], prefixes[chosen])
+                yield slice_micro_batch(arrays, minibatch[chosen], tree.take(chosen))
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)

@@ -1,4 +1,4 @@
-"""Packed causal attention on a CPU, with shared prefixes computed once.
+"""Packed causal attention on a CPU, with shared prefixes of any depth computed once.
 
 PyTorch's flash attention for CPUs also gives each query's log-sum-exp, which makes attention divisible by keys: the
 parts' outputs are weighted by exp(lse_part - lse), lse = log sum exp(lse_part). Its backward needs no gradient of the
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.attention_plan import AttentionPlan
+from headway.models.attention_plan import AttentionPlan, SharedPrefix
 
 Sizes = tuple[int, int, int]  # query heads, key/value heads, head dimension
 
@@ -65,14 +65,17 @@ class CpuAttention(torch.autograd.Function):
             grad_heads, out_heads = (_heads(rows[None, prefix.queries], sizes[2]) for rows in (grad, out))
             lse_heads = lse[None, prefix.queries].transpose(1, 2)
             parts = _flash_backward(grad_heads, q, k, v, out_heads, lse_heads, 0.0, False)
-            where = (prefix.queries, prefix.keys, prefix.keys)
+            pieces = [rows.stop - rows.start for rows in prefix.keys]
+            where = ((prefix.queries,), prefix.keys, prefix.keys)
             for rows, at, part in zip(_columns(grad_qkv, sizes), where, parts, strict=True):
-                rows[at] += part[0].transpose(0, 1).flatten(1)
+                flat = part[0].transpose(0, 1).flatten(1)
+                for place, values in zip(at, flat.split(pieces) if len(at) > 1 else (flat,), strict=True):
+                    rows[place] += values
         return grad_qkv.to(saved.dtype), None, None
 
 
 def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: AttentionPlan) -> None:
-    """Add the prefixes' part, in place, to the attention of the rows that continue them."""
+    """Add the prefixes' part, in place, to the attention of the rows that continue them, each of which has one."""
     heads, _, head_dim = sizes
     first = plan.first_continued
     out_own, lse_own = out[first:].view(-1, heads, head_dim), lse[first:]
@@ -93,10 +96,12 @@ def _widened(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _query_and_prefix(qkv: Tensor, prefix: Any, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [1, Hq, q, Dh] of a prefix's continuations, keys and values [1, Hkv, p, Dh] of the prefix."""
+def _query_and_prefix(qkv: Tensor, prefix: SharedPrefix, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [1, Hq, q, Dh] of the pieces that follow a prefix, keys and values [1, Hkv, p, Dh] of the prefix."""
+    heads, kv_heads, head_dim = sizes
     q, _, _ = _split_heads(qkv[None, prefix.queries], sizes)
-    _, k, v = _split_heads(qkv[None, prefix.keys], sizes)
+    kv = [qkv[rows, heads * head_dim :] for rows in prefix.keys]
+    k, v = _heads((kv[0] if len(kv) == 1 else torch.cat(kv))[None], head_dim).split((kv_heads, kv_heads), dim=1)
     return q, k, v
 
 

@@ -17,7 +17,7 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.aggregation import Aggregation, weighting
 from headway.algorithms.groups.batches import build_batch, useful_samples
-from headway.algorithms.samples import SampleArrays, build_arrays, input_lengths, shared_prefixes, split_by_group
+from headway.algorithms.samples import SampleArrays, build_arrays, input_lengths, prefix_tree, split_by_group
 from headway.config.schema import Experiment
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, FinishedGroup, Group, Rollout, Sample, Verdict
@@ -159,7 +159,8 @@ def test_layout_of_a_trunk_and_its_branch() -> None:
     assert arrays.rollouts_s is not None
     assert arrays.rollouts_s.tolist() == [0, 0, 1]
     assert input_lengths(arrays).tolist() == [3, 4, 4]
-    assert shared_prefixes(arrays, np.arange(3)).tolist() == [3, 3, 0]
+    tree = prefix_tree(arrays, np.arange(3), 1)
+    assert (tree.order_t.tolist(), tree.common_t.tolist()) == ([1, 0, 2], [0, 3, 0])
 
 
 def test_a_branch_whose_parts_differ_in_length_is_named() -> None:

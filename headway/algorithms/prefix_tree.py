@@ -1,0 +1,184 @@
+"""Sequences as tries of any depth: tokens with which several begin are there once.
+
+*Tree order* is by group, and inside a group by tokens, a sequence before those that it begins with. What a sequence has
+in common with any before it, it has in common with the one just before, so one number for each sequence is the whole
+trie: the array of longest common prefixes, whose intervals are the branch points (Abouelhoda, Kurtz & Ohlebusch 2004).
+
+Legend of shape suffixes: ``_n`` one value per token of the batch, ``_s`` per sequence, ``_t`` per sequence in tree
+order, ``_p`` per piece, ``_m`` per token asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+LEAST_SAVED = 16  # tokens; a branch point that saves fewer costs more in attention calls than in products
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """The nodes of tries as a forward pass computes them, laid end to end.
+
+    Those that continue nothing come first, each other behind the one it continues and beside those that do so too;
+    sequences end in pieces that none continues.
+    """
+
+    lengths_p: IntArray
+    continues_p: IntArray  # the piece that each continues, or -1
+    sequences_p: IntArray  # a sequence that has the piece
+    starts_p: IntArray  # tokens before it, in all sequences that have it
+    last_s: IntArray  # the piece in which each sequence ends; one that another begins with ends inside
+
+    def rows(self, sequences_m: IntArray, places_m: IntArray) -> IntArray:
+        """[M] where token ``places_m`` of sequence ``sequences_m`` lies in the concatenation of all pieces."""
+        shifts = np.cumsum(self.lengths_p) - self.lengths_p - self.starts_p
+        stride = 1 + int((self.starts_p + self.lengths_p).max(initial=0))
+        pieces, owners = self.last_s, np.arange(self.last_s.size)
+        keys, found = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        while pieces.size:  # one level of all paths after another, from their ends
+            keys.append(owners * stride + self.starts_p[pieces])
+            found.append(shifts[pieces])
+            pieces = self.continues_p[pieces]
+            pieces, owners = pieces[pieces >= 0], owners[pieces >= 0]
+        key, shift = np.concatenate(keys), np.concatenate(found)
+        order = np.argsort(key)
+        return places_m + shift[order][np.searchsorted(key[order], sequences_m * stride + places_m, "right") - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixTree:
+    """Tries over sequences of at least one token.
+
+    Example: 7 8 1 5, 7 8 2 and 7 8 1 6 have ``order_t`` 0 2 1 and ``common_t`` 0 3 2: 12 tokens, of which 7 are left.
+    """
+
+    lengths_s: IntArray  # tokens of each sequence, shared ones too
+    order_t: IntArray  # the sequences in tree order
+    common_t: IntArray  # tokens that each shares with the one before it
+
+    @classmethod
+    def apart(cls, lengths_s: IntArray) -> PrefixTree:
+        """Sequences that share nothing."""
+        return cls(lengths_s=lengths_s, order_t=np.arange(lengths_s.size), common_t=np.zeros_like(lengths_s))
+
+    @classmethod
+    def build(
+        cls, ids_n: IntArray, starts_s: IntArray, lengths_s: IntArray, groups_s: IntArray, least: int = LEAST_SAVED
+    ) -> PrefixTree:
+        """The tries of the sequences ``ids_n[start : start + length]``, inside each group.
+
+        ``least``: tokens that a branch point has to save; one that saves fewer is moved up to the one above it.
+        """
+        text = ids_n.astype(">u4").tobytes()  # big-endian: bytes compare as tokens do
+        ends_s = (starts_s + lengths_s).tolist()
+        keys = [
+            (group, text[4 * start : 4 * end] + b"\xff" * 4)  # behind all that go on from here
+            for group, start, end in zip(groups_s.tolist(), starts_s.tolist(), ends_s, strict=True)
+        ]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        common_t = np.zeros(len(order), np.int64)
+        for place, (before, this) in enumerate(itertools.pairwise(order), 1):
+            if groups_s[before] == groups_s[this]:
+                longest = min(lengths_s[before], lengths_s[this])
+                one, other = (ids_n[starts_s[i] : starts_s[i] + longest] for i in (before, this))
+                differs = one != other
+                common_t[place] = differs.argmax() if differs.any() else longest
+        return cls(lengths_s=lengths_s, order_t=np.array(order, np.int64), common_t=_worth_sharing(common_t, least))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences, shared ones once."""
+        return int(self.lengths_s.sum() - self.common_t.sum())
+
+    @cached_property
+    def places_s(self) -> IntArray:
+        """[S] each sequence's place in tree order."""
+        return np.argsort(self.order_t)
+
+    def take(self, chosen: Sequence[int] | IntArray) -> PrefixTree:
+        """The tries of the sequences ``chosen``, which are numbered anew in that order."""
+        at = self.places_s[np.asarray(chosen, np.int64)]
+        order = np.argsort(at)
+        places = at[order]
+        common = np.zeros_like(places)
+        if places.size:  # two sequences share the least that any between them shares with the one before
+            common[1:] = np.minimum.reduceat(self.common_t[: places[-1] + 1], places[:-1] + 1)
+        return PrefixTree(lengths_s=self.lengths_s[np.asarray(chosen, np.int64)], order_t=order, common_t=common)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The tries cut where sequences part."""
+        parents: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        sequences: list[int] = []
+        last = np.zeros(self.order_t.size, np.int64)
+        path: list[int] = []  # nodes of the sequence before, from its first token on
+        for sequence, common in zip(self.order_t.tolist(), self.common_t.tolist(), strict=True):
+            if path and common == self.lengths_s[sequence]:
+                last[sequence] = path[-1]
+                continue
+            while path and starts[path[-1]] >= common:
+                path.pop()
+            if path and ends[path[-1]] > common:  # its tokens from here on stay what they are, those before are new
+                below = path[-1]
+                parents.append(parents[below])
+                starts.append(starts[below])
+                ends.append(common)
+                sequences.append(sequences[below])
+                parents[below], starts[below], path[-1] = len(ends) - 1, common, len(ends) - 1
+            parents.append(path[-1] if path else -1)
+            starts.append(common)
+            ends.append(int(self.lengths_s[sequence]))
+            sequences.append(sequence)
+            path.append(len(ends) - 1)
+            last[sequence] = path[-1]
+        order = _level_by_level(parents, sequences)
+        place = np.argsort(order)
+        parents_p, starts_p = np.array(parents, np.int64)[order], np.array(starts, np.int64)[order]
+        return Pieces(
+            lengths_p=np.array(ends, np.int64)[order] - starts_p,
+            continues_p=np.where(parents_p >= 0, place[parents_p], -1),
+            sequences_p=np.array(sequences, np.int64)[order],
+            starts_p=starts_p,
+            last_s=place[last],
+        )
+
+
+def _level_by_level(parents: list[int], sequences: list[int]) -> IntArray:
+    """Nodes in the order of `Pieces`, those beside each other by the sequence they are cut out of."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node in sorted(range(len(parents)), key=sequences.__getitem__):
+        children[parents[node]].append(node)  # those of none come last
+    order = children[-1]
+    for node in order:
+        order.extend(children[node])
+    return np.array(order, np.int64)
+
+
+def _worth_sharing(common_t: IntArray, least: int) -> IntArray:
+    """``common_t`` without the branch points that save fewer than ``least`` tokens: those between the one above and
+    it, for all but one of its branches. Deep ones first, so that their branches count in the one above."""
+    kept = common_t.copy()
+    points: list[tuple[int, list[int]]] = [(0, [])]  # (depth, sequences that part there from the one before)
+    for place, common in enumerate([*common_t.tolist(), 0]):
+        while points[-1][0] > common:
+            depth, members = points.pop()
+            above = max(common, points[-1][0])
+            if (depth - above) * len(members) < least:
+                kept[members] = above
+                if points[-1][0] < above:
+                    points.append((above, []))
+                points[-1][1].extend(members)
+        if points[-1][0] < common:
+            points.append((common, []))
+        points[-1][1].append(place)
+    return kept
