@@ -46,14 +46,17 @@ def _units(tree: PrefixTree, budget: int, parts: int) -> list[Unit]:
     """Split each trie into about ``parts`` units (more where the budget needs it) of nearly equal cost: from the
     sequences' ends on, what meets at a branch point is joined as far as there is room."""
     pieces = tree.pieces
-    lengths, continues, starts = pieces.lengths_p.tolist(), pieces.continues_p.tolist(), pieces.starts_p.tolist()
+    lengths: list[int] = pieces.lengths_p.tolist()
+    continues: list[int] = pieces.continues_p.tolist()
+    starts: list[int] = pieces.starts_p.tolist()
     roots: list[int] = []
     totals = [0] * len(lengths)  # tokens of the trie, by its root
     for piece, before in enumerate(continues):
         roots.append(piece if before < 0 else roots[before])
         totals[roots[piece]] += lengths[piece]
     ending: list[MicroBatch] = [[] for _ in lengths]
-    for sequence, piece in enumerate(pieces.last_s.tolist()):
+    lasts: list[int] = pieces.last_s.tolist()
+    for sequence, piece in enumerate(lasts):
         ending[piece].append(sequence)
     behind: list[list[Unit]] = [[] for _ in lengths]
     found: list[Unit] = []

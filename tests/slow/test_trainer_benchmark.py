@@ -36,7 +36,7 @@ def test_quick_run_prints_its_ratios_and_equal_gradients() -> None:
     assert "tiny float32 1" in result["mfu"]
     assert result["mfu_over_plain_min"] == min(result["mfu_over_plain"].values()) > 0
     assert result["shared_prefix_of_bound_min"] == min(result["shared_prefix_of_bound"].values()) > 0
-    assert result["tree_over_apart"].keys() == result["tree_bound"].keys() == {"agent float32 1"}
-    assert result["tree_speedup"] > 0
+    assert result["tree_over_apart"].keys() == result["tree_bound"].keys()
     assert result["tree_bound"]["agent float32 1"] > 1.5
+    assert result["tree_speedup"] > 0
     assert result["gradient_difference_max"] < 1e-5

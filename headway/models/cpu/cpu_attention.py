@@ -65,12 +65,11 @@ class CpuAttention(torch.autograd.Function):
             grad_heads, out_heads = (_heads(rows[None, prefix.queries], sizes[2]) for rows in (grad, out))
             lse_heads = lse[None, prefix.queries].transpose(1, 2)
             parts = _flash_backward(grad_heads, q, k, v, out_heads, lse_heads, 0.0, False)
-            pieces = [rows.stop - rows.start for rows in prefix.keys]
             where = ((prefix.queries,), prefix.keys, prefix.keys)
             for rows, at, part in zip(_columns(grad_qkv, sizes), where, parts, strict=True):
-                flat = part[0].transpose(0, 1).flatten(1)
-                for place, values in zip(at, flat.split(pieces) if len(at) > 1 else (flat,), strict=True):
-                    rows[place] += values
+                values = part[0].transpose(0, 1).flatten(1).split([place.stop - place.start for place in at])
+                for place, added in zip(at, values, strict=True):
+                    rows[place] += added
         return grad_qkv.to(saved.dtype), None, None
 
 
