@@ -179,6 +179,9 @@ class ReplayTrainer:
         trainer.version = self._version
         return asyncio.run(trainer.save_checkpoint(path, consumed))
 
+    def score(self) -> None:
+        return None
+
     def measure_peak(self) -> float:
         return 0.0
 

@@ -138,7 +138,7 @@ class GeneratorConfig(Section):
     # Tune: "vllm" for models of a billion weights and more, or several GPUs a replica: docs/vllm.md
     engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
     engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
-    probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved to be what is sampled from; 0: none
+    probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved; 0: none, nor trainer against engine
     exchange_directory: str | None = None  # vllm-server: new weights are written here for it to read; unset: /dev/shm
     # Tune: more of them while the trainer waits (generation-bound); fewer while the generator waits
     devices: ReplicaDevices = ("cpu:0",)  # one replica each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT

@@ -16,6 +16,7 @@ from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
+from headway.records.agreement import ProbeScores
 from headway.records.clients import Watch
 from headway.records.errors import (
     ConfigurationError,
@@ -157,6 +158,10 @@ class GeneratorPool:
         self._require_running()
         versions = [replica.version for replica in self._replicas if replica.live]
         return min(versions, default=self._newest.version if self._newest is not None else 0)
+
+    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
+        """See :class:`headway.records.clients.Generator`."""
+        return await Replica.score_all([one for one in self._replicas if one.live and one.update == self._updates], ids)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
@@ -401,8 +406,7 @@ class GeneratorPool:
     async def _catch_up(self, replica: Replica, patience_s: float = 0.0) -> None:
         """Apply the newest published weights; repeats until no newer update has been announced. Those that can't be
         read are waited for: has their publisher died too, its successor announces them again."""
-        while self._newest is not None and replica.update != self._updates:
-            newest = self._newest
+        while (newest := self._newest) is not None and replica.update != self._updates:
             try:
                 await self._apply(replica, newest)
             except WeightsCorrupt:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
+from headway.records.agreement import ProbeScores
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import (
@@ -169,6 +170,10 @@ class FakeGenerator:
             )
             for crossing, reprefilled in crossings
         ]
+
+    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
+        """See :class:`headway.records.clients.Generator`: there is no model."""
+        return []
 
     async def applied_version(self) -> int:
         return self.version

@@ -10,6 +10,7 @@ import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan, StepLog
 from headway.generator.engines.select import EngineSettings, build_engine
+from headway.records.agreement import ProbeScores
 from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
@@ -63,6 +64,11 @@ class GeneratorService:
         self._load()
         with self._activity.during("update"):
             return self._engine.apply(published, mode)
+
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """Score tokens between two decode steps: see `Engine.score`."""
+        self._load()
+        return self._engine.score(ids)
 
     def lend(self, lent: bool) -> None:
         """Lend the device to the trainer, or reclaim it; requests keep their KV meanwhile."""

@@ -11,7 +11,14 @@ from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import reopen_groups, restart_trainer, restore_records, restore_trainer
+from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
+from headway.orchestrator.recovery import (
+    call_with_restart,
+    reopen_groups,
+    restart_trainer,
+    restore_records,
+    restore_trainer,
+)
 from headway.orchestrator.stop_loop import StopLoop
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
@@ -66,7 +73,7 @@ class Run:
         restore_records(run, version if recorded is None else min(recorded, version))
         try:
             replayed, samples = await restore_trainer(run, until=version)
-            weights = await run.trainer.publish(version)
+            weights, scores = await run.trainer.publish(version), await trainer_scores(run.experiment, run.trainer)
             if run.memory is not None:
                 await run.locks.vacate(TRAINER)
             await run.generator.update_weights(weights)
@@ -74,6 +81,8 @@ class Run:
         except WorkerDied as death:
             run.died(death)
             replayed, samples = await restart_trainer(run, version), 0  # its event has them
+            scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer), version)
+        await require_agreement(run.experiment, run.generator, scores, version, run.event)
         if replayed:
             lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}
             run.event("restored", f"steps trained again: {replayed}", replayed=replayed, **lost)

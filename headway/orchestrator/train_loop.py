@@ -17,8 +17,10 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
+from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
 from headway.orchestrator.recovery import call_with_restart, trainer_turn
 from headway.orchestrator.state import RunningGroup
+from headway.records.agreement import ProbeScores
 from headway.records.errors import NoProgress
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import StepRecord
@@ -46,6 +48,7 @@ class TrainLoop:
         self._evaluations = evaluations
         self._moves = Moves(run, self.checkpoint)
         self._updates = asyncio.TaskGroup()
+        self._compared = False  # trainer and engines, after an update that changed the weights
         self.completed_steps = 0  # by this process, skipped ones included
 
     async def loop(self) -> None:
@@ -264,9 +267,11 @@ class TrainLoop:
         run.meter.update_waited(started - asked_s)
         weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
+        scores = None if self._compared else await call_with_restart(run, self._scores, version)
+        self._compared = True
         run.state.published_version = version
         candidate = await self._evaluations.save_candidate_if_due()
-        run.state.update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
+        run.state.update = self._updates.create_task(self._apply(weights, candidate, scores), name=f"update-{version}")
         if run.memory is None:
             await self._applied()
 
@@ -277,8 +282,12 @@ class TrainLoop:
             await run.state.finish_update()
             run.meter.update_waited(run.clock.now() - published_s)
 
-    async def _apply(self, weights: PublishedWeights, candidate: bool) -> None:
-        """Apply a version on every replica, in flight; parked rollouts resume once it is in place."""
+    async def _scores(self) -> ProbeScores | None:
+        return await trainer_scores(self._run.experiment, self._run.trainer)
+
+    async def _apply(self, weights: PublishedWeights, candidate: bool, scores: ProbeScores | None) -> None:
+        """Apply a version on every replica, in flight; parked rollouts resume once it is in place. ``scores``: of the
+        trainer, which the replicas must agree with."""
         run = self._run
         started = run.clock.now()
         run.state.resume_gate.clear()
@@ -291,6 +300,7 @@ class TrainLoop:
         run.meter.applied_version = await run.generator.applied_version()
         run.meter.applied(run.clock.now() - started, reports)
         run.state.changed.notify()
+        await require_agreement(run.experiment, run.generator, scores, weights.version, run.event)
         if candidate:
             self._evaluations.start(weights.version, self._updates)
 

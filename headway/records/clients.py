@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from headway.records.agreement import ProbeScores
 from headway.records.environment import PartialRollout
 from headway.records.generation import (
     AppliedWeights,
@@ -57,6 +58,10 @@ class Generator(Protocol):
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version on every live replica, in flight; returns when all have applied it."""
+        ...
+
+    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
+        """Scores of ``ids`` by every live replica that has applied the newest weights; open requests don't change."""
         ...
 
     async def applied_version(self) -> int:
@@ -116,6 +121,11 @@ class Trainer(Protocol):
 
     async def publish(self, version: int) -> PublishedWeights:
         """Publish the present weights under ``version``."""
+        ...
+
+    async def score(self) -> ProbeScores | None:
+        """Scores of random tokens by the present weights, which don't change, nor do gradients. None: there is no
+        model."""
         ...
 
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:

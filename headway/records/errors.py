@@ -112,6 +112,13 @@ class WeightsMismatch(HeadwayError):
     page = "docs/vllm.md#the-probes"
 
 
+class EnginesDisagree(ConfigurationError):
+    """Trainer and engine compute different log-probabilities of the same tokens; names the layer where they part, where
+    it can be seen."""
+
+    page = "docs/troubleshooting.md#trainer-and-engine-disagree"
+
+
 class BooksUnbalanced(HeadwayError):
     """A rollout is missing or ended twice."""
 

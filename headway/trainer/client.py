@@ -15,6 +15,7 @@ import msgspec
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
+from headway.records.agreement import ProbeScores
 from headway.records.errors import HeadwayError, RemoteError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
 from headway.records.generation import PublishedWeights
@@ -128,6 +129,10 @@ class TrainerClient:
 
     async def publish(self, version: int) -> PublishedWeights:
         return await self._first("publish", version)
+
+    async def score(self) -> ProbeScores | None:
+        """See `records.clients.Trainer.score`."""
+        return await self._first("score")
 
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
         return await self._first("save_checkpoint", path, consumed)

@@ -143,6 +143,9 @@ class FakeTrainer:
             version=version, path=f"fake://{version}", checksum="0" * 32, size_bytes=0, publish_s=self._publish_s
         )
 
+    async def score(self) -> None:
+        return None
+
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
         await self._clock.sleep(self._checkpoint_s)
         state = CheckpointState(version=self.version, consumed=consumed)

@@ -21,9 +21,11 @@ from headway.config.schema import ModelConfig, TrainerConfig
 from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
+from headway.models.hidden_states import HiddenStates
 from headway.models.loading import DTYPES, copy_weights, load_model, save_model, weights_of
 from headway.models.lora import Lora, base_of, use
 from headway.models.quantization import load_frozen
+from headway.records.agreement import PathScores, ProbeScores
 from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
 from headway.trainer.adamw import AdamW
@@ -110,6 +112,19 @@ class Learner:
         with self._precision(), native.using(self._kernels):
             hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
+
+    @torch.no_grad()
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """Score ``ids`` as training computes them, alone and packed between two other documents."""
+        cut, paths = len(ids) // 3, dict[str, PathScores]()
+        for path, before, after in (("alone", (), ()), ("packed", ids[:cut], ids[cut:])):
+            lengths = [len(part) for part in (before, ids, after) if part]
+            packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
+            with self._precision(), native.using(self._kernels), states.watching(self.model.layers):
+                hidden_nd = self.model.forward_packed(packed_n, lengths)[len(before) :][: len(ids)]
+                paths[path] = states.scores(self.model.head(hidden_nd), ids, len(before))
+        mixture = self.model.config.mixture is not None
+        return ProbeScores(ids=ids, precision=self.settings.dtype, mixture=mixture, paths=paths)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""

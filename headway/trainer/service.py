@@ -21,6 +21,7 @@ from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
 from headway.models.peak import measure_peak_flops
+from headway.records.agreement import PROBE_TOKENS, ProbeScores, probe_ids
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PublishedWeights
@@ -168,6 +169,13 @@ class TrainerService(ModelService):
         progress = self.policy.optim_step(settings)
         samples, loss_tokens = sum(part.samples for part in parts), sum(part.loss_tokens for part in parts)
         return self._report(progress, settings, started, samples=samples, loss_tokens=loss_tokens)
+
+    def score(self) -> ProbeScores:
+        """Score random tokens: see `Learner.score`."""
+        most = min(
+            self.experiment.max_sequence_tokens, self.experiment.generator.kv_capacity_tokens or PROBE_TOKENS + 1
+        )
+        return self.learner.score(probe_ids(self.version, self.learner.model.config.vocabulary_size, most))
 
     def _report(
         self, progress: Progress, settings: OptimiserSettings, started: float, *, samples: int, loss_tokens: int

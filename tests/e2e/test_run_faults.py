@@ -83,6 +83,28 @@ def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, 
     assert tiny_run.minimal_losses(config) == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.parametrize(("fault", "steps"), [("wrong-rope", 0), ("stale-layer", 1)])
+def test_an_engine_that_computes_otherwise_is_refused_and_nothing_is_lost(
+    inputs: Any, tmp_path: Path, fault: str, steps: int
+) -> None:
+    config = tiny_run.write_experiment(tmp_path, queue={"budget": 0}, **inputs)
+    command = tiny_run.train(config, fault=fault)
+    assert command.process.returncode == 2, command.output
+    assert f"error: trainer and engine disagree at version {steps}: the engine's prefill" in command.output
+    assert "Their hidden states part in layer 0 of 1 (model.layers.0)" in command.output
+    assert "docs/troubleshooting.md#trainer-and-engine-disagree" in command.output
+    assert "Traceback" not in command.output
+    assert len(tiny_run.steps_of(command.run)) == steps
+    *_, event = tiny_run.events_of(command.run, "agreement")
+    assert (event.data["version"], event.data["agrees"]) == (steps, 0)
+    resumed = tiny_run.train(config, "--resume")
+    assert resumed.process.returncode == 0, resumed.output
+    assert tiny_run.audited(command.run).completed_steps == 6
+    agreed = [event for event in tiny_run.events_of(command.run, "agreement") if event.data["agrees"]]
+    assert {"packed", "prefill", "decode"} <= agreed[-1].data.keys()
+    assert max(event.data[name] for event in agreed for name in ("packed", "prefill", "decode")) < 1e-4
+
+
 # --- in-flight updates -------------------------------------------------------------------------------------
 
 

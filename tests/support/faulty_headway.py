@@ -2,7 +2,7 @@
 
 FAULT is ``none`` or ``POINT:N`` (in the trainer also several, one per life, with commas): at the N-th passage of the
 point the process is ended by SIGKILL, as a crash would, in the very middle of things. Every worker's name and process
-id go to JOURNAL, and the fault when it strikes. ``stale-head``: the replicas are those of faulty_vllm.py.
+id go to JOURNAL, and the fault when it strikes. ``stale-head`` and others: the replicas are those of faulty_vllm.py.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ TRAINER_POINTS = (
 )
 
 
+REPLICAS = {"stale-head": "StaleHead", "wrong-rope": "WrongRope", "stale-layer": "StaleLayer"}
 # ... where the trainer is a fake: the same passages of trainer/checkpoints.py
 THIN_POINTS = {
     "published": ("headway.generator.fake", "FakeGenerator", "update_weights", "before"),
@@ -74,10 +75,10 @@ def install(journal: str, fault: str) -> None:
 
         client.SERVICE = "faulty_trainer:FaultyTrainer"
         Path(journal).with_suffix(".trainer").write_text("\n".join([journal, *fault.split(",")]))
-    elif name == "stale-head":
+    elif name in REPLICAS:
         import headway.generator.routing.replica as replica
 
-        replica._FACTORY = "faulty_vllm:StaleHead"
+        replica._FACTORY = f"faulty_vllm:{REPLICAS[name]}"
     elif name != "none":
         raise SystemExit(f"no such fault: {fault}")
 

@@ -1,4 +1,4 @@
-"""Replicas with faults: a vLLM that keeps the old output head, and deaths in the middle of an adapter's update."""
+"""Replicas with faults: engines that compute with other weights or another rope, deaths in an adapter's update."""
 
 from __future__ import annotations
 
@@ -19,6 +19,33 @@ class StaleHead(GeneratorService):
         from headway.generator.engines.vllm import worker
 
         worker.repack_tied_heads = lambda model: None
+
+
+class WrongRope(GeneratorService):
+    """The engine's rotary frequencies are divided by 4, as a lost ``rope_scaling`` would do."""
+
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        from headway.models.decoder import Decoder
+
+        right = Decoder.rope
+        Decoder.rope = lambda model, positions_n: right(model, positions_n / 4)  # type: ignore[method-assign]
+        super().__init__(context, **settings)
+
+
+class StaleLayer(GeneratorService):
+    """Updates don't reach a matrix of the torch engine's first layer."""
+
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        from headway.generator.engines.torch import engine
+
+        right = engine.adopt_weights
+
+        def stale(model: Any, tensors: dict[str, Any]) -> bool:
+            name = "layers.0.down_weight"
+            return right(model, {**tensors, name: dict(model.named_parameters())[name].detach().clone()})
+
+        engine.adopt_weights = stale  # type: ignore[assignment]
+        super().__init__(context, **settings)
 
 
 class KilledWithAdapter(GeneratorService):

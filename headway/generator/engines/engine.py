@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from headway.generator.engines.requests import EngineRequest, refusal
+from headway.records.agreement import ProbeScores
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
@@ -89,6 +90,10 @@ class Engine(ABC, Generic[Entry]):
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and apply a version between two steps (DESIGN rule 4). Raises WeightsCorrupt, with nothing
         changed, or WeightsMismatch, after which the engine samples no more."""
+
+    @abstractmethod
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """Score ``ids`` with the newest weights (the trained adapter's, where there is one), beside all requests."""
 
     @abstractmethod
     def statistics(self) -> EngineStatistics:

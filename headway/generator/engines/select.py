@@ -107,7 +107,8 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
         published.take(weights_of(load_model(settings.model_path, settings.dtype)))
         adapters = VllmAdapters(settings, published)
     arguments = engine_arguments(settings, model, device) | (adapters.arguments if adapters is not None else {})
-    return VllmEngine(VllmCore(arguments), settings, model.vocabulary_size, _tokenizer(settings), adapters)
+    core, experts = VllmCore(arguments), model.mixture is not None
+    return VllmEngine(core, settings, model.vocabulary_size, _tokenizer(settings), adapters, mixture=experts)
 
 
 def _within(settings: EngineSettings, context_tokens: int) -> EngineSettings:

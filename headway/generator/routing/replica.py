@@ -13,6 +13,7 @@ from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.calls import OpenRequest
+from headway.records.agreement import ProbeScores
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics
@@ -94,13 +95,24 @@ class Replica:
         self.returned.set()
         return await self._called("onload")
 
-    async def _called(self, method: str) -> list[MemoryMove]:
+    async def _called(self, method: str, *arguments: Any) -> Any:
         if self.worker is None:
             raise WorkerDied(self.name, "not running")
         try:
-            return await call_replica(self.worker, method)
+            return await call_replica(self.worker, method, *arguments)
         except RemoteError as error:
             raise own_cause(error) from None
+
+    @staticmethod
+    async def score_all(replicas: Sequence[Replica], ids: tuple[int, ...]) -> list[ProbeScores]:
+        """See `GeneratorService.score`: the scores of those of ``replicas`` that don't die meanwhile."""
+        outcomes = await asyncio.gather(*(replica._score(ids) for replica in replicas), return_exceptions=True)
+        raise_but_deaths(outcomes)
+        return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
+
+    async def _score(self, ids: tuple[int, ...]) -> ProbeScores:
+        await self.returned.wait()
+        return await self._called("score", ids)
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
         """The replica's standing for routing."""

@@ -16,6 +16,7 @@ from headway.control.summaries import quantile
 from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, open_machines
+from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
 from headway.orchestrator.preflight.load import Load
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
@@ -170,6 +171,8 @@ class _Calibrating:
 
     async def _measure(self) -> tuple[Calibration, LengthDistribution]:
         started, everything, load = self._clock.now(), self._experiment.concurrent_rollouts, self._load
+        self._say("compares trainer and engine")
+        await self._compare(0)
         self._say("computes prompts")
         prefill_tokens_per_s = await self._prefill()
         running = asyncio.ensure_future(load.run())
@@ -183,6 +186,7 @@ class _Calibrating:
             beside, times = await self._train()
             self._say("publishes the weights")
             publish_s, apply_s, pause_s = await self._update(times.version)
+            await self._compare(times.version)
             await load.stop()
             self._say("verifies")
             verify_s = await self._verify()
@@ -296,6 +300,10 @@ class _Calibrating:
             apply_s = self._clock.now() - started - publish_s
             pause_s = max(report.pause_s for report in applied)
         return publish_s, apply_s, pause_s
+
+    async def _compare(self, version: int) -> None:
+        scores = await trainer_scores(self._experiment, self._trainer)
+        await require_agreement(self._experiment, self._generator, scores, version, lambda name, detail, **data: None)
 
     async def _verify(self) -> float:
         """Seconds a response costs one worker; where no group ended whole, of a few responses that did. 0: of none."""

@@ -24,6 +24,7 @@ from headway.generator.engines.torch.slot_table import SlotTable
 from headway.models.decoder import Decoder
 from headway.models.loading import adopt_weights, copy_weights
 from headway.models.lora import Lora
+from headway.records.agreement import ProbeScores
 from headway.records.errors import ConfigurationError
 from headway.records.generation import (
     POLICY_ADAPTER,
@@ -444,12 +445,8 @@ class TorchEngine(Engine[EngineRequest]):
         """Report of an update; ``before_s``: time paused before it."""
         self.version = version
         self._note_idleness()
-        return AppliedWeights(
-            version=version,
-            pause_s=self._paused_s - before_s,
-            in_flight=in_flight,
-            reprefilled_tokens=reprefilled,
-        )
+        pause_s = self._paused_s - before_s
+        return AppliedWeights(version=version, pause_s=pause_s, in_flight=in_flight, reprefilled_tokens=reprefilled)
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
@@ -490,7 +487,9 @@ class TorchEngine(Engine[EngineRequest]):
             if len(group) > 1 and len(prompt) > 1
         }
 
-    # --- statistics -----------------------------------------------------------------------------------------
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """See `Engine.score`."""
+        return self._runner.score(ids)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

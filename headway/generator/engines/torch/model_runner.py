@@ -21,8 +21,11 @@ from headway.generator.engines.torch.native_decode import NativeDecode, can_deco
 from headway.models.configuration import Scores
 from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, seen
+from headway.records.agreement import PathScores, ProbeScores
+from headway.records.generation import POLICY_ADAPTER
 
 KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
 _NONE = np.zeros(0, np.int64)
@@ -153,6 +156,43 @@ class ModelRunner:
         with native.using(self._kernels):
             return self.model.head(x_nd)
 
+    @torch.inference_mode()
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """Score ``ids`` on a cache of their own: by one prefill (``prefill``), and by two and then token by token
+        (``decode``)."""
+        revision, found = self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
+        update = 0 if revision is None else revision.update
+        kept, decoder = self.cache, self._native_decode
+        self.cache = SlotCache(
+            len(self._layers), 1, self.kv_heads, len(ids), self.head_dimension, self.dtype, self.device
+        )
+        if decoder is not None and self._kernels is not None:
+            self._native_decode = NativeDecode(self.model, self.cache, self._kernels)
+        third, tokens = max(1, len(ids) // 3), len(ids)
+        try:
+            for path, ends in {"prefill": [tokens], "decode": [third, *range(2 * third, tokens + 1)]}.items():
+                states, logits = HiddenStates(), list[Tensor]()
+                for start, end in itertools.pairwise([0, *ends]):
+                    logits.append(
+                        self._score_part(ids[:end], start, update, path == "decode" and end > 2 * third, states)
+                    )
+                    states.end_pass()
+                found[path] = states.scores(torch.cat(logits), ids)
+        finally:
+            self.cache, self._native_decode = kept, decoder
+        return ProbeScores(ids=ids, precision=str(self.dtype).removeprefix("torch."), paths=found)
+
+    def _score_part(self, ids: tuple[int, ...], start: int, update: int, decodes: bool, states: HiddenStates) -> Tensor:
+        """Logits after each of ``ids`` from ``start`` on, whose KV is stored."""
+        if decodes:
+            pending, position = (torch.tensor([one], device=self.device) for one in (ids[start], start))
+            x_nd = self._forward([], pending, position, np.array([update]), self.cache.context_tokens, states)
+        else:
+            x_nd = self._forward([Prefill(ids, [0], start, update)], None, None, _NONE, 0, states)
+        assert x_nd is not None
+        with native.using(self._kernels):
+            return self.model.head(x_nd)
+
     def _forward(
         self,
         prefills: Sequence[Prefill],
@@ -160,15 +200,22 @@ class ModelRunner:
         position_n: Tensor | None,
         update: np.ndarray,
         reach: int,
+        states: HiddenStates | None = None,
     ) -> Tensor | None:
+        """The residual stream after the last layer, of the decode rows; with ``states`` of the prefilled ones too."""
         prefills = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
         if self.adapters:
             self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
         with native.using(self._kernels):
-            return self._layers_forward(prefills, pending_n, position_n, reach)
+            return self._layers_forward(prefills, pending_n, position_n, reach, states)
 
     def _layers_forward(
-        self, prefills: Sequence[Prefill], pending_n: Tensor | None, position_n: Tensor | None, reach: int
+        self,
+        prefills: Sequence[Prefill],
+        pending_n: Tensor | None,
+        position_n: Tensor | None,
+        reach: int,
+        states: HiddenStates | None,
     ) -> Tensor | None:
         n = 0 if pending_n is None else len(pending_n)
         ids, position, blocks = self._pack(prefills, n)
@@ -178,10 +225,12 @@ class ModelRunner:
         assert ids is not None
         assert position is not None
         x_nd = self.model.embed(ids)
+        if states is not None:
+            states.add(x_nd)
         cos, sin = self._cos[position], self._sin[position]
         if position_n is not None and not blocks and self._native_decode is not None:
             order, adapters = self.adapters.rows.groups()
-            return self._native_decode(x_nd, cos, sin, position_n, order, adapters)
+            return self._native_decode(x_nd, cos, sin, position_n, order, adapters, states)
         rows = None
         biases: dict[int | None, Tensor] = {}
         if position_n is not None and self._plain_windows:
@@ -192,7 +241,7 @@ class ModelRunner:
             scores = layer.kind.scores
             q, k, v = layer.project_qkv(x_nd, cos, sin)
             self._store_prefills(index, k, v, blocks)
-            if index == last:  # of prefilled rows only the KV is needed
+            if index == last and states is None:  # of prefilled rows only the KV is needed
                 if n == 0:
                     return None
                 x_nd, blocks = x_nd[:n], ()
@@ -205,6 +254,8 @@ class ModelRunner:
                 parts.append(self._decode_attention(index, q[:n], biases[scores.window], reach, scores))
             parts.extend(self._prefill_attention(index, q, k, v, block, position, scores) for block in blocks)
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
+            if states is not None:
+                states.add(x_nd)
         return x_nd
 
     def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.generator.engines.torch.kv_cache import SlotCache
 from headway.models.cpu.native import DecodeSizes, Kernels, LayerPointers, LowRankPointers, RowGroup, address
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora, LoraPair
 
 _PRODUCTS = ("qkv", "output", "gate_up", "down")  # of a layer, in the order of the kernel
@@ -53,15 +54,21 @@ class NativeDecode:
         position_n: Tensor,
         order: np.ndarray | None = None,
         adapters: Sequence[tuple[AdapterPanels, int, int]] = (),
+        states: HiddenStates | None = None,
     ) -> Tensor:
         """The residual stream [n, d] after the last layer; row i is at position_n[i] of slot i. ``order``,
-        ``adapters``: see `RowAdapters.groups`."""
-        groups = [RowGroup(first, rows, ctypes.addressof(panels.products)) for panels, first, rows in adapters]
+        ``adapters``: see `RowAdapters.groups`. With ``states`` each layer is a call of its own, and recorded."""
         most_rank = max((panels.most_rank for panels, _, _ in adapters), default=0)
         slot_n = None if order is None else torch.from_numpy(order)
         if slot_n is not None:
             x_nd, cos, sin, position_n = (one.index_select(0, slot_n) for one in (x_nd, cos, sin, position_n))
-        self._kernels.decode(x_nd, self._layers, cos, sin, slot_n, position_n, self._sizes, groups, most_rank)
+        calls = [self._layers] if states is None else [(LayerPointers * 1)(layer) for layer in self._layers]
+        for number, layers in enumerate(calls):
+            begin = number * len(_PRODUCTS) * ctypes.sizeof(LowRankPointers)
+            groups = [RowGroup(first, rows, ctypes.addressof(one.products) + begin) for one, first, rows in adapters]
+            self._kernels.decode(x_nd, layers, cos, sin, slot_n, position_n, self._sizes, groups, most_rank)
+            if states is not None:
+                states.add(x_nd)
         return x_nd if slot_n is None else torch.empty_like(x_nd).index_copy_(0, slot_n, x_nd)
 
     def adapter_panels(self, lora: Lora) -> AdapterPanels:

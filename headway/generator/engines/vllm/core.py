@@ -19,8 +19,8 @@ import msgspec
 
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
-from headway.generator.engines.vllm.reference import PROBE_TOKENS
 from headway.models.configuration import DecoderConfig
+from headway.records.agreement import PROBE_TOKENS
 from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
 from headway.records.generation import FinishReason, PublishedWeights
 from headway.runtime.devices import Device

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headway.control.agreement import compare, precision_of
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
-from headway.generator.engines.vllm.reference import PROBE, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.models.offload import used_bytes
+from headway.records.agreement import probe_ids
 from headway.records.errors import WeightsMismatch
 from headway.records.execution import MemoryMove
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode
@@ -44,6 +45,7 @@ class VllmEngine(VllmRequests):
         tokenizer: Tokenizer | None = None,
         adapters: VllmAdapters | None = None,
         *,
+        mixture: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """The engine owns ``core``, which was built with ``settings`` and with the arguments of ``adapters``. Raises
@@ -55,7 +57,9 @@ class VllmEngine(VllmRequests):
             vocabulary=vocabulary,
             tokenizer=tokenizer,
             truncates=core.own_sampling,
-            precision=(settings.dtype, "quantization" in settings.engine_arguments),
+            precision=precision_of(
+                settings.dtype, quantised="quantization" in settings.engine_arguments, mixture=mixture
+            ),
             adapters=adapters,
             now=now,
         )
@@ -180,14 +184,14 @@ class VllmEngine(VllmRequests):
         """Compare log-probabilities of a random sequence, computed by vLLM's whole path, with the reference."""
         ids, before = probe_ids(self._core.updates, self._vocabulary, self.context_tokens), len(self._deltas)
         expected = self._core.reference_logprobs(ids)
-        if wrong := compare(self._sequence_logprobs(ids, None), expected, *self._precision):
+        if wrong := compare(self._sequence_logprobs(ids, None), expected, self._precision).wrong:
             other = "though no module of its own differs: attention, rotary embedding or configuration"
             self._break(f"{wrong}, {other}", before)
 
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
         self._probe_logprobs, before = None, len(self._deltas)
         self._tickets += 1
-        ticket, salt = f"{PROBE}-{self._tickets}", self._salt if revision is None else revision.label
+        ticket, salt = f"probe-{self._tickets}", self._salt if revision is None else revision.label
         adapter = None if revision is None else revision.handle
         self._core.add(ticket, ids, _probe_parameters(), salt=salt, priority=_FIRST, arrival=0, adapter=adapter)
         started = self._now()

@@ -1,29 +1,18 @@
-"""Probe of a whole engine: its log-probabilities of a random sequence, compared with those of headway's own forward
-pass on the published weights."""
+"""Reference of the probes of vLLM: headway's own forward pass on the published weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.sampling import counter_bits
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import build
 from headway.models.lora import Lora, use
 from headway.records.errors import ConfigurationError
-
-PROBE = "probe"
-PROBE_TOKENS = 32
-# Largest and mean allowed difference of a log-probability, in nats. In bfloat16 two correct forwards differ by their
-# rounding; a head or a layer of another version differs in nearly every token.
-_ALLOWED = {"float32": (1e-3, 1e-3)}
-_ROUGH = (0.5, 0.1)
-_QUANTISED = (2.0, 0.5)
 
 
 class PublishedModel:
@@ -69,24 +58,3 @@ class PublishedModel:
             logits = self._decoder(sequence, [len(ids)])[:-1].float() / temperature
             chosen = torch.log_softmax(logits, dim=-1).gather(-1, sequence[1:, None])
         return chosen[:, 0].tolist()
-
-
-def probe_ids(update: int, vocabulary: int, context_tokens: int) -> list[int]:
-    """Return the ``update``-th probe's random token ids; the context has room for one more."""
-    positions = np.arange(min(PROBE_TOKENS, context_tokens - 1), dtype=np.int64)
-    bits = counter_bits(np.full(len(positions), update, dtype=np.uint64), positions)
-    return (bits % np.uint64(vocabulary)).astype(np.int64).tolist()
-
-
-def compare(got: Sequence[float], expected: Sequence[float], dtype: str, quantised: bool) -> str:
-    """Compare log-probabilities; returns a description of the difference, or "" within the allowed one."""
-    if len(got) != len(expected):
-        return f"{len(got)} log-probabilities came back, {len(expected)} were expected"
-    difference = np.abs(np.asarray(got) - np.asarray(expected))
-    largest, mean = _QUANTISED if quantised else _ALLOWED.get(dtype, _ROUGH)
-    if difference.max() <= largest and difference.mean() <= mean:  # a NaN is neither
-        return ""
-    return (
-        f"log-probabilities of a probe differ by up to {difference.max():.2g} and {difference.mean():.2g} on average; "
-        f"allowed are {largest:g} and {mean:g}"
-    )

@@ -14,15 +14,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from headway.config.engines import VLLM_TEMPERATURES
+from headway.control.agreement import compare
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
-from headway.generator.engines.vllm.reference import compare, probe_ids
+from headway.records.agreement import PathScores, ProbeScores, probe_ids
 from headway.records.errors import ConfigurationError, WeightsMismatch
 from headway.records.generation import (
     BASE_MODEL,
+    POLICY_ADAPTER,
     AppliedWeights,
     FinishReason,
     GenerationRequest,
@@ -69,13 +73,14 @@ class VllmRequests(Engine[VllmRequest]):
         vocabulary: int,
         tokenizer: Tokenizer | None,
         truncates: bool,
-        precision: tuple[str, bool],
+        precision: str,
         adapters: VllmAdapters | None,
         now: Callable[[], float],
     ) -> None:
         """``name``: of vLLM, in errors. ``context_tokens``: vLLM's own limit. ``truncates``: vLLM returns
-        log-probabilities over the full vocabulary under top-p and top-k, too. ``precision``: vLLM's dtype, and whether
-        it quantises. ``adapters``: beside a model that stays as vLLM loaded it; subclasses register them."""
+        log-probabilities over the full vocabulary under top-p and top-k, too. ``precision``: of
+        `control.agreement.precision_of`. ``adapters``: beside a model that stays as vLLM loaded it; subclasses register
+        them."""
         super().__init__(
             slots=settings.slots,
             context_tokens=min(settings.max_context_tokens, context_tokens),
@@ -90,7 +95,7 @@ class VllmRequests(Engine[VllmRequest]):
         self._given: dict[str, VllmRequest] = {}  # by ticket
         self._tickets = 0
         self._broken = False  # vLLM computes with unknown weights
-        self._precision = precision
+        self._precision = "tf32" if precision == "float32" else precision
         self._adapters = adapters
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
@@ -294,7 +299,7 @@ class VllmRequests(Engine[VllmRequest]):
             ids = probe_ids(0, self._vocabulary, self.context_tokens)
             got = self._sequence_logprobs(ids, proof)
             self._unload_revision(proof)
-            if wrong := compare(got, adapters.logprobs(name, ids, prove=True), *self._precision):
+            if wrong := compare(got, adapters.logprobs(name, ids, prove=True), self._precision).wrong:
                 what = f"{self._name} does not compute adapter {name!r} as the trainer does: {wrong}"
                 raise ConfigurationError(f"{what}{adapters.absent(name, ids, got)}; valid: generator.engine = 'torch'")
             adapters.add(self._loaded(adapters, name))
@@ -352,7 +357,7 @@ class VllmRequests(Engine[VllmRequest]):
         if self._probe_due(adapters.updates):
             ids, before = probe_ids(adapters.updates, self._vocabulary, self.context_tokens), len(self._deltas)
             got = self._sequence_logprobs(ids, adapters.newest[name])
-            if wrong := compare(got, adapters.logprobs(name, ids), *self._precision):
+            if wrong := compare(got, adapters.logprobs(name, ids), self._precision).wrong:
                 self._break(f"adapter {name!r}: {wrong}", before)
         self._note_idleness()
         return AppliedWeights(
@@ -362,6 +367,12 @@ class VllmRequests(Engine[VllmRequest]):
             in_flight=in_flight,
             reprefilled_tokens=sum(entry.tokens for entry in moved),
         )
+
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """See `Engine.score`; vLLM computes a prompt's log-probabilities by prefill and shows no hidden states."""
+        revision = None if self._adapters is None else self._adapters.newest.get(POLICY_ADAPTER)
+        logprobs = np.asarray(self._sequence_logprobs(ids, revision), np.float32)
+        return ProbeScores(ids=ids, precision=self._precision, paths={"prefill": PathScores(logprobs=logprobs)})
 
     def _probe_due(self, updates: int) -> bool:
         return self._probe_every_updates > 0 and updates % self._probe_every_updates == 0

@@ -24,14 +24,16 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.control.agreement import compare, precision_of
 from headway.generator.engines.sampling import counter_bits
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import LABELS, VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, require_engine
-from headway.generator.engines.vllm.reference import PublishedModel, compare, probe_ids
+from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
 from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
+from headway.records.agreement import probe_ids
 from headway.records.generation import AppliedWeights, EngineStatistics, FinishReason, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
@@ -91,7 +93,7 @@ class VllmServerEngine(VllmRequests):
             vocabulary=model.shape.vocabulary_size,
             tokenizer=tokenizer,
             truncates=False,
-            precision=(served.dtype, served.quantised),
+            precision=precision_of(served.dtype, quantised=served.quantised, mixture=model.shape.mixture is not None),
             adapters=adapters,
             now=now,
         )
@@ -382,7 +384,7 @@ class VllmServerEngine(VllmRequests):
         reference."""
         ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
         got, sampled = self._probed(ids, None)
-        if wrong := compare(got, self._model.logprobs(ids), *self._precision):
+        if wrong := compare(got, self._model.logprobs(ids), self._precision).wrong:
             self._break(f"{wrong} (it computes in {self._served.dtype})")
         self._probe_temperature(ids, sampled)
 

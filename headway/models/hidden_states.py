@@ -1,0 +1,73 @@
+"""Summaries of a model's hidden states, small enough to compare between processes.
+
+Shapes: n tokens, d width, p projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headway.records.agreement import PathScores
+
+PROJECTIONS = 8  # of each hidden state: differences of two states are estimated to a third, over many tokens to a few %
+_KEY = 0x6865616477617900
+
+
+class HiddenStates:
+    """Records projections of the residual stream before the first layer and after each, on the same ``PROJECTIONS``
+    random vectors of signs everywhere: they keep the ratio of a difference to the state itself (Johnson & Lindenstrauss
+    1984), whatever the width."""
+
+    def __init__(self) -> None:
+        self._signs_dp: Tensor | None = None
+        self._found: list[list[Tensor]] = [[]]  # by pass, then by layer
+
+    def add(self, x_nd: Tensor) -> None:
+        """Record the residual stream at the next layer's entrance, or after the last one."""
+        x_nd = x_nd.detach().reshape(-1, x_nd.shape[-1])
+        if self._signs_dp is None:
+            bits_d = np.random.Philox(key=_KEY).random_raw(x_nd.shape[-1])
+            bits_dp = (bits_d[:, None] >> np.arange(PROJECTIONS, dtype=np.uint64)) & np.uint64(1)
+            self._signs_dp = torch.from_numpy(bits_dp.astype(np.float32) * 2 - 1).to(x_nd.device)
+        with torch.autocast(x_nd.device.type, enabled=False):
+            self._found[-1].append((x_nd.float() @ self._signs_dp).cpu())
+
+    def end_pass(self) -> None:
+        """Begin anew at the first layer: the tokens that follow are computed by another pass."""
+        self._found.append([])
+
+    @contextmanager
+    def watching(self, layers: nn.ModuleList) -> Iterator[None]:
+        """Record the passes of a model inside the block, whose decoder layers are ``layers``."""
+
+        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self.add(inputs[0])
+
+        def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            self.add(output[0] if isinstance(output, tuple) else output)
+
+        hooks = [layers[0].register_forward_pre_hook(enter), *(one.register_forward_hook(leave) for one in layers)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def scores(self, logits_nv: Tensor, ids: tuple[int, ...], first: int = 0) -> PathScores:
+        """The scores of ``ids``, which are the recorded tokens from ``first`` on; ``logits_nv``: after each of them."""
+        passes = [torch.stack(layers) for layers in self._found if layers]
+        hidden = torch.cat(passes, dim=1)[:, first : first + len(ids)]
+        return PathScores(logprobs=chosen_logprobs(logits_nv, ids), hidden=hidden.numpy())
+
+
+def chosen_logprobs(logits_nv: Tensor, ids: tuple[int, ...]) -> np.ndarray:
+    """log-softmax of ``ids[1:]``, float32 [n - 1], each by the logits after the token before it."""
+    targets_n = torch.tensor(ids[1:], device=logits_nv.device)
+    logprobs_nv = torch.log_softmax(logits_nv[: len(ids) - 1].float(), dim=-1)
+    return logprobs_nv.gather(-1, targets_n[:, None])[:, 0].cpu().numpy()
