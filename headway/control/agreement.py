@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.records.agreement import PathScores, ProbeScores
+from headway.records.generation import PathScores, ProbeScores
 
 _NAMED = 8  # positions in a message
 _ENDLESS = 1e30  # a difference that isn't finite
@@ -16,7 +16,7 @@ _PARTED = 4.0  # times the difference before it, or that of rounding: a layer wh
 _ROUNDED = 4.0  # times the rounding of one value: hidden states after a layer of correct arithmetic
 
 
-class Limits(NamedTuple):
+class ProbeLimits(NamedTuple):
     """Most that correct log-probabilities differ by, in nats, and the relative rounding error of one value."""
 
     largest: float
@@ -28,21 +28,21 @@ class Limits(NamedTuple):
 # value; after all layers hidden states, and so logits, are off by two to four times as much. The figures "seen" are of
 # random models of four layers (tests/unit/orchestrator/test_agreement.py), in nats; the largest of 31 tokens is some
 # five times the mean. What a wrong scale, layer or cache does starts at a hundred times the figures of float32.
-LIMITS: Mapping[str, Limits] = {
+LIMITS: Mapping[str, ProbeLimits] = {
     # 24 bits, so only the order of sums differs. Seen: 2e-6, mean 6e-7; a hundred layers have some ten times as much.
-    "float32": Limits(1e-4, 1e-4, 2.0**-24),
+    "float32": ProbeLimits(1e-4, 1e-4, 2.0**-24),
     # vLLM in float32: its attention may multiply with 11 bits, where a GPU is allowed to.
-    "tf32": Limits(1e-3, 1e-3, 2.0**-11),
+    "tf32": ProbeLimits(1e-3, 1e-3, 2.0**-11),
     # 11 bits. Seen: 0.007, mean 0.002.
-    "float16": Limits(0.1, 0.02, 2.0**-11),
+    "float16": ProbeLimits(0.1, 0.02, 2.0**-11),
     # 8 bits. Seen: 0.07, mean 0.015; more layers and unlikelier tokens have a multiple.
-    "bfloat16": Limits(0.5, 0.1, 2.0**-8),
+    "bfloat16": ProbeLimits(0.5, 0.1, 2.0**-8),
     # A mixture of experts in 8 or 11 bits: a router whose scores are nearly equal sends a token to another expert, and
     # the tokens after it see that one. Seen: 1.6, mean 0.12.
-    "mixture": Limits(4.0, 0.3, 2.0**-6),
+    "mixture": ProbeLimits(4.0, 0.3, 2.0**-6),
     # 4 bits (E4M3) of weights, or whatever else `quantization` names: tells one model from another, not one step from
     # the next. Not measured: sixteen times bfloat16's rounding, of which scales for each row or block save a part.
-    "fp8": Limits(4.0, 0.5, 2.0**-4),
+    "fp8": ProbeLimits(4.0, 0.5, 2.0**-4),
 }
 
 
@@ -58,7 +58,7 @@ def coarser(*precisions: str) -> str:
     return max(precisions, key=list(LIMITS).index)
 
 
-class Comparison(NamedTuple):
+class ProbeComparison(NamedTuple):
     """Log-probabilities compared. ``wrong``: a description of the difference; "" within the limits."""
 
     largest: float
@@ -66,24 +66,27 @@ class Comparison(NamedTuple):
     wrong: str
 
 
-def compare(got: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray, precision: str) -> Comparison:
+def compare(
+    got: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray, precision: str
+) -> ProbeComparison:
     """Compare log-probabilities of the same tokens, one by one, within the limits of ``precision``."""
     if len(got) != len(expected):
         what = f"{len(got)} log-probabilities came back, {len(expected)} were expected"
-        return Comparison(_ENDLESS, _ENDLESS, what)
+        return ProbeComparison(_ENDLESS, _ENDLESS, what)
     found = np.abs(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
     found[~np.isfinite(found)] = _ENDLESS
     limits, largest, mean = LIMITS[precision], float(found.max()), float(found.mean())
     if largest <= limits.largest and mean <= limits.mean:
-        return Comparison(largest, mean, "")
+        return ProbeComparison(largest, mean, "")
     far = np.flatnonzero(found > limits.mean)
-    named = ", ".join(map(str, far[:_NAMED].tolist())) + (" …" if len(far) > _NAMED else "")
-    return Comparison(
+    share = f"{len(far)} of {len(found)} tokens ({len(far) / len(found):.0%})"
+    named = ", ".join(map(str, (far[:_NAMED] + 1).tolist())) + (" …" if len(far) > _NAMED else "")
+    return ProbeComparison(
         largest,
         mean,
-        f"log-probabilities differ by up to {largest:.2g} and {mean:.2g} on average; allowed are {limits.largest:g} "
-        f"and {limits.mean:g} ({precision}). {len(far)} of {len(found)} tokens ({len(far) / len(found):.0%}) differ by "
-        f"more than {limits.mean:g}, at positions {named}",
+        f"log-probabilities of a probe differ by up to {largest:.2g} and {mean:.2g} on average; allowed are "
+        f"{limits.largest:g} and {limits.mean:g} ({precision}). {share} differ by more than {limits.mean:g}, "
+        f"at positions {named}",
     )
 
 

@@ -16,7 +16,6 @@ from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
-from headway.records.agreement import ProbeScores
 from headway.records.clients import Watch
 from headway.records.errors import (
     ConfigurationError,
@@ -32,6 +31,7 @@ from headway.records.generation import (
     EngineStatistics,
     GenerationRequest,
     GenerationResult,
+    ProbeScores,
     PublishedWeights,
     RouterStatistics,
 )

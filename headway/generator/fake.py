@@ -9,7 +9,6 @@ from typing import Literal
 
 from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
-from headway.records.agreement import ProbeScores
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import (
@@ -18,6 +17,7 @@ from headway.records.generation import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    ProbeScores,
     PublishedWeights,
     RouterStatistics,
     UpdateMode,

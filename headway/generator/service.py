@@ -10,13 +10,13 @@ import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan, StepLog
 from headway.generator.engines.select import EngineSettings, build_engine
-from headway.records.agreement import ProbeScores
 from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
     GenerationRequest,
+    ProbeScores,
     PublishedWeights,
     TokenDelta,
     UpdateMode,

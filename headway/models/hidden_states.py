@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.records.agreement import PathScores
+from headway.records.generation import PathScores
 
 PROJECTIONS = 8  # of each hidden state: differences of two states are estimated to a third, over many tokens to a few %
 _KEY = 0x6865616477617900

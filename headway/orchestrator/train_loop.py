@@ -20,9 +20,8 @@ from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
 from headway.orchestrator.recovery import call_with_restart, trainer_turn
 from headway.orchestrator.state import RunningGroup
-from headway.records.agreement import ProbeScores
 from headway.records.errors import NoProgress
-from headway.records.generation import PublishedWeights
+from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
 from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBatch

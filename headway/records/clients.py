@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from headway.records.agreement import ProbeScores
 from headway.records.environment import PartialRollout
 from headway.records.generation import (
     AppliedWeights,
@@ -17,6 +16,7 @@ from headway.records.generation import (
     GenerationRequest,
     GenerationResult,
     PartialResponse,
+    ProbeScores,
     PublishedWeights,
     RouterStatistics,
 )

@@ -1,4 +1,5 @@
-"""Records that cross the boundary between a rollout and a generator: requests, deltas, results, weights, statistics."""
+"""Records that cross the boundary between a rollout and a generator: requests, deltas, results, weights, statistics;
+what trainer and engine are compared by."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import numpy as np
 from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, sampled
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PROBE_TOKENS = 32  # of the sequence that trainer and engines are compared by
+_PROBE_KEY = 0x9E3779B97F4A7C15
 LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32
 # What a weight update does to requests in an engine (DESIGN rule 4); "finish": of an adapter, they end on its old
 # weights. Before an update that drains, the pool empties the engine.
@@ -163,3 +166,26 @@ class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ROUTER_COUNTERS = ("routed", "spills", "moves", "retries", "refusals", "breaker_openings")
+
+
+class PathScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The probe's tokens by one way of computing them. L layers, N tokens, P projections."""
+
+    logprobs: np.ndarray  # [N - 1] float32: of each token but the first, at temperature 1
+    hidden: np.ndarray | None = None  # [L + 1, N, P] float32: see `models.hidden_states`; None: not to be had
+
+
+class ProbeScores(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores of one sequence of tokens by a trainer or an engine, by every way in which it may compute them."""
+
+    ids: tuple[int, ...]  # the N tokens
+    precision: str  # of the arithmetic or the weights, whichever is coarser: a key of `control.agreement.LIMITS`
+    mixture: bool = False  # whether routers choose experts: a trainer says so
+    paths: dict[str, PathScores]  # trainer: alone, packed; engine: prefill, and decode where it can be forced
+
+
+def probe_ids(seed: int, vocabulary: int, context_tokens: int) -> tuple[int, ...]:
+    """Return random token ids, equal for equal arguments on every machine; the context has room for one more."""
+    tokens = max(2, min(PROBE_TOKENS, context_tokens - 1))
+    bits = np.random.Philox(key=[_PROBE_KEY, seed]).random_raw(tokens)
+    return tuple((bits % np.uint64(vocabulary)).tolist())

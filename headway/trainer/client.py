@@ -15,10 +15,9 @@ import msgspec
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
-from headway.records.agreement import ProbeScores
 from headway.records.errors import HeadwayError, RemoteError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
-from headway.records.generation import PublishedWeights
+from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.devices import parse_device

@@ -25,8 +25,8 @@ from headway.models.hidden_states import HiddenStates
 from headway.models.loading import DTYPES, copy_weights, load_model, save_model, weights_of
 from headway.models.lora import Lora, base_of, use
 from headway.models.quantization import load_frozen
-from headway.records.agreement import PathScores, ProbeScores
 from headway.records.errors import ConfigurationError
+from headway.records.generation import PathScores, ProbeScores
 from headway.records.training import OptimiserSettings
 from headway.trainer.adamw import AdamW
 from headway.trainer.ranks import Ranks

@@ -21,10 +21,9 @@ from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
 from headway.models.peak import measure_peak_flops
-from headway.records.agreement import PROBE_TOKENS, ProbeScores, probe_ids
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
-from headway.records.generation import POLICY_ADAPTER, PublishedWeights
+from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from headway.generator.engines.requests import EngineRequest, refusal
-from headway.records.agreement import ProbeScores
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
     FinishReason,
     GenerationRequest,
+    ProbeScores,
     PublishedWeights,
     TokenDelta,
     UpdateMode,

@@ -13,10 +13,9 @@ from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.calls import OpenRequest
-from headway.records.agreement import ProbeScores
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
-from headway.records.generation import POLICY_ADAPTER, EngineStatistics
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, ProbeScores
 from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import parse_device
 from headway.runtime.fork_server import LEARNING

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headway.config.schema import Experiment
 from headway.control.agreement import LIMITS, coarser, disagreement, precision_of
-from headway.records.agreement import ProbeScores
 from headway.records.clients import Generator, Trainer
 from headway.records.errors import EnginesDisagree
+from headway.records.generation import ProbeScores
 from headway.runtime.workers import EventCallback
 
 EVENT_AGREEMENT = "agreement"  # data: version, agrees 0/1, replicas, and for each pair of ways the largest difference

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headway.control.agreement import LIMITS, coarser, compare, disagreement, parting_layer
-from headway.records.agreement import PROBE_TOKENS, PathScores, ProbeScores, probe_ids
+from headway.records.generation import PROBE_TOKENS, PathScores, ProbeScores, probe_ids
 
 EXPECTED = [-1.0, -2.0, -3.0]
 
@@ -31,7 +31,7 @@ def test_log_probabilities_are_compared_as_their_precision_allows() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_differs_and_has_a_figure(value: float) -> None:
     found = compare([value, -2.0, -3.0], EXPECTED, "fp8")
-    assert "positions 0" in found.wrong
+    assert "positions 1" in found.wrong
     assert np.isfinite(found.largest)  # the ledger holds no infinities
 
 
@@ -40,8 +40,8 @@ def test_a_difference_names_positions_and_their_share() -> None:
     found = compare(got, [-1.0, -2.0, -3.0, -1.0], "float32")
     assert found.largest == pytest.approx(0.7)
     assert "2 of 4 tokens (50%)" in found.wrong
-    assert found.wrong.endswith("at positions 1, 3")
-    assert compare(np.zeros(20), np.ones(20), "float32").wrong.endswith("at positions 0, 1, 2, 3, 4, 5, 6, 7 …")
+    assert found.wrong.endswith("at positions 2, 4")
+    assert compare(np.zeros(20), np.ones(20), "float32").wrong.endswith("at positions 1, 2, 3, 4, 5, 6, 7, 8 …")
 
 
 def test_precisions_are_ordered_from_fine_to_coarse() -> None:

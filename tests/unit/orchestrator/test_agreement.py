@@ -22,9 +22,8 @@ from headway.models.families import BY_NAME
 from headway.models.initialise import initialise_model
 from headway.models.loading import load_model, weights_of
 from headway.models.rope import LinearScaling
-from headway.records.agreement import PathScores, ProbeScores, probe_ids
 from headway.records.errors import ConfigurationError, EnginesDisagree
-from headway.records.generation import POLICY_ADAPTER
+from headway.records.generation import POLICY_ADAPTER, PathScores, ProbeScores, probe_ids
 from headway.trainer.fake import FakeTrainer
 from headway.trainer.learner import Learner
 from headway.trainer.ranks import Ranks
@@ -131,7 +130,7 @@ def test_scoring_changes_nothing(tmp_path: Path) -> None:
 
 def refused(learner: Learner, engine: TorchEngine) -> str:
     _, wrong = compared(learner, engine)
-    assert "log-probabilities differ by up to" in wrong
+    assert "log-probabilities of a probe differ by up to" in wrong
     return wrong
 
 

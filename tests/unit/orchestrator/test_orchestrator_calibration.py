@@ -274,7 +274,7 @@ def test_a_whole_calibration_finds_what_it_was_given(monkeypatch: pytest.MonkeyP
     assert measured.publish_s == pytest.approx(0.02)
     assert measured.verify_response_s == pytest.approx(0.004)
     assert measured.groups > 200
-    assert said[:2] == ["starts the workers", "computes prompts"]
+    assert said[:3] == ["starts the workers", "compares trainer and engine", "computes prompts"]
     assert "trains beside it" in said
 
 

@@ -24,7 +24,6 @@ from headway.generator.engines.torch.slot_table import SlotTable
 from headway.models.decoder import Decoder
 from headway.models.loading import adopt_weights, copy_weights
 from headway.models.lora import Lora
-from headway.records.agreement import ProbeScores
 from headway.records.errors import ConfigurationError
 from headway.records.generation import (
     POLICY_ADAPTER,
@@ -32,6 +31,7 @@ from headway.records.generation import (
     EngineStatistics,
     FinishReason,
     GenerationRequest,
+    ProbeScores,
     PublishedWeights,
     TokenDelta,
     UpdateMode,

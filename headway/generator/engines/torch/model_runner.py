@@ -24,8 +24,7 @@ from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, seen
-from headway.records.agreement import PathScores, ProbeScores
-from headway.records.generation import POLICY_ADAPTER
+from headway.records.generation import POLICY_ADAPTER, PathScores, ProbeScores
 
 KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
 _NONE = np.zeros(0, np.int64)

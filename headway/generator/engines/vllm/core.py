@@ -20,9 +20,8 @@ import msgspec
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
-from headway.records.agreement import PROBE_TOKENS
 from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
-from headway.records.generation import FinishReason, PublishedWeights
+from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device
 
 BLOCK_TOKENS = 32  # size of KV blocks on a CPU: the smallest that vLLM's attention supports there

@@ -17,10 +17,9 @@ from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.models.offload import used_bytes
-from headway.records.agreement import probe_ids
 from headway.records.errors import WeightsMismatch
 from headway.records.execution import MemoryMove
-from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode
+from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode, probe_ids
 from headway.tokens.tokenizer import Tokenizer
 
 _FIRST = -(1 << 60)  # priority of the probe: before all requests

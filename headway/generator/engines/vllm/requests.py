@@ -22,7 +22,6 @@ from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
-from headway.records.agreement import PathScores, ProbeScores, probe_ids
 from headway.records.errors import ConfigurationError, WeightsMismatch
 from headway.records.generation import (
     BASE_MODEL,
@@ -30,9 +29,12 @@ from headway.records.generation import (
     AppliedWeights,
     FinishReason,
     GenerationRequest,
+    PathScores,
+    ProbeScores,
     PublishedWeights,
     TokenDelta,
     UpdateMode,
+    probe_ids,
 )
 from headway.tokens.tokenizer import Tokenizer
 

@@ -33,8 +33,14 @@ from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
 from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
-from headway.records.agreement import probe_ids
-from headway.records.generation import AppliedWeights, EngineStatistics, FinishReason, PublishedWeights, UpdateMode
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    PublishedWeights,
+    UpdateMode,
+    probe_ids,
+)
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
 from headway.weights.shared_memory import Subscriber
