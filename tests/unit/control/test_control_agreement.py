@@ -25,6 +25,7 @@ def test_log_probabilities_are_compared_as_their_precision_allows() -> None:
     assert compare([-1.05, -2.0, -3.05], EXPECTED, "bfloat16").wrong == ""
     assert "allowed are 0.5 and 0.1" in compare([-1.2, -2.2, -3.2], EXPECTED, "bfloat16").wrong
     assert compare([-1.2, -2.2, -3.2], EXPECTED, "fp8").wrong == ""
+    assert compare([*[-1.0] * 31, -1.6], [-1.0] * 32, "bfloat16").wrong  # a single token, too
     assert "2 log-probabilities came back, 3 were expected" in compare(EXPECTED[:2], EXPECTED, "float32").wrong
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from headway.control.agreement import disagreement
 from headway.generator import service as service_module
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.http import EventStream, ServerError
@@ -24,7 +26,15 @@ from headway.generator.engines.vllm.server_info import ServerInfo
 from headway.generator.service import GeneratorService
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
-from headway.records.generation import GenerationRequest, PublishedWeights, SamplingParameters, TokenDelta
+from headway.records.generation import (
+    GenerationRequest,
+    PathScores,
+    ProbeScores,
+    PublishedWeights,
+    SamplingParameters,
+    TokenDelta,
+    probe_ids,
+)
 from headway.weights.leftovers import reap, reap_folders
 from headway.weights.shared_memory import Publisher
 from tests.conformance.reference import random_model
@@ -233,6 +243,24 @@ def test_what_was_sampled_from_weights_that_a_probe_refuses_is_void(
     assert void(engine.take_deltas()) == {"a", "b"}
     assert not engine.step()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_with_other_weights_is_found_by_positions_share_and_largest_difference(tmp_path: Path) -> None:
+    """The server agrees with its own reference, so that only the comparison with the trainer can tell."""
+    engine = engine_of(FakeServer(), tmp_path)
+    ids = probe_ids(3, MODEL.config.vocabulary_size, 200)
+    found = engine.score(ids)
+    assert (found.ids, found.precision, found.paths["prefill"].hidden) == (ids, "tf32", None)
+    for model, agrees in ((MODEL, True), (random_model(5), False)):
+        reference = PublishedModel(model.config)
+        reference.take(weights_of(model))
+        alone = PathScores(logprobs=np.asarray(reference.logprobs(ids)))
+        trainer = ProbeScores(ids=ids, precision="float32", paths={"alone": alone, "packed": alone})
+        largest, wrong = disagreement(trainer, found, "float32")
+        assert list(largest) == ["packed", "prefill"]
+        assert (wrong == "") is agrees
+    assert "allowed are 0.001 and 0.001 (tf32). 31 of 31 tokens (100%) differ" in wrong
+    assert "hidden states" not in wrong
 
 
 # --- what ends the process ------------------------------------------------------------------------------------
