@@ -14,6 +14,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
+from headway.models.routing import replayed_routing
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
 from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
 from headway.orchestrator.meter import Meter
@@ -108,6 +109,7 @@ def assemble(
         begin_gate=parking.begin,
         requests=actors.generator,
         watch_of=watch_of,
+        routing=replayed_routing(experiment),
     )
     waits = actors.waits or Waits(clock.now)
     meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)

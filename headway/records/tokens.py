@@ -153,7 +153,21 @@ class TokenMask(TokenArray[bool]):
     dtype, kinds = np.dtype("?"), "b"
 
 
-_KINDS = frozenset((TokenIds, TokenLogprobs, TokenMask))
+class RowLengths(TokenArray[int]):
+    """Counts of numbers in the rows beside tokens (`records.token_rows`)."""
+
+    __slots__ = ()
+    dtype, kinds = np.dtype("<u4"), "iu"
+
+
+class RowBytes(TokenArray[int]):
+    """The bytes of such rows."""
+
+    __slots__ = ()
+    dtype, kinds = np.dtype("u1"), "iu"
+
+
+_KINDS = frozenset((TokenIds, TokenLogprobs, TokenMask, RowLengths, RowBytes))
 
 if TYPE_CHECKING:  # a record may be made of anything that reads like a tuple; read again, it has arrays
     IdSequence = Sequence[int]
