@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from headway.algorithms.prefix_tree import LEAST_SAVED, PrefixTree
 from headway.records.rollout import Branch, Rollout, Sample
-from headway.records.token_rows import TokenRows
-from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask, TokenRows
 from headway.records.training import TrainBatch
 
 IntArray = NDArray[np.int64]

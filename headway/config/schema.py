@@ -462,6 +462,7 @@ RESUMABLE_KEYS = {
     "run": "steps time_limit_s directory worker_start_timeout_s stop_grace_s on_stall",
     "generator": "devices engine_arguments engine_arguments.* probe_every_updates exchange_directory slots "
     "kv_capacity_tokens queue_ahead_groups update_mode",
+    "algorithm": "routing_replay",
     "router": "*",
     "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
     "buffer": "*.*",

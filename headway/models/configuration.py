@@ -13,7 +13,7 @@ from typing import Any
 from headway.models.families import FAMILIES, Family, family_from, read_window, refuse_unsupported
 from headway.models.rope import RopeScaling, frequencies, read_rope
 from headway.records.errors import ConfigurationError
-from headway.records.token_rows import ExpertRouting
+from headway.records.tokens import ExpertRouting
 
 __all__ = ["DecoderConfig", "LayerKind", "ExpertMixture", "RopeScaling", "Scores", "SlidingWindow", "read_json"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.records.errors import ConfigurationError
-from headway.records.token_rows import ExpertRouting
+from headway.records.tokens import ExpertRouting
 
 
 def without_replay(experiment: Experiment) -> Experiment:

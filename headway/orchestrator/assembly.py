@@ -76,9 +76,8 @@ def assemble(
     fence: Callable[[], None] = lambda: None,
     copy: BooksCopy | None = None,
 ) -> Run:
-    """A run over ``actors`` whose buffer is at ``buffer_path``, fenced by ``fence``, with a ``copy`` that has not been
-    started; ``stack`` closes it. Raises
-    ConfigurationError for an advantage that doesn't exist: the first batch would be too late."""
+    """A run over ``actors`` with its buffer at ``buffer_path``, fenced by ``fence``, and a ``copy`` not yet started;
+    ``stack`` closes it. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
     # With surplus that is discarded no batch ever waits for what is unfinished.

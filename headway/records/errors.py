@@ -49,7 +49,6 @@ class StepRefused(HeadwayError, ValueError):
 class ExpertsMismatch(HeadwayError):
     """Recorded experts that can't be those of the model in training: of other layers, or more than it has."""
 
-    exit_code = 3
     page = "docs/models.md#mixtures-of-experts-under-reinforcement-learning"
 
 

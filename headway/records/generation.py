@@ -8,8 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headway.records.token_rows import TokenRows
-from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, sampled
+from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, TokenRows, sampled
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32

@@ -9,8 +9,15 @@ import msgspec
 
 from headway.records.generation import FinishReason, PartialResponse, VersionSpan
 from headway.records.task import Task
-from headway.records.token_rows import TokenRows
-from headway.records.tokens import IdSequence, LogprobSequence, MaskSequence, TokenIds, TokenLogprobs, TokenMask
+from headway.records.tokens import (
+    IdSequence,
+    LogprobSequence,
+    MaskSequence,
+    TokenIds,
+    TokenLogprobs,
+    TokenMask,
+    TokenRows,
+)
 
 Boundary = Literal["model", "environment", "sandbox", "reward", "engine"]
 Ending = Literal["trained", "filtered", "pruned", "discarded", "overdue", "failed"]
@@ -144,7 +151,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rewritten: int = 0  # calls that began a branch because the chat template renders an answer otherwise than sampled
     call_times: tuple[CallTimes, ...] = ()  # of its model calls that this process made, also those without an answer
     tool_times: tuple[ToolTimes, ...] = ()  # of its environment's calls of tools, and its replies without any
-    token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on (`records.token_rows`)
+    token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
 
     @property
     def rollout_id(self) -> str:
@@ -152,7 +159,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def response(self) -> PartialResponse:
-        """What the one call that it is of sampled, as it would be continued."""
+        """Its one call's tokens and their rows, as the call would be continued."""
         return PartialResponse(
             ids=self.response_ids,
             logprobs=self.response_logprobs,

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.records.generation import PartialResponse, VersionSpan
-from headway.records.token_rows import TokenRows
-from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, sampled
+from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, TokenRows, sampled
 
 _BYTES = SAMPLED.itemsize
 

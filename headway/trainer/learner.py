@@ -26,7 +26,7 @@ from headway.models.loading import DTYPES, copy_weights, load_model, save_model,
 from headway.models.lora import Lora, base_of, use
 from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError, ExpertsMismatch
-from headway.records.token_rows import EXPERTS
+from headway.records.tokens import EXPERTS
 from headway.records.training import OptimiserSettings
 from headway.trainer.adamw import AdamW
 from headway.trainer.ranks import Ranks

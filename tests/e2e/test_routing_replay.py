@@ -29,7 +29,8 @@ def test_experts_are_replayed_and_the_ledger_says_how_many_routers_would_disagre
     assert command.process.returncode == 0, command.output
     run = tmp_path / "run"
     tiny_run.require_whole(run, 6)
-    steps = tiny_run.steps_of(run)
+    steps = [step for step in tiny_run.steps_of(run) if step.metrics]
+    assert len(steps) >= 5  # the report of one may have died with the first process
     assert all(step.metrics["experts_disagree_replayed"] == 0.0 for step in steps)
     assert all(0.5 < step.metrics["experts_replayed"] < 1.0 for step in steps)  # all but a prompt's in the last layer
     assert max(step.metrics["experts_disagree"] for step in steps) > 0.0

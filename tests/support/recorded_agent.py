@@ -18,7 +18,7 @@ from headway.generator.recording.answer_tree import CallRequest, RecordedCall, r
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import HistoryReasoning, RecordedConversation
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
-from headway.records.token_rows import TokenRows
+from headway.records.tokens import TokenRows
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, normal_messages
 from headway.tokens.output_parsing import client_form

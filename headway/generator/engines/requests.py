@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
-from headway.records.token_rows import EXPERTS
-from headway.records.tokens import TokenIds
+from headway.records.tokens import EXPERTS, TokenIds
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 

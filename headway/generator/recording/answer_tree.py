@@ -11,8 +11,7 @@ from headway.records.conversations import Cause
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch
 from headway.records.token_block import TokenBlock
-from headway.records.token_rows import TokenRows
-from headway.records.tokens import LogprobSequence, TokenIds
+from headway.records.tokens import LogprobSequence, TokenIds, TokenRows
 from headway.tokens.continuing import SampledAnswer
 from headway.tokens.messages import Message
 

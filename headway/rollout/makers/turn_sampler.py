@@ -23,7 +23,7 @@ from headway.records.generation import (
     SamplingParameters,
 )
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout
-from headway.records.token_rows import EXPERTS, ExpertRouting
+from headway.records.tokens import EXPERTS, ExpertRouting
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock

@@ -13,7 +13,7 @@ from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, S
 from headway.records.generation import PartialResponse, VersionSpan
 from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.records.token_rows import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, TokenRows
 
 FAILURE = Failure(boundary="engine", cause="died twice", infrastructure=True)
 

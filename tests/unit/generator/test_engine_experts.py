@@ -14,7 +14,7 @@ from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.decoder import Decoder
 from headway.models.loading import weights_of
 from headway.records.generation import GenerationResult, PartialResponse
-from headway.records.token_rows import EXPERTS
+from headway.records.tokens import EXPERTS
 from tests.conformance import engine as conformance
 from tests.conformance.engine import Session, request
 from tests.conformance.reference import random_model

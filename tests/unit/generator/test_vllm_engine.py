@@ -16,7 +16,7 @@ from headway.generator.engines.vllm.engine import VllmEngine
 from headway.generator.engines.vllm.requests import VllmRequest
 from headway.models.initialise import initialise_model
 from headway.records.generation import GenerationRequest, SamplingParameters, TokenDelta
-from headway.records.token_rows import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, TokenRows
 
 
 class RefusingCore:

@@ -14,8 +14,7 @@ from headway.algorithms.samples import lay_out, shared_prefixes, slice_micro_bat
 from headway.records.generation import PartialResponse, TokenDelta, VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.token_block import TokenBlock
-from headway.records.token_rows import EXPERTS, ExpertRouting, TokenRows
-from headway.records.tokens import decoder, encoder
+from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows, decoder, encoder
 from headway.records.training import TrainBatch
 from headway.runtime.framing import Kind, encode
 

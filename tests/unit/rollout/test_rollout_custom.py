@@ -17,7 +17,7 @@ from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
-from headway.records.token_rows import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, TokenRows
 from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.single_turn import SingleTurn

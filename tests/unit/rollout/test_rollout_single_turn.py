@@ -20,7 +20,7 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
-from headway.records.token_rows import EXPERTS, ExpertRouting, TokenRows
+from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.seeds import rollout_seed

@@ -22,7 +22,7 @@ from headway.models.routing import replayed_routing
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import GenerationResult
 from headway.records.rollout import Rollout, Sample
-from headway.records.token_rows import EXPERTS, ExpertRouting, TokenRows
+from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
 from headway.records.training import TrainBatch
 from headway.trainer.service import TrainerService
 from tests.conformance.engine import VOCABULARY, Session, request

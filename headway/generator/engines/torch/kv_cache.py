@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.records.token_rows import ExpertRouting
+from headway.records.tokens import ExpertRouting
 
 
 class SlotCache:

@@ -24,7 +24,7 @@ from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, seen
-from headway.records.token_rows import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, TokenRows
 
 KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
 _NONE = np.zeros(0, np.int64)

@@ -23,7 +23,7 @@ from headway.models.offload import used_bytes
 from headway.records.errors import WeightsMismatch
 from headway.records.execution import MemoryMove
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode
-from headway.records.token_rows import TokenRows
+from headway.records.tokens import TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
 _FIRST = -(1 << 60)  # priority of the probe: before all requests

@@ -30,7 +30,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
-from headway.records.token_rows import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
 
