@@ -69,6 +69,19 @@ def test_experts_are_those_of_a_plain_forward_pass(family: str, deterministic: b
         require_experts(model, list(session.requests[name].prompt_ids), result)
 
 
+def test_experts_of_a_prompt_are_copied_with_its_kv() -> None:
+    """To several at once, from a request that computed it a step before."""
+    model = mixture()
+    session = Session(make_engine(model))
+    session.submit(request("first", PROMPT, max_tokens=9))
+    session.step()
+    session.submit(*(request(f"r{at}", PROMPT, max_tokens=6, seed=at) for at in range(3)))
+    prefilled = session.engine.statistics().prefilled_tokens
+    for result in session.run().values():
+        require_experts(model, PROMPT, result)
+    assert session.engine.statistics().prefilled_tokens == prefilled
+
+
 def test_a_resumed_request_returns_only_what_is_new() -> None:
     """Parked by an update, resumed elsewhere: the rows of both add up, those before are as the old weights routed."""
     old, new = mixture(100), mixture(101)
