@@ -179,7 +179,7 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
 
     Invariant: ``data`` has ``item_bytes * sum(lengths)`` bytes, little-endian, row after row.
 
-    Example: ``rows = TokenRows.of([[3, 1], [], [2]]); rows[:2].joined((rows[:2], rows[2:])) == rows``
+    Example: ``rows = TokenRows.of([[3, 1], [], [2]]); TokenRows.joined((rows[:2], rows[2:])) == rows``
     """
 
     lengths: RowLengths = RowLengths()  # [N] numbers in each row
@@ -234,8 +234,8 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         """All rows as an array, [N, width]; -1 where a row is empty or a number has all bits set. Raises ValueError for
         a row of another length."""
         lengths = self.lengths.array
-        if wrong := set(lengths[lengths > 0].tolist()) - {width}:
-            raise ValueError(f"a row of {wrong.pop()} numbers where {width} are needed")
+        if len(wrong := lengths[(lengths > 0) & (lengths != width)]):
+            raise ValueError(f"a row of {wrong[0]} numbers where {width} are needed")
         table = np.full((len(self), width), -1, np.int32)
         values = self.values.reshape(-1, width)
         table[lengths > 0] = np.where(values == np.iinfo(values.dtype).max, -1, values.astype(np.int32))
