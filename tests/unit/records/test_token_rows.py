@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.algorithms.samples import lay_out, shared_prefixes, slice_micro_batch
+from headway.algorithms.samples import lay_out, prefix_tree, slice_micro_batch
 from headway.records.generation import PartialResponse, TokenDelta, VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.token_block import TokenBlock
@@ -134,7 +134,7 @@ def test_a_batchs_rows_stay_beside_their_tokens() -> None:
     alone = slice_micro_batch(arrays, whole)
     fed = [10, 11, 12, 13, 100, 101, 102, 103, 20, 21, -1, -1, -1, -1, -1, -1]  # all but the last of each sequence
     assert alone.token_rows[EXPERTS].table(2)[:, 0].tolist() == fed
-    shared = slice_micro_batch(arrays, whole, shared_prefixes(arrays, whole))
+    shared = slice_micro_batch(arrays, whole, prefix_tree(arrays, whole, 1))
     assert shared.token_rows[EXPERTS].table(2)[:3, 0].tolist() == [10, 11, 12]  # the prompt, once
     assert len(shared.token_rows[EXPERTS]) == len(shared.input_ids) < len(alone.input_ids)
     plain = lay_out(TrainBatch(step=0, samples=(samples[2],)))
