@@ -7,8 +7,8 @@ response token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headway.algorithms.prefix_tree import LEAST_SAVED, PrefixTree
 from headway.records.rollout import Branch, Rollout, Sample
-from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask, TokenRows
 from headway.records.training import TrainBatch
 
 IntArray = NDArray[np.int64]
@@ -43,6 +43,7 @@ class SampleArrays:
     groups_s: IntArray  # [S] admission index of each sequence's group
     weights_s: NDArray[np.float64] | None = None  # [S] share of each sequence's loss that counts; None: all of it
     rollouts_s: IntArray | None = None  # [S] index of each sequence's sample, ascending; None: one sequence per sample
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])  # by kind, [N] each
 
     @property
     def samples(self) -> int:
@@ -85,6 +86,7 @@ class FlatBatch:
     members_s: IntArray  # [S] of each sequence's rollout
     weights_s: NDArray[np.float64] | None
     rollouts_s: IntArray | None
+    token_rows: Mapping[str, TokenRows]
 
     def arrays(self) -> SampleArrays:
         """The batch token by token."""
@@ -98,6 +100,7 @@ class FlatBatch:
             groups_s=self.groups_s,
             weights_s=self.weights_s,
             rollouts_s=self.rollouts_s,
+            token_rows=self.token_rows,
         )
 
 
@@ -152,7 +155,19 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         members_s=_count([sample.rollout.member for sample in owners]),
         weights_s=None if weights.count(1.0) == len(weights) else np.array(weights),
         rollouts_s=None if len(owners) == len(batch.samples) else _owned(batch.samples),
+        token_rows=_token_rows(sequences, lengths_s),
     )
+
+
+def _token_rows(sequences: Sequence[Rollout | Branch], lengths_s: IntArray) -> dict[str, TokenRows]:
+    """The rows of all sequences' tokens, by kind; a token without one has an empty row."""
+    kinds = dict.fromkeys(kind for sequence in sequences for kind in sequence.token_rows)
+    none = TokenRows()
+    rows_s = {kind: [sequence.token_rows.get(kind, none) for sequence in sequences] for kind in kinds}
+    return {
+        kind: TokenRows.joined(rows.cut([0], [length]) for rows, length in zip(found, lengths_s, strict=True))
+        for kind, found in rows_s.items()
+    }
 
 
 def _owned(samples: Sequence[Sample]) -> IntArray:
@@ -233,6 +248,7 @@ class MicroBatchArrays:
     continues: list[int]  # for each piece the index of the piece it continues, or -1
     predictors_m: IntArray  # [M] index into input_ids of the token before each loss token; samples may share it
     targets_m: IntArray  # [M] index into the flat batch of each loss token
+    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed; of a shared prefix its first sample's
     sample_tokens: int  # tokens fed if each sample fed all of its own
 
 
@@ -263,6 +279,7 @@ def slice_micro_batch(
         continues=pieces.continues_p.tolist(),
         predictors_m=pieces.rows(own_m, place_m),
         targets_m=at[lossy],
+        token_rows={kind: rows.cut(starts, pieces.lengths_p) for kind, rows in arrays.token_rows.items()},
         sample_tokens=int(fed.sum()),
     )
 

@@ -41,6 +41,7 @@ def require_engine(experiment: Experiment) -> None:
     """Raise ValueError for a key that contradicts generator.engine, with its value and what would be valid."""
     generator, rollout = experiment.generator, experiment.rollout
     _require_places(experiment)
+    _require_experts(experiment)
     if generator.engine != "vllm" and generator.engine_arguments:
         name = next(iter(generator.engine_arguments))
         raise ValueError(
@@ -71,6 +72,18 @@ def require_engine(experiment: Experiment) -> None:
         raise ValueError(
             f"generator.engine_arguments.tensor_parallel_size = {ranks}: on a CPU a replica is one process; valid: 1"
         )
+
+
+def _require_experts(experiment: Experiment) -> None:
+    """Check that the engine can return the experts that it chooses, where they must be replayed."""
+    engine, on_cpu = experiment.generator.engine, any("cpu:" in name for name in experiment.generator.devices)
+    if experiment.algorithm.routing_replay != "on" or engine == "torch" or (engine == "vllm" and not on_cpu):
+        return
+    where = " on a CPU" if engine == "vllm" else ""
+    raise ValueError(
+        f"algorithm.routing_replay = 'on': generator.engine = {engine!r}{where} doesn't return the experts that it "
+        "chooses; valid: 'auto', 'off', or generator.engine = 'torch', or 'vllm' on GPUs"
+    )
 
 
 def _require_adapter(experiment: Experiment) -> None:

@@ -29,6 +29,7 @@ from headway.config.section import (
     ReplicaDevices,
     Seconds,
     Section,
+    Switch,
     host_port,
     named_once,
     require_named,
@@ -215,6 +216,8 @@ class AlgorithmConfig(Section):
     sequence_mask: Bounds | None = None  # samples whose weight, by the next key, is outside carry no loss
     sequence_mask_by: Literal["mean", "sum", "max"] = "mean"  # of log weights: geometric mean, product, any one token
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
+    # Tune: true for a mixture that vLLM samples on GPUs: auto leaves it off there
+    routing_replay: Switch = "auto"  # the trainer takes the experts chosen at sampling; auto: where "torch" returns any
     sapo_temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
     sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
     dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
@@ -459,6 +462,7 @@ RESUMABLE_KEYS = {
     "run": "steps time_limit_s directory worker_start_timeout_s stop_grace_s on_stall",
     "generator": "devices engine_arguments engine_arguments.* probe_every_updates exchange_directory slots "
     "kv_capacity_tokens queue_ahead_groups update_mode",
+    "algorithm": "routing_replay",
     "router": "*",
     "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
     "buffer": "*.*",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -45,6 +45,13 @@ def host_port(example: str, *, optional: bool = False) -> BeforeValidator:
         return value
 
     return BeforeValidator(validated)
+
+
+def _switched(value: Any) -> Any:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switched)]  # true and false are on and off
 
 
 def named_once(what: str) -> AfterValidator:

@@ -13,6 +13,7 @@ from typing import Any
 from headway.models.families import FAMILIES, Family, family_from, read_window, refuse_unsupported
 from headway.models.rope import RopeScaling, frequencies, read_rope
 from headway.records.errors import ConfigurationError
+from headway.records.tokens import ExpertRouting
 
 __all__ = ["DecoderConfig", "LayerKind", "ExpertMixture", "RopeScaling", "Scores", "SlidingWindow", "read_json"]
 
@@ -118,6 +119,18 @@ class DecoderConfig:
             rope=1 if windowed and self.local_rope_theta is not None else 0,
             sparse=self.mixture is not None and index not in self.mixture.dense_layers,
         )
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        return tuple(index for index in range(self.layers) if self.layer(index).sparse)
+
+    @property
+    def routing(self) -> ExpertRouting | None:
+        """The shape of a token's experts; None: the model has none."""
+        if self.mixture is None or not (layers := len(self.sparse_layers)):
+            return None
+        return ExpertRouting(layers=layers, per_token=self.mixture.per_token, experts=self.mixture.experts)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> DecoderConfig:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.models.attention import packed_attention
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import DecoderConfig
-from headway.models.experts import LayerAdapter, mix, mix_in_fixed_shapes, route
+from headway.models.experts import ExpertReplay, LayerAdapter, mix, mix_in_fixed_shapes, route
 from headway.models.kernels import GATED, linear, norm_rotate, rms_norm, with_offset
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
@@ -34,6 +34,7 @@ class DecoderLayer(nn.Module):
         self.kind = config.layer(index)
         self.adapter: LayerAdapter | None = None  # adds to the products: see `lora.use`
         self.fixed_shapes = False  # a mixture's products have the same shapes wherever tokens are sent
+        self.routed: list[Tensor] | None = None  # where a list is put, the experts of each call's tokens are appended
         self.input_norm = nn.Parameter(torch.ones(c.width))
         self.qkv_weight = nn.Parameter(torch.empty((c.heads + 2 * c.kv_heads) * c.head_dim, c.width))
         self.output_weight = nn.Parameter(torch.empty(c.width, c.heads * c.head_dim))
@@ -78,19 +79,21 @@ class DecoderLayer(nn.Module):
         q_nhe, k_nge, v_nge = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         return q_nhe, k_nge, v_nge
 
-    def finish(self, x_nd: Tensor, attention_nhd: Tensor) -> Tensor:
+    def finish(self, x_nd: Tensor, attention_nhd: Tensor, replay: ExpertReplay | None = None) -> Tensor:
         """Compute the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
         x_nd = self._add("output", x_nd, attention_nhd, self.attention_output_norm)
         hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon, self.family.norm_offset)
         gated = GATED[self.family.activation]
         if self.config.mixture is not None and self.kind.sparse:
-            return x_nd + self._mix(hidden_nd, gated)
+            return x_nd + self._mix(hidden_nd, gated, replay)
         return self._add("down", x_nd, gated(self._product("gate_up", hidden_nd)), self.mlp_output_norm)
 
-    def _mix(self, hidden_nd: Tensor, gated: Callable[[Tensor], Tensor]) -> Tensor:
+    def _mix(self, hidden_nd: Tensor, gated: Callable[[Tensor], Tensor], replay: ExpertReplay | None) -> Tensor:
         assert self.config.mixture is not None
         m = self.config.mixture
-        chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised, self.adapter)
+        chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised, self.adapter, replay)
+        if self.routed is not None:
+            self.routed.append(chosen_nk)
         how = mix_in_fixed_shapes if self.fixed_shapes else mix
         return how(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated, self.adapter)
 
@@ -106,11 +109,14 @@ class DecoderLayer(nn.Module):
         out_nd = self._product(name, inner)
         return x_nd + rms_norm(out_nd, norm, self.config.norm_epsilon, self.family.norm_offset)
 
-    def forward(self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, replay: ExpertReplay | None = None
+    ) -> Tensor:
         """Compute the block on packed documents: residual stream [N, d] to [N, d]."""
         c = self.config
         qkv = self._project(x_nd, cos, sin)
-        return self.finish(x_nd, packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores))
+        attention_nhd = packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores)
+        return self.finish(x_nd, attention_nhd, replay)
 
 
 class Decoder(nn.Module):
@@ -172,23 +178,31 @@ class Decoder(nn.Module):
         logits = linear(rms_norm(x_nd, self.final_norm, c.norm_epsilon, c.family.norm_offset), weight)
         return logits if c.final_softcap is None else (logits / c.final_softcap).tanh() * c.final_softcap
 
-    def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
+    def forward_packed(
+        self,
+        ids_n: Tensor,
+        lengths: list[int],
+        continues: list[int] | None = None,
+        replay: ExpertReplay | None = None,
+    ) -> Tensor:
         """Residual stream [N, d] after the last layer (before `head`) of documents laid end to end.
 
         ``ids_n``: int64 [N] with N = sum(lengths). Each document attends causally to itself alone and its
         positions start at 0; nothing is padded in the linear layers. With ``continues`` documents may share a prefix:
-        see `AttentionPlan.build`. Raises ValueError when lengths don't add up.
+        see `AttentionPlan.build`. ``replay``: experts to choose. Raises ValueError when lengths don't add up.
         """
         plan = AttentionPlan.build(lengths, self.device, continues)
         if plan.tokens != ids_n.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
         cos, sin = self.rope(plan.positions_n)
         x_nd = self.embed(ids_n)
-        for layer in self.layers:
+        sparse = {index: number for number, index in enumerate(self.config.sparse_layers)}
+        for index, layer in enumerate(self.layers):
+            own = None if replay is None or index not in sparse else replay.layer(sparse[index])
             if self.checkpoints_layers and torch.is_grad_enabled():
-                x_nd = checkpoint(layer, x_nd, cos, sin, plan, use_reentrant=False, preserve_rng_state=False)
+                x_nd = checkpoint(layer, x_nd, cos, sin, plan, own, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_nd = layer(x_nd, cos, sin, plan)
+                x_nd = layer(x_nd, cos, sin, plan, own)
         return x_nd
 
     def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:

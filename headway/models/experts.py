@@ -10,7 +10,7 @@ f intermediate size of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,37 @@ class LayerAdapter(Protocol):
     def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor: ...
 
 
+class ExpertReplay(NamedTuple):
+    """Experts that tokens went through when they were sampled, for their routers to choose again (routing replay, R3,
+    arXiv 2510.11370). Of all layers with experts; ``layer`` gives one's."""
+
+    chosen: Tensor  # integers [N, layers, K]; of a layer [N, K]; -1: unknown, and the router chooses
+    # int64 [layers, 3], written by `route`: routers with a record; of these, those that would have chosen other experts
+    # by their own scores, and those whose tokens did go to others
+    counts: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor) -> ExpertReplay:
+        return cls(chosen, torch.zeros(chosen.shape[1], 3, dtype=torch.int64, device=chosen.device))
+
+    def layer(self, index: int) -> ExpertReplay:
+        return ExpertReplay(self.chosen[:, index], self.counts[index])
+
+
 def route(
-    hidden_nd: Tensor, router_xd: Tensor, per_token: int, normalised: bool, adapter: LayerAdapter | None = None
+    hidden_nd: Tensor,
+    router_xd: Tensor,
+    per_token: int,
+    normalised: bool,
+    adapter: LayerAdapter | None = None,
+    replay: ExpertReplay | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, likeliest first, and their weights: int64 and float [N, K].
 
     Weights are probabilities of the softmax over all experts; ``normalised`` makes the chosen ones add up to 1.
     Computed in float32 (float64 where the hidden states are) under autocast too: a rounding error here is another
-    expert, not another last digit.
+    expert, not another last digit. With ``replay``, of this layer, the experts are the recorded ones where there are
+    any; their weights are these scores' all the same, so that gradients reach the router.
     """
     wide = torch.promote_types(hidden_nd.dtype, torch.float32)
     with torch.autocast(hidden_nd.device.type, enabled=False):
@@ -44,9 +67,22 @@ def route(
             logits_nx = adapter.add("router", logits_nx, hidden_nd)
         probabilities_nx = torch.softmax(logits_nx, dim=-1)
         weights_nk, chosen_nk = probabilities_nx.topk(per_token, dim=-1)
+        if replay is not None:
+            own_nk, recorded_nk = chosen_nk, replay.chosen.long()
+            known_n1 = (recorded_nk >= 0).all(-1, keepdim=True)
+            chosen_nk = torch.where(known_n1, recorded_nk, own_nk)
+            weights_nk = probabilities_nx.gather(-1, chosen_nk)  # of all experts: those after top-k would be zeros
+            replay.counts.copy_(_disagreement(recorded_nk, known_n1[:, 0], own_nk, chosen_nk))
         if normalised:
             weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
     return chosen_nk, weights_nk
+
+
+def _disagreement(recorded_nk: Tensor, known_n: Tensor, own_nk: Tensor, chosen_nk: Tensor) -> Tensor:
+    """See `ExpertReplay.counts`; the order of a token's experts doesn't matter."""
+    sorted_nk = recorded_nk.sort(-1).values
+    others = [known_n & (sorted_nk != one.sort(-1).values).any(-1) for one in (own_nk, chosen_nk)]
+    return torch.stack([known_n, *others]).sum(-1)
 
 
 def mix(

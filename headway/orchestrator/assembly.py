@@ -14,6 +14,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
+from headway.models.routing import replayed_routing
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
 from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
 from headway.orchestrator.meter import Meter
@@ -75,9 +76,8 @@ def assemble(
     fence: Callable[[], None] = lambda: None,
     copy: BooksCopy | None = None,
 ) -> Run:
-    """A run over ``actors`` whose buffer is at ``buffer_path``, fenced by ``fence``, with a ``copy`` that has not been
-    started; ``stack`` closes it. Raises
-    ConfigurationError for an advantage that doesn't exist: the first batch would be too late."""
+    """A run over ``actors`` with its buffer at ``buffer_path``, fenced by ``fence``, and a ``copy`` not yet started;
+    ``stack`` closes it. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
     # With surplus that is discarded no batch ever waits for what is unfinished.
@@ -108,6 +108,7 @@ def assemble(
         begin_gate=parking.begin,
         requests=actors.generator,
         watch_of=watch_of,
+        routing=replayed_routing(experiment),
     )
     waits = actors.waits or Waits(clock.now)
     meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)

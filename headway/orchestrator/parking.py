@@ -12,7 +12,6 @@ from headway.control.staleness import resumption
 from headway.orchestrator.state import RunState
 from headway.records.clients import RolloutMaker
 from headway.records.environment import PartialRollout
-from headway.records.generation import PartialResponse
 from headway.rollout.makers.turn_sampler import Resumption
 from headway.sandbox.snapshot_store import drop, remove_others
 
@@ -123,8 +122,8 @@ class Parking:
                 ids, whole = rollout.response_ids, rollout.finish_reason == "length"
                 if rollout.ended or rollout.pruned or not ids or not (whole or ids[-1] in stop_ids):
                     continue
-                response = PartialResponse(ids=ids, logprobs=rollout.response_logprobs, versions=rollout.versions)
                 resumes = max(rollout.resumes - 1, 0)
-                self._buffer.park(PartialRollout(group=index, member=member, response=response, resumes=resumes))
+                parked = PartialRollout(group=index, member=member, response=rollout.response, resumes=resumes)
+                self._buffer.park(parked)
                 kept += 1
         return kept

@@ -57,6 +57,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str  # of its random numbers; no other answer of its rollout has the same
     client: ClientSampling = ClientSampling()
     adapter: str = ""  # as in GenerationRequest
+    rows_known: int = 0  # as in GenerationRequest
 
 
 class SampleTurn(Protocol):
@@ -188,6 +189,7 @@ def rollout_of(
         response_logprobs=trunk.response_logprobs,
         response_mask=trunk.response_mask,
         versions=trunk.versions,
+        token_rows=trunk.token_rows,
         turn_ends=trunk.turn_ends,
         finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
         branches=tuple(others),

@@ -46,6 +46,12 @@ class StepRefused(HeadwayError, ValueError):
     """A call of the trainer that doesn't go with its version, earlier calls or the algorithm: nothing was changed."""
 
 
+class ExpertsMismatch(HeadwayError):
+    """Recorded experts that can't be those of the model in training: of other layers, or more than it has."""
+
+    page = "docs/models.md#mixtures-of-experts-under-reinforcement-learning"
+
+
 class HookFailed(HeadwayError):
     """A user's function raised, or returned what its contract doesn't allow: ``key`` of the experiment file names it,
     the message says which function it is and what came back."""

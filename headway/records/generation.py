@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, sampled
+from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, TokenRows, sampled
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PROBE_TOKENS = 32  # of the sequence that trainer and engines are compared by
@@ -47,6 +47,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     ids: IdSequence = TokenIds()  # [N] sampled token ids
     logprobs: LogprobSequence = TokenLogprobs()  # [N] behaviour log-probabilities (DESIGN rule 5)
     versions: tuple[VersionSpan, ...] = ()  # spans that cover the N tokens
+    token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens read, from the request's rows_known on
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     interruptible: bool = True  # False: an "abort" update doesn't park it (limit of parkings reached)
     adapter: str = ""  # BASE_MODEL or an adapter's name; "": the policy in training, with its adapter if it has one
     session: str = ""  # requests of one name extend one another: routed to its KV; "": none
+    rows_known: int = 0  # tokens at the prompt's beginning whose rows aren't to be returned: earlier calls did
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -76,6 +78,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     refused: bool = False  # ... caused by the request itself: every replica would return it
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
     void: bool = False  # an "error" after which no token gained since the request was submitted is valid
+    token_rows: dict[str, TokenRows] = {}  # by kind, of tokens read: behind those returned before
 
     @classmethod
     def of(cls, request_id: str, ids: Sequence[int], logprobs: Sequence[float], **fields: Any) -> TokenDelta:

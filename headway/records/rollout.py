@@ -7,9 +7,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.records.generation import FinishReason, VersionSpan
+from headway.records.generation import FinishReason, PartialResponse, VersionSpan
 from headway.records.task import Task
-from headway.records.tokens import IdSequence, LogprobSequence, MaskSequence, TokenIds, TokenLogprobs, TokenMask
+from headway.records.tokens import (
+    IdSequence,
+    LogprobSequence,
+    MaskSequence,
+    TokenIds,
+    TokenLogprobs,
+    TokenMask,
+    TokenRows,
+)
 
 Boundary = Literal["model", "environment", "sandbox", "reward", "engine"]
 Ending = Literal["trained", "filtered", "pruned", "discarded", "overdue", "failed"]
@@ -81,6 +89,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...]
     turn_ends: tuple[int, ...] = ()  # response tokens up to the end of each turn
     finish_reason: FinishReason = "stop"  # of its last call; a client's own limit of tokens is no "length"
+    token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,10 +151,21 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rewritten: int = 0  # calls that began a branch because the chat template renders an answer otherwise than sampled
     call_times: tuple[CallTimes, ...] = ()  # of its model calls that this process made, also those without an answer
     tool_times: tuple[ToolTimes, ...] = ()  # of its environment's calls of tools, and its replies without any
+    token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
 
     @property
     def rollout_id(self) -> str:
         return f"{self.group}-{self.member}"
+
+    @property
+    def response(self) -> PartialResponse:
+        """Its one call's tokens and their rows, as the call would be continued."""
+        return PartialResponse(
+            ids=self.response_ids,
+            logprobs=self.response_logprobs,
+            versions=self.versions,
+            token_rows=self.token_rows,
+        )
 
     @property
     def valid(self) -> bool:

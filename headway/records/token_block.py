@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.records.generation import PartialResponse, VersionSpan
-from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, sampled
+from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, TokenRows, sampled
 
 _BYTES = SAMPLED.itemsize
 
@@ -18,7 +18,7 @@ class TokenBlock:
     """Ids, log-probabilities, mask and version spans of consecutive tokens; appending costs O(1) a token.
 
     Invariant: all four describe the same tokens; neighbouring spans differ in their version. Arrays that were returned
-    never change.
+    never change. Beside them are rows of the sequence's tokens, which may lag behind: the prompt's first.
 
     Example, a turn, the environment's reply to it (masked, log-probability 0, of the version before) and a turn::
 
@@ -29,7 +29,7 @@ class TokenBlock:
         block.versions == (VersionSpan(version=3, tokens=3), VersionSpan(version=4, tokens=1))
     """
 
-    __slots__ = ("_masked", "_pieces", "_spans", "_version", "tokens")
+    __slots__ = ("_masked", "_pieces", "_rows", "_spans", "_version", "tokens")
 
     def __init__(self, begun: PartialResponse | None = None) -> None:
         """Start with the tokens of ``begun``; None: empty."""
@@ -38,8 +38,10 @@ class TokenBlock:
         self._masked: list[tuple[int, int]] = []  # [first, behind) of each run without loss
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
+        self._rows: dict[str, list[TokenRows]] = {}  # by kind, joined when somebody looks
         if begun is not None and begun.ids:
             self.extend(begun.ids, begun.logprobs, begun.versions)
+            self.append_rows(begun.token_rows)
 
     def __len__(self) -> int:
         return self.tokens
@@ -78,6 +80,22 @@ class TokenBlock:
             self.append(sampled(ids, TokenLogprobs.filled(0.0, len(ids))).tobytes(), version)
             self._masked.append((first, len(self)))
 
+    def append_rows(self, token_rows: Mapping[str, TokenRows]) -> None:
+        """Append the rows of the sequence's next tokens that have none yet."""
+        for kind, rows in token_rows.items():
+            self._rows.setdefault(kind, []).append(rows)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the sequence that have rows."""
+        return max((sum(map(len, parts)) for parts in self._rows.values()), default=0)
+
+    @property
+    def token_rows(self) -> dict[str, TokenRows]:
+        for parts in self._rows.values():
+            parts[:] = [TokenRows.joined(parts)]
+        return {kind: parts[0] for kind, parts in self._rows.items()}
+
     def _tokens(self) -> NDArray[Any]:
         if len(self._pieces) != 1:
             self._pieces = [b"".join(self._pieces)]
@@ -104,11 +122,13 @@ class TokenBlock:
         spans = zip(self._spans, ends, strict=False)
         return tuple([VersionSpan(version=version, tokens=end - first) for (version, first), end in spans])
 
-    def response(self) -> PartialResponse:
-        """Return all but the mask: enough to continue the response on another replica."""
+    def response(self, *, with_rows: bool = True) -> PartialResponse:
+        """Return all but the mask: enough to continue the response on another replica. ``with_rows`` False leaves out
+        the rows, which are large."""
         tokens = self._tokens()
         return PartialResponse(
             ids=TokenIds.view(tokens["id"].copy()),
             logprobs=TokenLogprobs.view(tokens["logprob"].copy()),
             versions=self.versions,
+            token_rows=self.token_rows if with_rows else {},
         )

@@ -25,6 +25,7 @@ from headway.generator.recording.recorder import Recorder
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
+from headway.models.routing import without_replay
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
@@ -139,7 +140,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
             on_event(name, detail)
 
         machines = await stack.enter_async_context(open_machines(experiment, clock, worker_event))
-        experiment = machines.experiment
+        experiment = without_replay(machines.experiment)
         pool = GeneratorPool(machines.launcher, experiment, clock, on_event=worker_event, adapters=wanted.adapters)
         record = None
         if wanted.record is not None:

@@ -21,12 +21,14 @@ from headway.config.schema import ModelConfig, TrainerConfig
 from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
+from headway.models.experts import ExpertReplay
 from headway.models.hidden_states import HiddenStates
 from headway.models.loading import DTYPES, copy_weights, load_model, save_model, weights_of
 from headway.models.lora import Lora, base_of, use
 from headway.models.quantization import load_frozen
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, ProbeScores
+from headway.records.tokens import EXPERTS
 from headway.records.training import OptimiserSettings
 from headway.trainer.adamw import AdamW
 from headway.trainer.ranks import Ranks
@@ -69,6 +71,8 @@ class Learner:
             self.lora.dropout.rate = chosen.adapter.dropout
             use(self.model, self.lora.layers)
         self.reference: Decoder | None = None
+        self.replays = False  # experts that a batch has for the model in training are chosen again
+        self.expert_counts: list[int] = [0, 0, 0]  # `ExpertReplay.counts` of the last forward pass, all layers together
         self.device = device
         self.ranks = ranks
         self.settings = settings
@@ -104,13 +108,19 @@ class Learner:
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: Decoder | None = None
     ) -> tuple[Tensor, Tensor]:
         """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without) under
-        ``model`` (default: the one in training)."""
+        ``model`` (default: the one in training, whose routers choose the batch's recorded experts where it
+        ``replays``). Raises ExpertsMismatch for experts of another model."""
         chosen = model or self.model
+        replay = self._replay(batch) if chosen is self.model else None
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision(), native.using(self._kernels):
-            hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
+            if replay is None:
+                hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
+            else:
+                hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
+                self.expert_counts = replay.counts.sum(0).tolist()
             return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
 
     @torch.no_grad()
@@ -125,6 +135,15 @@ class Learner:
                 paths[path] = states.scores(self.model.head(hidden_nd), ids, len(before))
         mixture = self.model.config.mixture is not None
         return ProbeScores(ids=ids, precision=self.settings.dtype, mixture=mixture, paths=paths)
+
+    def _replay(self, batch: MicroBatchArrays) -> ExpertReplay | None:
+        rows, self.expert_counts = batch.token_rows.get(EXPERTS), [0, 0, 0]
+        if not self.replays or rows is None or (routing := self.model.config.routing) is None:
+            return None
+        if fault := routing.fault(rows):
+            raise ExpertsMismatch(f"recorded experts: {fault}; algorithm.routing_replay = false trains without them")
+        chosen = self._tensor(rows.table(routing.width).astype(np.int16))
+        return ExpertReplay.of(chosen.view(-1, routing.layers, routing.per_token))
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""

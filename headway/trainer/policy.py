@@ -31,13 +31,14 @@ from headway.algorithms.samples import (
 from headway.algorithms.shared_packing import pack_trees
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
+from headway.models.routing import replayed_routing
 from headway.records.errors import StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
-from headway.trainer.progress import Prepared, Progress, prepared_metrics, sum_progress, token_metrics
+from headway.trainer.progress import Prepared, Progress, expert_metrics, prepared_metrics, sum_progress, token_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class PolicyGradient:
         self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
         self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
+        learner.replays = replayed_routing(experiment) is not None
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.settings = LossSettings(**{key.name: getattr(self.algorithm, key.name) for key in fields(LossSettings)})
 
@@ -311,6 +313,7 @@ class PolicyGradient:
             progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
             progress.flops += self.learner.training_flops(batch)
+            progress.count_experts(len(batch.input_ids), self.learner)
         return total
 
     def _terms(
@@ -380,5 +383,6 @@ class PolicyGradient:
                 cap=self.settings.behaviour_weight_cap,
             ),
             **prepared_metrics(progress, at),
+            **expert_metrics(progress),
             **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.kl_coefficient}),
         }

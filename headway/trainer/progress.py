@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headway.algorithms.samples import IntArray, SampleArrays
-from headway.trainer.learner import Update
+from headway.trainer.learner import Learner, Update
 from headway.trainer.losses import MAX_LOG_RATIO
 
 
@@ -53,6 +53,10 @@ class Progress:
     computed_tokens: int = 0  # the same, shared prefixes counted once
     micro_batches: int = 0
     flops: float = 0.0
+    routers: int = 0  # of computed tokens, one for each layer with experts
+    experts_recorded: int = 0  # those with recorded experts to replay
+    experts_disagree: int = 0  # those of them that would have chosen other experts
+    experts_astray: int = 0  # those of them whose tokens went to other experts
     updates: list[Update] = field(default_factory=list)
     skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
     prepared: Prepared | None = None
@@ -63,6 +67,15 @@ class Progress:
             **dict(zip(_COMPUTED, np.zeros((5, arrays.tokens)), strict=True)), behaviour_n=arrays.behaviour_logprobs_n
         )
 
+    def count_experts(self, tokens: int, learner: Learner) -> None:
+        """Count the routers of a forward pass over ``tokens``, the last of ``learner``."""
+        if learner.replays and (routing := learner.model.config.routing) is not None:
+            recorded, disagree, astray = learner.expert_counts
+            self.routers += tokens * routing.layers
+            self.experts_recorded += recorded
+            self.experts_disagree += disagree
+            self.experts_astray += astray
+
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
         """The parts of a step as one."""
@@ -72,7 +85,23 @@ class Progress:
 
 
 _COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
-_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
+_EXPERTS = ("routers", "experts_recorded", "experts_disagree", "experts_astray")
+_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops", *_EXPERTS)
+
+
+def expert_metrics(progress: Progress) -> dict[str, float]:
+    """Metrics of replayed experts. experts_replayed: share of the routers (a token's in a layer with experts) with
+    recorded experts. Of these, experts_disagree: share that would have chosen others by the trainer's scores, which is
+    the disagreement with the engine without replay; experts_disagree_replayed: share whose tokens went to others all
+    the same."""
+    if not progress.routers:
+        return {}
+    recorded = max(1, progress.experts_recorded)
+    return {
+        "experts_replayed": progress.experts_recorded / progress.routers,
+        "experts_disagree": progress.experts_disagree / recorded,
+        "experts_disagree_replayed": progress.experts_astray / recorded,
+    }
 
 
 def prepared_metrics(progress: Progress, at: IntArray) -> dict[str, float]:

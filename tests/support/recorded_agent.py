@@ -14,10 +14,11 @@ import real_tokenizers
 from scratch_folders import scratch_folder
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.recording.answer_tree import CallRequest, RecordedCall
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall, rows_known
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import HistoryReasoning, RecordedConversation
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
+from headway.records.tokens import TokenRows
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, normal_messages
 from headway.tokens.output_parsing import client_form
@@ -148,7 +149,9 @@ class Engine:
                 spans[-1] = VersionSpan(version=self.version, tokens=spans[-1].tokens + 1)
             else:
                 spans.append(VersionSpan(version=self.version, tokens=1))
-        response = PartialResponse(ids=tuple(ids), logprobs=tuple(logprobs), versions=tuple(spans))
+        read = [*call.prompt_ids, *ids][rows_known(call.planned.parent) : -1]  # each token's row is the token itself
+        rows = {"read": TokenRows.of([[token] for token in read], 4)} if call.number % 7 != 3 else {}
+        response = PartialResponse(ids=tuple(ids), logprobs=tuple(logprobs), versions=tuple(spans), token_rows=rows)
         return GenerationResult(request_id=str(call.number), response=response, finish_reason=finish_reason)  # type: ignore[arg-type]
 
     def answer(self, call: RecordedCall, text: str | None = None) -> GenerationResult:

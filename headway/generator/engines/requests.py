@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
-from headway.records.tokens import TokenIds
+from headway.records.tokens import EXPERTS, TokenIds
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -28,6 +28,8 @@ class EngineRequest:
         self.adapter = request.adapter
         self.update = -1  # number of the update whose weights it is sampled from; -1: the newest, once it runs
         self.prefix_update = -1  # number of the update whose weights computed the KV of the whole prompt
+        # Tokens whose experts its caller has.
+        self.rows = request.rows_known + len(request.partial.token_rows.get(EXPERTS, ()))
         self.reprefilled = False  # the KV of sampled tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None
 

@@ -56,6 +56,7 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
         native_kernels=settings.native_kernels,
         adapters=adapters,
+        return_experts=settings.return_experts,
     )
 
 

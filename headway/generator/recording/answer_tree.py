@@ -11,7 +11,7 @@ from headway.records.conversations import Cause
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch
 from headway.records.token_block import TokenBlock
-from headway.records.tokens import LogprobSequence, TokenIds
+from headway.records.tokens import LogprobSequence, TokenIds, TokenRows
 from headway.tokens.continuing import SampledAnswer
 from headway.tokens.messages import Message
 
@@ -29,6 +29,9 @@ class RecordedTurn:
     answer: SampledAnswer
     logprobs: LogprobSequence
     versions: tuple[VersionSpan, ...]
+    token_rows: Mapping[str, TokenRows] = field(
+        default_factory=dict[str, TokenRows]
+    )  # of tokens read, behind its parents'
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
     messages: int  # in the request and the answer: its place in a conversation that continues it
@@ -118,6 +121,12 @@ class RecordedCall:
         self.planned = dataclasses.replace(self.planned, keys=[])
 
 
+def rows_known(turn: RecordedTurn | None) -> int:
+    """Count of tokens, from the first prompt's first on, that have rows by the path to this answer."""
+    path = turn.path if turn is not None else ()
+    return sum(max(map(len, one.token_rows.values()), default=0) for one in path)
+
+
 def ids_to(turn: RecordedTurn | None) -> TokenIds:
     """Token ids from the first prompt to the end of this answer; empty for None."""
     return _ids_of(turn.path if turn is not None else ())
@@ -159,6 +168,8 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
 
 def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Branch:
     block, ends = TokenBlock(), list[int]()
+    for turn in (*before, *own):
+        block.append_rows(turn.token_rows)
     for turn in own:
         if turn is not own[0]:
             ends.append(len(block) + len(turn.context_ids))
@@ -171,6 +182,7 @@ def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Bran
         response_logprobs=block.logprobs,
         response_mask=block.mask,
         versions=block.versions,
+        token_rows=block.token_rows,
         turn_ends=tuple(ends),
         finish_reason="stop" if own[-1].own_limit else own[-1].finish_reason,
     )

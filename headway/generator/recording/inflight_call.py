@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.generator.recording.answer_tree import RecordedCall
+from headway.generator.recording.answer_tree import RecordedCall, rows_known
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import ClientSampling, RequestRefused, SampleTurn, TurnRequest
 from headway.records.generation import GenerationResult, PartialResponse
@@ -144,6 +144,7 @@ class InflightCall:
                 purpose=call.purposes[choice],
                 client=client,
                 adapter=call.request.adapter,
+                rows_known=rows_known(call.planned.parent),
             )
             result = await sample(wanted, told)
             if not self._goes_on(choice, result.response):

@@ -92,6 +92,8 @@ class OpenRequest:
             self.reprefills += 1
         if delta.void:
             self._start_over()
+        if delta.token_rows:
+            self._block.append_rows(delta.token_rows)
         if data := delta.data:
             if not self.first_token_s:
                 self.first_token_s = now
@@ -104,7 +106,7 @@ class OpenRequest:
         watch = self.watch
         if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:
             self._told_tokens = len(self._block)
-            watch.told(self.partial())
+            watch.told(self._block.response(with_rows=False))
 
     def partial(self) -> PartialResponse:
         """All tokens so far."""

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.models.routing import without_replay
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
@@ -100,7 +101,7 @@ def evaluate_model(
     (default: the experiment's, which is the model itself where it is a new one)."""
     adapter = AdapterConfig(path=adapter_path) if adapter_path else experiment.model.adapter
     model = experiment.model.model_copy(update={"path": model_path, "adapter": adapter})
-    chosen = experiment.model_copy(update={"model": model})
+    chosen = without_replay(experiment.model_copy(update={"model": model}))
 
     async def score() -> EvaluationRecord:
         async with AsyncExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.config.engines import cpu_refused, engine_missing
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.models.routing import replayed_routing
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
@@ -19,6 +20,8 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | None) -> Find
         mixture = model.mixture is not None and experiment.model.adapter is not None
         if refused := cpu_refused(generator.engine, generator.devices, model.head_dim, mixture):
             findings.error("generator.engine", refused)
+    with findings.refused("algorithm.routing_replay"):
+        replayed_routing(experiment)
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if generator.engine == "vllm" and ranks > 1:
         with findings.refused("generator.devices"):

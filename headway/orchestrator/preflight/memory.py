@@ -16,6 +16,7 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   system shows them once more in every process that reads them
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
+- routing replay: the experts of every token, beside the KV, in open rollouts, in the buffer and in a micro-batch
 - the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8)
   and 400 a rollout, up to ``ledger.rollouts_max_bytes``
 """
@@ -33,6 +34,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
+from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
@@ -92,7 +94,8 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
     trained = steps * queue.groups_per_step * experiment.largest_group * experiment.max_sequence_tokens
     published = _PUBLISHED_VERSIONS * weights * bytes_of(experiment.generator.dtype)
-    base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * _TOKEN_BYTES_IN_MEMORY
+    experts = expert_bytes(experiment)
+    base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
     controller = ("controller", "memory", {"base": BASE_BYTES["controller"]})
     uses: list[tuple[str, str, dict[str, int]]] = [
         ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes}),
@@ -100,11 +103,17 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         *([] if experiment.control.mode == "off" else [controller]),
         *(("published weights", place, {"versions": published}) for place in _published_to(experiment)),
         ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
-        ("buffer", run, {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}),
+        ("buffer", run, {"payloads": (trained + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)}),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
     others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *others]
+
+
+def expert_bytes(experiment: Experiment) -> int:
+    """Bytes that the recorded experts of a token take; 0 where none are replayed."""
+    routing = replayed_routing(experiment)
+    return 0 if routing is None else routing.row_bytes
 
 
 def _recorded_bytes(experiment: Experiment) -> int:
@@ -143,7 +152,8 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
-    kv = model.cached_values * settings.slots * context * width  # beyond windows as well
+    # Beyond windows as well.
+    kv = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
     packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
     trained, adapted = trained_weights(experiment, model), experiment.model.adapter is not None
     revisions = 0 if not adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
@@ -223,7 +233,8 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         "gradients": 4 * trained * (2 if ranks > 1 else 1),
         "AdamW": 8 * trained,
         "activations": model.activation_bytes(tokens, bytes_of(dtype), checkpointing=again)
-        + model.score_bytes(tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=again),
+        + model.score_bytes(tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=again)
+        + 2 * tokens * expert_bytes(experiment),
         "logits": 4 * logits * _LOGIT_COPIES,
     }
     if experiment.algorithm.kl_coefficient > 0:

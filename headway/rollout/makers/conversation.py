@@ -112,6 +112,7 @@ class ConversationAttempt(ABC):
             session=self.name,
             max_tokens=wanted.max_tokens,
             stop=wanted.stop,
+            rows_known=wanted.rows_known,
             environment_version=self._oldest_version,
             resume_gate=self.gate,
             watch=Watch(1, told),
@@ -128,7 +129,7 @@ class ConversationAttempt(ABC):
         self.keep_version(turn.first_version)
         return GenerationResult(
             request_id=wanted.purpose,
-            response=PartialResponse(ids=turn.response_ids, logprobs=turn.response_logprobs, versions=turn.versions),
+            response=turn.response,
             finish_reason=turn.finish_reason,
             error="" if turn.failure is None else turn.failure.cause,
             refused=refused,

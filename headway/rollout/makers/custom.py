@@ -103,12 +103,14 @@ class Attempt:
                 prompt_ids=TokenIds.joined((self.group.prompt_ids, self.response_ids)),
                 purpose=f"turn{number}-" if number else "",  # the first has the seed of a single turn
                 session=sampler.name(self.group, self.member),
+                rows_known=self._block.rows,
                 max_tokens=limit,
                 environment_version=self._turns[0].first_version if number else -1,
             )
         )
         self._turns.append(turn)
         self._block.extend(turn.response_ids, turn.response_logprobs, turn.versions)
+        self._block.append_rows(turn.token_rows)
         self._ends.append(len(self._block))
         self._rewards.append(None)
         if self.over:
@@ -160,6 +162,7 @@ class Attempt:
             response_logprobs=block.logprobs,
             response_mask=block.mask,
             versions=block.versions,
+            token_rows=block.token_rows,
             failure=failure or last.failure,
             finish_reason="error" if failure is not None else self._finish_reason(last),
             pruned=self.stopped if isinstance(self.stopped, Pruned) else last.pruned,

@@ -23,6 +23,7 @@ from headway.records.generation import (
     SamplingParameters,
 )
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout
+from headway.records.tokens import EXPERTS, ExpertRouting
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
@@ -62,6 +63,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     partial: PartialResponse = PartialResponse()  # the part of the response that was sampled before
     resumes: int = 0  # parkings of the member so far: they count towards max_resumes
     purpose: str = ""  # separates request ids and random numbers from those of the member's other calls
+    rows_known: int = 0  # as in GenerationRequest
     session: str = ""  # calls with the same one are routed to the replica that holds the KV of the call before
     max_tokens: int | None = None  # of the response; None: rollout.max_response_tokens
     stop: tuple[str, ...] | None = None  # strings that end the response; None: rollout.stop
@@ -101,6 +103,7 @@ class TurnSampler:
     begin_gate: BeginGate | None = None  # asked before every request
     requests: RequestControl | None = None  # the generator, where members are stopped or their lengths read
     watch_of: WatchOf | None = None  # asked once for each call
+    routing: ExpertRouting | None = None  # the shape of the experts that engines return; None: they return none
     _open: dict[tuple[int, int], list[MemberProgress]] = field(init=False, default_factory=dict)  # calls by member
 
     def __post_init__(self) -> None:
@@ -221,6 +224,7 @@ class TurnSampler:
                 partial=progress.response,
                 interruptible=not self._uninterrupted(progress),
                 session=call.session,
+                rows_known=call.rows_known,
             )
             failure = await self._submit(request, progress, watch)
             if failure is not None:
@@ -250,13 +254,19 @@ class TurnSampler:
             return Failure(boundary="engine", cause=cause[:300], infrastructure=True, detail=detail)
         finally:
             progress.request_id = ""
-        fault = _fault(result.response)
+        fault = _fault(result.response) or self._misrouted(result.response)
         if not fault:
             progress.take(result, self.clock.now())
         if result.finish_reason == "error" or fault:
             cause = result.error or fault or "the engine gave no cause"
             return Failure(boundary="engine", cause=cause, infrastructure=not result.refused)
         return None
+
+    def _misrouted(self, response: PartialResponse) -> str:
+        """Why the experts of a response can't be the model's; "" when they can, or there are none."""
+        rows = response.token_rows.get(EXPERTS)
+        fault = "" if rows is None or self.routing is None else self.routing.fault(rows)
+        return fault and f"the engine returned experts that the model doesn't have: {fault}"
 
     async def _wait_parked(self, progress: MemberProgress) -> None:
         """Wait at the gate until it opens or the member is stopped for good."""
@@ -361,6 +371,7 @@ class MemberProgress:
             resumes=self.resumes,
             reprefills=self.reprefills,
             call_times=times,
+            token_rows=self.response.token_rows,
         )
 
 

@@ -13,6 +13,7 @@ from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, S
 from headway.records.generation import PartialResponse, VersionSpan
 from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
+from headway.records.tokens import EXPERTS, TokenRows
 
 FAILURE = Failure(boundary="engine", cause="died twice", infrastructure=True)
 
@@ -38,6 +39,7 @@ def rollout(owner, member, length=4, failed=False):
         solved=member % 2 == 1,
         failure=FAILURE if failed else None,
         finished_s=3.0,
+        token_rows={EXPERTS: TokenRows.of([[member, 2]] * (length + 2))},
     )
 
 
@@ -420,7 +422,9 @@ def test_parked_members_are_kept_until_their_group_finishes(path, tmp_path):
     owners = [group(0), group(1)]
     for owner in owners:
         buffer.admit(owner)
-    part = PartialResponse(ids=(7, 8), logprobs=(-0.125, -0.25), versions=(VersionSpan(version=3, tokens=2),))
+    rows = {EXPERTS: TokenRows.of([[3, 1], [], [0, 2]])}
+    spans = (VersionSpan(version=3, tokens=2),)
+    part = PartialResponse(ids=(7, 8), logprobs=(-0.125, -0.25), versions=spans, token_rows=rows)
     first = PartialRollout(group=0, member=1, response=PartialResponse(), resumes=0)
     again = PartialRollout(group=0, member=1, response=part, resumes=1, environment_version=3)
     for parked in (first, again, PartialRollout(group=1, member=0, response=part, resumes=0)):

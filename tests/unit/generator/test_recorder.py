@@ -30,6 +30,7 @@ from headway.config.endpoint import EndpointConfig
 from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import RecordedConversation
+from headway.records.tokens import TokenRows
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
@@ -44,6 +45,9 @@ def require_exact(agent: Agent, conversation: RecordedConversation) -> None:
         assert tokens == len(branch.response_logprobs) == len(branch.response_mask) == branch.turn_ends[-1]
         assert tokens == sum(span.tokens for span in branch.versions)
         assert branch.response_mask[0]
+        rows = branch.token_rows.get("read", TokenRows())
+        assert rows.values.tolist() == list(ids[: len(rows)])
+        assert len(rows) < len(ids)
         for place, (logprob, mask) in enumerate(zip(branch.response_logprobs, branch.response_mask, strict=True)):
             if mask:
                 learned[logprob] += 1

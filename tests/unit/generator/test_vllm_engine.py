@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm import engine as engine_module
+from headway.generator.engines.vllm.core import StepOutput
 from headway.generator.engines.vllm.engine import VllmEngine
-from headway.records.generation import GenerationRequest, SamplingParameters
+from headway.generator.engines.vllm.requests import VllmRequest
+from headway.models.initialise import initialise_model
+from headway.records.generation import GenerationRequest, SamplingParameters, TokenDelta
+from headway.records.tokens import EXPERTS, TokenRows
 
 
 class RefusingCore:
@@ -43,3 +50,50 @@ def test_it_is_idle_from_the_refusal_of_its_last_request_on(monkeypatch: pytest.
     now[0] = 100.0
     submit("b")
     assert engine.statistics().idle_s == 100.0
+
+
+class MixtureCore(RefusingCore):
+    """Samples a token a step, and returns the experts of the tokens that it has read since, as vLLM 0.32 does."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.read: list[int] = []  # tokens, up to which experts were returned
+        self.given: list[tuple[str, int, int]] = []  # ticket, tokens, first token whose experts are wanted
+
+    def add(self, ticket: str, prompt_ids: Any, parameters: int, **options: Any) -> Any:
+        self.given.append((ticket, len(prompt_ids), parameters))
+        return type("Own", (), {"num_preemptions": 0})()
+
+    def step(self) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        for at, (ticket, tokens, first) in enumerate(self.given):
+            numbers = np.arange(first, tokens, dtype=np.uint8)
+            experts = np.stack([numbers, numbers + 1], -1)[:, None].repeat(self.layers, 1)
+            experts[:, 0] = 99  # of a layer without experts
+            outputs.append(StepOutput(ticket, [7], [-0.5], 0, None, None, 0, experts))
+            self.given[at] = (ticket, tokens + 1, tokens)
+        return outputs
+
+
+def test_experts_that_vllm_returns_become_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the layers that have experts, from the first token on that the caller has none of."""
+    initialise_model(tmp_path / "m", ["1+2="], family="qwen3_moe", layers=3, character_level=True)
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mlp_only_layers": [0]}))
+    monkeypatch.setattr(engine_module, "_parameters", lambda entry, *given: cast("VllmRequest", entry).rows)
+    settings = EngineSettings(
+        model_path=str(tmp_path / "m"), dtype="float32", slots=2, max_context_tokens=64, return_experts=True
+    )
+    core: Any = MixtureCore(3)
+    engine = VllmEngine(core, settings, 200, None)
+    sampling = SamplingParameters(max_tokens=9)
+    for name, known in (("a", 0), ("b", 2)):
+        request = GenerationRequest(request_id=name, prompt_ids=(1, 2, 3, 4), sampling=sampling, rows_known=known)
+        engine.submit([request])
+    deltas: list[TokenDelta] = []
+    for _ in range(3):
+        engine.step()
+        deltas += engine.take_deltas()
+    for name, known in (("a", 0), ("b", 2)):
+        rows = TokenRows.joined(delta.token_rows[EXPERTS] for delta in deltas if delta.request_id == name)
+        assert rows.table(4).tolist() == [[i, i + 1] * 2 for i in range(known, 6)]

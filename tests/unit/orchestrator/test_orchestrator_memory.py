@@ -11,7 +11,7 @@ import pytest
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.models.configuration import DecoderConfig, SlidingWindow
+from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.sizes import ModelSizes, sizes_from
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
@@ -319,3 +319,24 @@ def test_what_is_on_nodes_is_not_charged_to_this_machine(tmp_path: Path):
         places["memory"].needed_bytes
     )
     assert not [finding for finding in memory_findings(there, list(places.values())) if "generator" in finding.message]
+
+
+def test_recorded_experts_are_counted_wherever_tokens_are_kept(tmp_path: Path) -> None:
+    """Two layers of two experts: 4 bytes of a token and 4 of its row's length."""
+    mixture = replace(
+        CONFIG, architecture="Qwen3MoeForCausalLM", mixture=ExpertMixture(experts=8, per_token=2, intermediate=32)
+    )
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(mixture.to_mapping("float32")))
+    sections: dict[str, Any] = {"model": {"path": str(tmp_path / "m")}}
+    on = uses_of(tmp_path, **sections)
+    off = uses_of(tmp_path, **sections, algorithm={"routing_replay": "off"})
+    more = {
+        name.split()[0]: {part: on[name].parts[part] - size for part, size in off[name].parts.items()} for name in off
+    }
+    chosen = experiment(tmp_path, **sections)
+    open_tokens = 500 * chosen.queue.groups_per_step * (chosen.queue.budget + 1) * chosen.largest_group
+    assert more["orchestrator"]["open rollouts"] == 8 * open_tokens
+    assert more["buffer"]["payloads"] >= 8 * open_tokens
+    assert more["generator-0"]["KV cache"] == 8 * 10 * 500
+    assert more["trainer-0"]["activations"] > 0

@@ -15,8 +15,9 @@ import pytest
 from headway.config import schema
 from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
-from headway.records.generation import GenerationRequest, VersionSpan
+from headway.records.generation import GenerationRequest, GenerationResult, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
+from headway.records.tokens import EXPERTS, TokenRows
 from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.single_turn import SingleTurn
@@ -81,6 +82,24 @@ def test_turns_and_what_is_observed_between_them_token_by_token() -> None:
     assert first.request_id != second.request_id
     assert first.session == second.session != ""  # the second goes where the first was
     assert [(call.start_s, call.end_s, call.tokens) for call in rollout.call_times] == [(0.0, 1.0, 4), (1.0, 2.0, 2)]
+
+
+def test_rows_of_a_turn_go_on_where_those_of_the_turns_before_end() -> None:
+    """The second call is asked for those behind: from the first answer's last token on."""
+
+    def rows(text: str, first: int) -> Reply:
+        def reply(request: GenerationRequest) -> GenerationResult:
+            whole = response(text, eos=True)
+            end = len(request.prompt_ids) + len(whole.ids) - 1
+            read = TokenRows.of([[first + i] for i in range(request.rows_known, end)])
+            return answer(request, "stop", msgspec.structs.replace(whole, token_rows={EXPERTS: read}))
+
+        return reply
+
+    rollout, _ = play(hinted, rows("six", 0), rows("7", 100))
+    read = rollout.token_rows[EXPERTS].values.tolist()
+    assert read == [*range(3 + 4 - 1), *range(106, 100 + 3 + 4 + 3 + 2 - 1)]
+    assert len(read) == len(rollout.prompt_ids) + len(rollout.response_ids) - 1
 
 
 def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:

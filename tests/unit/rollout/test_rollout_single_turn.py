@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
+from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.seeds import rollout_seed
@@ -252,6 +254,24 @@ def test_tokens_that_could_not_be_trained_on_are_an_engine_error(broken: Partial
     assert rollout.failure is not None
     assert rollout.failure.infrastructure
     assert rollout.response_ids == ()
+
+
+def test_experts_that_the_model_has_not_end_the_rollout_as_an_engine_error():
+    routing = ExpertRouting(layers=2, per_token=2, experts=8)
+    good = TokenRows.of([[0, 1, 2, 7]] * 4)
+    for rows, why in (
+        ([[0, 1]] * 4, "2 layers with 2 experts of a token"),
+        ([[0, 1, 2, 8]] * 4, "expert 8 of a layer"),
+    ):
+        broken = msgspec.structs.replace(response("no"), token_rows={EXPERTS: TokenRows.of(rows)})
+        rollout, engine = play(*[finish(broken)] * 2, routing=routing, settings={"retries": 1})
+        assert len(engine.requests) == 2
+        assert rollout.failure is not None
+        assert (rollout.failure.boundary, rollout.failure.infrastructure) == ("engine", True)
+        assert why in rollout.failure.cause
+    whole = msgspec.structs.replace(response("ok", eos=True), token_rows={EXPERTS: good})
+    rollout, _ = play(finish(whole), routing=routing)
+    assert (rollout.failure, rollout.token_rows) == (None, {EXPERTS: good})
 
 
 @pytest.mark.parametrize("length", [0, 5])

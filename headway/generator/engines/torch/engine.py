@@ -87,15 +87,16 @@ class TorchEngine(Engine[EngineRequest]):
         prefill_tokens_per_step: int = 8192,
         native_kernels: bool = True,
         adapters: Mapping[str, Lora] | None = None,
+        return_experts: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
-        model; ``adapters``: by name, the engine's from now on, at ``version``; ``now``: monotonic seconds, for the
-        statistics."""
+        model; ``adapters``: by name, the engine's from now on, at ``version``; ``return_experts``: of a mixture, as
+        rows of its deltas; ``now``: monotonic seconds, for the statistics."""
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
         context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
-        self._runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels)
+        self._runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels, return_experts)
         super().__init__(
             slots=slots,
             context_tokens=context_tokens,
@@ -314,6 +315,7 @@ class TorchEngine(Engine[EngineRequest]):
                 error=error,
                 reprefilled=entry.reprefilled,
                 refused=refused,
+                token_rows=self._runner.take_rows(entry, self._table.position),
             )
         )
         entry.reprefilled = False

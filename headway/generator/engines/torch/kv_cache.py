@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headway.records.tokens import ExpertRouting
+
 
 class SlotCache:
     """Keys and values of every slot, ``[l, 2, s, k, t, c]``.
@@ -26,8 +28,15 @@ class SlotCache:
         head_dimension: int,
         dtype: torch.dtype,
         device: torch.device,
+        routing: ExpertRouting | None = None,
     ) -> None:
+        """``routing``: of the model, where the experts of every token are kept beside its KV."""
         self.slots = slots
+        self.routing = routing
+        narrow, width = routing is None or routing.item_bytes == 1, 0 if routing is None else routing.width
+        self.unknown = 255 if narrow else -1  # all bits set
+        shape, kind = (slots, context_tokens, width), torch.uint8 if narrow else torch.int16
+        self.experts = torch.full(shape, self.unknown, dtype=kind, device=device)  # [s, t, sparse layers * experts]
         self.kv_heads = kv_heads
         self.context_tokens = context_tokens
         self.all = torch.zeros((layers, 2, slots, kv_heads, context_tokens, head_dimension), dtype=dtype, device=device)
@@ -49,11 +58,13 @@ class SlotCache:
         """Copy the first ``tokens`` positions of source slots into target slots, pairwise, all layers."""
         if len(sources) == 1:
             self.all[:, :, targets[0], :, :tokens] = self.all[:, :, sources[0], :, :tokens]
+            self.experts[targets[0], :tokens] = self.experts[sources[0], :tokens]
         else:
             device = self.all.device
             source = torch.tensor(sources, device=device)
             target = torch.tensor(targets, device=device)
             self.all[:, :, target, :, :tokens] = self.all[:, :, source, :, :tokens]
+            self.experts[target, :tokens] = self.experts[source, :tokens]
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

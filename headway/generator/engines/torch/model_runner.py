@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import RowSampling, sample_tokens
 from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.kv_cache import SlotCache
@@ -25,6 +26,7 @@ from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, seen
 from headway.records.generation import POLICY_ADAPTER, PathScores, ProbeScores
+from headway.records.tokens import EXPERTS, TokenRows
 
 KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
 _NONE = np.zeros(0, np.int64)
@@ -64,13 +66,21 @@ class ModelRunner:
     """Runs a Decoder over a SlotCache. Not thread-safe; keeps no request state."""
 
     def __init__(
-        self, model: Decoder, slots: int, context_tokens: int, fixed_shapes: bool, native_kernels: bool = True
+        self,
+        model: Decoder,
+        slots: int,
+        context_tokens: int,
+        fixed_shapes: bool,
+        native_kernels: bool = True,
+        keep_experts: bool = False,
     ) -> None:
+        """``keep_experts``: those of every token of a mixture, for `take_rows`."""
         self.model = model
         self._layers = cast("list[DecoderLayer]", list(model.layers))
         self.fixed_shapes = fixed_shapes
         for layer in self._layers:
             layer.fixed_shapes = fixed_shapes
+            layer.routed = [] if keep_experts and layer.kind.sparse else None
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         with torch.inference_mode():
@@ -81,9 +91,8 @@ class ModelRunner:
             self.vocabulary = model.head(probe_1d).shape[-1]
             self._position_t = position
             self.heads, self.kv_heads, self.head_dimension = q.shape[1], k.shape[1], q.shape[2]
-            self.cache = SlotCache(
-                len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
-            )
+            sizes = (len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension)
+            self.cache = SlotCache(*sizes, self.dtype, self.device, model.config.routing if keep_experts else None)
         self.adapters = AdapterRevisions(model, fixed_shapes)
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
         fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
@@ -235,13 +244,14 @@ class ModelRunner:
         if position_n is not None and self._plain_windows:
             rows = self.cache.rows(position_n)
             biases = {window: self._bias(position_n, reach, x_nd.dtype, window) for window in self._plain_windows}
-        last = len(self._layers) - 1
+        last, all_blocks = len(self._layers) - 1, blocks
         for index, layer in enumerate(self._layers):
             scores = layer.kind.scores
             q, k, v = layer.project_qkv(x_nd, cos, sin)
             self._store_prefills(index, k, v, blocks)
             if index == last and states is None:  # of prefilled rows only the KV is needed
                 if n == 0:
+                    self._store_experts(position_n, all_blocks)
                     return None
                 x_nd, blocks = x_nd[:n], ()
             parts: list[Tensor] = []
@@ -255,6 +265,7 @@ class ModelRunner:
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
             if states is not None:
                 states.add(x_nd)
+        self._store_experts(position_n, all_blocks)
         return x_nd
 
     def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:
@@ -321,6 +332,35 @@ class ModelRunner:
                 rows = new[block.rows].view(shape).transpose(1, 2)
                 end = block.start + block.length
                 cache[block.slots, :, block.start : end] = rows if block.source is None else rows[block.source]
+
+    def _store_experts(self, position_n: Tensor | None, blocks: Sequence[_Block]) -> None:
+        """Keep the experts of a step's tokens. Those of prefilled ones in the last layer are unknown: nothing computes
+        them, as nothing reads them."""
+        cache, first = self.cache, 0
+        for layer in self._layers:
+            if cache.routing is None or layer.routed is None:
+                continue
+            chosen = layer.routed.pop().to(cache.experts.dtype) if layer.routed else None
+            columns, first = slice(first, first + cache.routing.per_token), first + cache.routing.per_token
+            if position_n is not None and chosen is not None:
+                n = len(position_n)
+                cache.experts[torch.arange(n, device=self.device), position_n, columns] = chosen[:n]
+            for block in blocks:
+                rows = cache.unknown
+                if chosen is not None and len(chosen) >= block.rows.stop:
+                    rows = chosen[block.rows].view(block.count, block.length, -1)
+                    rows = rows if block.source is None else rows[block.source]
+                cache.experts[block.slots, block.start : block.start + block.length, columns] = rows
+
+    def take_rows(self, request: EngineRequest, position: np.ndarray) -> dict[str, TokenRows]:
+        """The experts of a running request's tokens that its caller hasn't got, as rows; {} where none are kept.
+        ``position``: by slot, up to which tokens are computed."""
+        routing, first = self.cache.routing, request.rows
+        if routing is None or request.slot < 0 or first >= (end := int(position[request.slot])):
+            return {}
+        request.rows = end
+        experts = self.cache.experts[request.slot, first:end].cpu().numpy()
+        return {EXPERTS: TokenRows.of(experts.view(f"<u{routing.item_bytes}"), routing.item_bytes)}
 
     def _prefill_attention(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor, scores: Scores

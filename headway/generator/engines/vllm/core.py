@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from numpy.typing import NDArray
 
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
@@ -41,6 +42,7 @@ class StepOutput(NamedTuple):
     ended: FinishReason | None
     prompt_logprobs: list[float] | None  # of every prompt token but the first, if requested
     computed_tokens: int  # prompt tokens computed, reported with the first token
+    experts: NDArray[Any] | None = None  # [N, layers, K] of the tokens read, the next after those returned before
 
 
 def prepare_process(device: Device, ranks: int) -> None:
@@ -97,6 +99,7 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Dev
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
+        **({"enable_return_routed_experts": True} if settings.return_experts else {}),
     }
 
 
@@ -277,4 +280,5 @@ def _sampled(output: Any, version: str | None) -> StepOutput:
         ended=None if ending is None else _ENDINGS.get(str(ending), "error"),
         prompt_logprobs=None if asked is None else asked.logprobs[:, 0].tolist(),
         computed_tokens=output.prefill_stats.num_computed_tokens if output.prefill_stats is not None else 0,
+        experts=getattr(output, "routed_experts", None),
     )

@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from headway.control.agreement import compare, precision_of
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.adapters import VllmAdapters, VllmRevision
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
+from headway.models.configuration import DecoderConfig
 from headway.models.offload import used_bytes
 from headway.records.errors import WeightsMismatch
 from headway.records.execution import MemoryMove
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode, probe_ids
+from headway.records.tokens import TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
 _FIRST = -(1 << 60)  # priority of the probe: before all requests
@@ -66,6 +70,7 @@ class VllmEngine(VllmRequests):
         if settings.engine_arguments.get("enable_sleep_mode"):
             self.memory = VllmMemory(core, self._renew_all)
         self._probe_logprobs: list[float] | None = None  # result of the probe under way
+        self._shape = DecoderConfig.from_pretrained(Path(settings.model_path)) if settings.return_experts else None
         core.name_version(settings.version)
         self._register_adapters()
 
@@ -114,6 +119,8 @@ class VllmEngine(VllmRequests):
             if entry is not None:
                 self._prefilled += output.computed_tokens
                 self._note_preemptions(entry)
+                if output.experts is not None and self._shape is not None:
+                    entry.add_rows(_expert_rows(output.experts, self._shape))
                 version = output.version if entry.revision is None else entry.revision.version
                 self._gained(entry, output.ids, output.logprobs, version, output.ended)
             elif output.prompt_logprobs is not None:
@@ -275,9 +282,18 @@ def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> An
         detokenize=False,
         # With a seed, vLLM's GPU sampler draws from (seed, index of the token), too.
         seed=None if own_sampling else how.seed & 0x7FFFFFFFFFFFFFFF,
+        routed_experts_prompt_start=entry.rows,
         extra_args={SEED: how.seed} if own_sampling else None,
         skip_clone=True,
     )
+
+
+def _expert_rows(experts: NDArray[Any], shape: DecoderConfig) -> TokenRows:
+    """Rows of vLLM's experts [N, layers, K]: it has all layers, those without experts too. Written for vLLM 0.32, and
+    not run yet: its V2 model runner alone returns them, on GPUs."""
+    assert shape.routing is not None
+    chosen = experts[:, list(shape.sparse_layers)]
+    return TokenRows.of(chosen.reshape(len(chosen), -1), shape.routing.item_bytes)
 
 
 def _probe_parameters() -> Any:

@@ -36,6 +36,7 @@ from headway.records.generation import (
     UpdateMode,
     probe_ids,
 )
+from headway.records.tokens import EXPERTS, TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -54,9 +55,15 @@ class VllmRequest(EngineRequest):
         self.preempted = 0  # preemptions counted so far
         self.unsent: list[int] = []  # tokens since the last delta, all of one version
         self.logprobs: list[float] = []
+        self.routed: list[TokenRows] = []  # experts since the last delta
         self.version = -1
         self.revision: VllmRevision | None = None  # the adapter that vLLM has it with
         self.begun = request.partial.versions[-1].version if request.partial.versions else None
+
+    def add_rows(self, experts: TokenRows) -> None:
+        """Add the experts of the next tokens that vLLM has read."""
+        self.routed.append(experts)
+        self.rows += len(experts)
 
     @property
     def tokens(self) -> int:
@@ -420,8 +427,10 @@ class VllmRequests(Engine[VllmRequest]):
                 error=error,
                 refused=refused,
                 reprefilled=entry.reprefilled,
+                token_rows={EXPERTS: TokenRows.joined(entry.routed)} if entry.routed else {},
             )
         )
         entry.unsent.clear()
         entry.logprobs.clear()
+        entry.routed.clear()
         entry.reprefilled = False
