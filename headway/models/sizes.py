@@ -21,7 +21,7 @@ from headway.models.families import FAMILIES, read_window
 from headway.models.size_rules import RULES, SizeRules
 from headway.records.errors import ConfigurationError
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KINDS = {
     _FULL: _FULL, "attention": _FULL, "*": _FULL, "indexed_attention": _FULL, _WINDOWED: _WINDOWED,
@@ -168,7 +168,7 @@ def sizes_from(raw: Mapping[str, Any]) -> ModelSizes:
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
         tied=tied,
         attention_softcap=raw.get("attn_logit_softcapping", rules.defaults.get("attn_logit_softcapping")),
-        routed=keys.any_of("num_experts_per_tok") if keys.any_of(*_EXPERTS) else 0,
+        routed=keys.any_of("num_experts_per_tok") if keys.any_of(*EXPERT_KEYS) else 0,
         outside=vocabulary * width * (1 if tied else 2) + width,
         layers=tuple(_layer(keys, rules, index, kind) for index, kind in enumerate(_kinds(keys, rules))),
     )
@@ -311,7 +311,7 @@ def _linear(keys: _Keys, rules: SizeRules) -> dict[str, int]:
 
 
 def _is_sparse(keys: _Keys, index: int) -> bool:
-    if not keys.any_of(*_EXPERTS):
+    if not keys.any_of(*EXPERT_KEYS):
         return False
     if "mlp_layer_types" in keys:
         return keys["mlp_layer_types"][index] == "sparse"
@@ -334,7 +334,7 @@ def _feed_forward(keys: _Keys, rules: SizeRules, size: int, biased: bool, width:
 
 
 def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
-    width, experts, size = keys.count("hidden_size"), keys.any_of(*_EXPERTS), keys.count(rules.expert_size_key)
+    width, experts, size = keys.count("hidden_size"), keys.any_of(*EXPERT_KEYS), keys.count(rules.expert_size_key)
     each, latent = keys.count("num_experts_per_tok"), keys.any_of("moe_latent_size")
     one, biased = _feed_forward(keys, rules, size, rules.expert_bias, latent), _is_biased(keys, rules)
     shared = keys.count(rules.shared_size_key, 0) if rules.shared_size_key else keys.any_of("n_shared_experts") * size
@@ -354,10 +354,10 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     keys = _Keys(raw, {})
     if "quantization_config" in keys:
         raise ConfigurationError("quantization_config: of quantised tensors shapes don't tell the number of weights")
-    experts, each = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")
+    experts, each = keys.any_of(*EXPERT_KEYS), keys.any_of("num_experts_per_tok")
     if not experts and any(".experts." in name for name in shapes):
         raise ConfigurationError(
-            f"num_experts: missing, but there are tensors of experts; known: {', '.join(_EXPERTS)}"
+            f"num_experts: missing, but there are tensors of experts; known: {', '.join(EXPERT_KEYS)}"
         )
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     kv_heads, vocabulary = keys.any_of("num_key_value_heads") or heads, keys.count("vocab_size")

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
-from headway.config.schema import ModelConfig, TrainerConfig
+from headway.config.model import ModelConfig
+from headway.config.schema import TrainerConfig
 from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
 from headway.models.cpu import native
-from headway.models.decoder import Decoder
-from headway.models.loading import DTYPES, copy_weights, load_model, save_model, weights_of
+from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.lora import Lora, base_of, use
+from headway.models.opening import open_model, require_decoder, save_opened
+from headway.models.packed_model import PackedModel
 from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
@@ -53,20 +55,20 @@ class Learner:
         self, chosen: ModelConfig, settings: TrainerConfig, device: torch.device, ranks: Ranks, seed: int = 0
     ) -> None:
         """``seed``: of a new adapter's weights."""
-        self._folder = chosen.path
+        self._chosen, self._folder = chosen, chosen.path
         if chosen.quantization is None:
-            self.model: Decoder = load_model(chosen.path, torch.float32, device)
+            self.model: PackedModel = open_model(chosen, torch.float32, device)
         else:
             self.model = load_frozen(chosen.path, chosen.quantization, device)
         self.model.checkpoints_layers = settings.gradient_checkpointing
         self.lora: Lora | None = None
         if chosen.adapter is not None:
-            self.model.requires_grad_(False)
-            self.lora = open_adapter(chosen.path, self.model.config, chosen.adapter, seed=seed, device=device)
+            decoder = require_decoder(self.model, "model.adapter").requires_grad_(False)
+            self.lora = open_adapter(chosen.path, decoder.config, chosen.adapter, seed=seed, device=device)
             self.lora.quantization = chosen.quantization
             self.lora.dropout.rate = chosen.adapter.dropout
-            use(self.model, self.lora.layers)
-        self.reference: Decoder | None = None
+            use(decoder, self.lora.layers)
+        self.reference: PackedModel | None = None
         self.device = device
         self.ranks = ranks
         self.settings = settings
@@ -77,19 +79,26 @@ class Learner:
         self.optimiser = AdamW(self.parameters)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters()) if self.lora is None else self.lora.parameters
+        if self.lora is not None:
+            return self.lora.parameters
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are trained, and published, by name and without copying."""
-        return {name: parameter.detach() for name, parameter in self._trained().items()}
+        """The weights that are published, the model's or its adapter's, by name and without copying."""
+        return weights_of(self.model) if self.lora is None else self.lora.weights()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples may share a prefix in a micro-batch: every model that computes it can."""
+        return all(one.shares_prefixes for one in (self.model, self.reference) if one is not None)
 
     def load_reference(self, model_path: str | Path) -> None:
         """Load the frozen reference model of a KL penalty, in the forward pass's dtype; beside an adapter the model's
         own folder is the model without it. Raises ConfigurationError when its vocabulary size differs."""
         if self.lora is not None and Path(model_path) == Path(self._folder):
-            self.reference = base_of(self.model)
+            self.reference = base_of(require_decoder(self.model, "model.adapter"))
             return
-        reference = load_model(model_path, self.dtype, self.device)
+        reference = open_model(self._chosen, self.dtype, self.device, model_path)
         mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
         if mine != its:
             raise ConfigurationError(
@@ -99,7 +108,7 @@ class Learner:
         self.reference = reference.requires_grad_(False)
 
     def logprobs(
-        self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: Decoder | None = None
+        self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
     ) -> tuple[Tensor, Tensor]:
         """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without) under
         ``model`` (default: the one in training)."""
@@ -116,7 +125,7 @@ class Learner:
         with native.using(self._kernels):  # checkpointed layers must be recomputed as they were computed
             loss.backward()
 
-    def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
+    def flops(self, batch: MicroBatchArrays, model: PackedModel | None = None) -> float:
         """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one in training). Shared
         prefixes count once; recomputation by gradient checkpointing isn't counted."""
         config = (model or self.model).config
@@ -181,9 +190,9 @@ class Learner:
         """Overwrite the weights with those of a folder that `save_weights` wrote, or any model folder, or any adapter's
         beside the same base; the optimiser keeps its state. Raises ConfigurationError before anything is changed."""
         if self.lora is None:
-            copy_weights(self.model, weights_of(load_model(path, torch.float32, self.device)))
+            copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
         else:
-            found = load_adapter(path, self._folder, self.model.config)
+            found = load_adapter(path, self._folder, require_decoder(self.model, "model.adapter").config)
             scales = {adapted.target.name: adapted.scale for adapted in self.lora.targets}
             for its in found.targets:
                 if (mine := scales.get(its.target.name, its.scale)) != its.scale:
@@ -196,7 +205,7 @@ class Learner:
     def save_weights(self, path: str | Path) -> None:
         """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""
         if self.lora is None:
-            save_model(self.model, path, self._folder)
+            save_opened(self.model, path, self._folder)
         else:
             save_adapter(self.lora, path, self._folder)
 
@@ -238,7 +247,7 @@ class Learner:
 
 
 def token_logprobs(
-    model: Decoder, hidden_md: Tensor, targets_m: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS
+    model: PackedModel, hidden_md: Tensor, targets_m: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d].
 
