@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from headway.config.model import ModelConfig
 from headway.models.decoder import Decoder
@@ -40,7 +39,7 @@ def save_opened(model: PackedModel, path: str | Path, source: str | Path) -> Non
         model.save(path, source)
 
 
-def require_decoder(model: nn.Module, what: str) -> Decoder:
+def require_decoder(model: PackedModel, what: str) -> Decoder:
     """``model``, which has to be the project's own. Raises ConfigurationError that names ``what`` needs it."""
     if not isinstance(model, Decoder):
         raise ConfigurationError(f"{what}: valid with a family of Headway's own; this model runs in transformers")

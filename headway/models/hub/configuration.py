@@ -11,20 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headway.config.model import Implementation
+from headway.config.model import Implementation, ModelConfig
 from headway.models.configuration import DecoderConfig, attended_pairs, read_json
 from headway.models.families import FAMILIES
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.records.errors import ConfigurationError
 
-# Names of config.json's keys, the usual one first.
-_KEYS = {
-    "vocabulary_size": ("vocab_size",),
-    "width": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
-}
-_ANY_POSITION = 1 << 31  # context of models whose positions have no limit
 _OTHER_MODALITIES = ("audio_config", "audio_encoder", "speech_config", "vq_config")
 
 
@@ -32,41 +24,40 @@ _OTHER_MODALITIES = ("audio_config", "audio_encoder", "speech_config", "vq_confi
 class HubConfig:
     """Sizes of a model that transformers runs, under the names that `DecoderConfig` has for them."""
 
-    model_type: str
-    vocabulary_size: int
-    width: int
-    layers: int
-    max_positions: int
-    sizes: ModelSizes | None  # None: weights and heads aren't known from the folder's files
+    sizes: ModelSizes
+
+    @property
+    def model_type(self) -> str:
+        return self.sizes.model_type
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.sizes.vocabulary_size
+
+    @property
+    def width(self) -> int:
+        return self.sizes.width
+
+    @property
+    def layers(self) -> int:
+        return len(self.sizes.layers)
+
+    @property
+    def max_positions(self) -> int:
+        return self.sizes.max_positions
 
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> HubConfig:
-        """Read ``path/config.json``. Raises ConfigurationError for what the installed transformers can't run as a
-        language model, for code in the folder that isn't trusted, and for missing sizes."""
+        """Read ``path/config.json`` and the shapes of the folder's tensors. Raises ConfigurationError for what the
+        installed transformers can't run as a language model, for code in the folder that isn't trusted, and for missing
+        sizes."""
         folder = Path(path)
-        raw = read_json(folder / "config.json")
-        require_runnable(folder, raw, trust_remote_code)
-        text: Mapping[str, Any] = raw.get("text_config") or raw
-        found: dict[str, int] = {}
-        for field, names in _KEYS.items():
-            value = next((text[name] for name in names if text.get(name) is not None), None)
-            if value is None and field == "max_positions":
-                value = _ANY_POSITION
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(
-                    f"{folder / 'config.json'}: {names[0]} = {value!r}: a positive integer is needed"
-                )
-            found[field] = value
-        try:
-            sizes = sizes_of(folder)
-        except ConfigurationError:
-            sizes = None
-        return cls(model_type=str(raw.get("model_type")), sizes=sizes, **found)
+        require_runnable(folder, read_json(folder / "config.json"), trust_remote_code)
+        return cls(sizes=sizes_of(folder))
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens, as `DecoderConfig.flops` counts them;
         the recurrence of linear layers isn't counted. ``continues`` isn't supported."""
-        assert self.sizes is not None, "load_hub counts them where no file tells"
         tokens = sum(lengths)
         scores = sum(
             4 * layer.output * attended_pairs(length, layer.window)
@@ -78,7 +69,6 @@ class HubConfig:
 
     def product_flops(self, tokens: int, head_tokens: int) -> int:
         """The part of `flops` in products with weights: what their gradients cost as well."""
-        assert self.sizes is not None
         active = sum(layer.parameters - layer.idle for layer in self.sizes.layers)
         return 2 * active * tokens + 2 * self.vocabulary_size * self.width * head_tokens
 
@@ -96,19 +86,26 @@ def implementation_of(path: str | Path, wanted: Implementation | None) -> Implem
     return "headway" if known or "model_type" not in raw else "transformers"
 
 
-def read_config(
-    path: str | Path, wanted: Implementation | None = None, trust_remote_code: bool = False
-) -> DecoderConfig | HubConfig:
-    """Sizes of the model in folder ``path`` under its implementation. Raises ConfigurationError for what that can't
-    run."""
-    if implementation_of(path, wanted) == "transformers":
-        return HubConfig.from_pretrained(path, trust_remote_code)
+def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HubConfig:
+    """Sizes of the model in ``path`` (default: that of ``chosen``) under the run's implementation. Raises
+    ConfigurationError for what that can't run."""
+    path = path or chosen.path
+    if implementation_of(path, chosen.implementation) == "transformers":
+        return HubConfig.from_pretrained(path, chosen.trust_remote_code)
     try:
         return DecoderConfig.from_pretrained(path)
     except ConfigurationError as error:
-        if wanted is None and "not supported" in str(error):
+        if chosen.implementation is None and "not supported" in str(error):
             raise ConfigurationError(f"{error}; model.implementation = 'transformers' may run it") from None
         raise
+
+
+def require_decoder_config(config: DecoderConfig | HubConfig, what: str) -> DecoderConfig:
+    """``config``, which has to be of a model that the project's own decoder runs. Raises ConfigurationError that names
+    ``what`` needs it."""
+    if isinstance(config, HubConfig):
+        raise ConfigurationError(f"{what}: valid with a family of Headway's own; this model runs in transformers")
+    return config
 
 
 def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:

@@ -5,7 +5,6 @@ Shape suffixes: n packed tokens of all documents, d width, v vocabulary, b docum
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shutil
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from headway.models.hub.configuration import HubConfig
 from headway.models.kernels import UnpadDocuments
 from headway.models.loading import TOKENIZER_FILES, parse_dtype
 from headway.models.packed_model import PackedModel
-from headway.models.sizes import EXPERT_KEYS, LayerSizes, ModelSizes
 from headway.records.errors import ConfigurationError
 
 __all__ = ["HubConfig", "HubModel", "load_hub"]
@@ -165,8 +163,6 @@ def load_hub(
         module.requires_grad_(False)
         for part in (module.get_decoder(), module.get_output_embeddings()):
             part.requires_grad_(True)
-    if config.sizes is None:
-        config = dataclasses.replace(config, sizes=_counted(module, config))
     model = HubModel(module, config)
     _choose_packing(model)
     return model
@@ -211,43 +207,6 @@ def _require_files(folder: Path) -> None:
             )
     elif not any(folder.glob("*.safetensors")):
         raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
-
-
-def _counted(module: PreTrainedModel, config: HubConfig) -> ModelSizes:
-    """Sizes by counting the parameters of ``module``, spread over its layers alike."""
-    text = module.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    experts = next(filter(None, (getattr(text, key, 0) for key in EXPERT_KEYS)), 0)
-    each = getattr(text, "num_experts_per_tok", None) or experts
-    ends = (module.get_input_embeddings(), module.get_output_embeddings())
-    outer = {id(one.weight) for one in ends if one is not None}
-    inner = [(name, one.numel()) for name, one in module.get_decoder().named_parameters() if id(one) not in outer]
-    routed = sum(count for name, count in inner if ".experts." in name)
-    total, layers = sum(count for _, count in inner), config.layers
-    width = heads * (getattr(text, "head_dim", None) or config.width // heads)
-    layer = LayerSizes(
-        parameters=total // layers,
-        experts=routed // layers,
-        idle=routed * (experts - each) // experts // layers if experts else 0,
-        cached=2 * width,
-        joint=3 * width,
-        output=width,
-        normed=2 * width,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * config.width,
-    )
-    tied = len(outer) == 1
-    return ModelSizes(
-        model_type=config.model_type,
-        vocabulary_size=config.vocabulary_size,
-        width=config.width,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        max_positions=config.max_positions,
-        tied=tied,
-        routed=each if experts else 0,
-        outside=config.vocabulary_size * config.width * (1 if tied else 2),
-        layers=(layer,) * layers,
-    )
 
 
 @torch.no_grad()
