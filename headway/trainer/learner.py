@@ -19,13 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
 from headway.config.model import ModelConfig
 from headway.config.schema import TrainerConfig
-from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
 from headway.models.cpu import native
 from headway.models.loading import DTYPES, copy_weights, weights_of
-from headway.models.lora import Lora, base_of, use
-from headway.models.opening import open_model, require_decoder, save_opened
+from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
 from headway.models.packed_model import PackedModel
-from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
 from headway.trainer.adamw import AdamW
@@ -56,18 +53,8 @@ class Learner:
     ) -> None:
         """``seed``: of a new adapter's weights."""
         self._chosen, self._folder = chosen, chosen.path
-        if chosen.quantization is None:
-            self.model: PackedModel = open_model(chosen, torch.float32, device)
-        else:
-            self.model = load_frozen(chosen.path, chosen.quantization, device)
+        self.model, self.lora = open_policy(chosen, device, seed)
         self.model.checkpoints_layers = settings.gradient_checkpointing
-        self.lora: Lora | None = None
-        if chosen.adapter is not None:
-            decoder = require_decoder(self.model, "model.adapter").requires_grad_(False)
-            self.lora = open_adapter(chosen.path, decoder.config, chosen.adapter, seed=seed, device=device)
-            self.lora.quantization = chosen.quantization
-            self.lora.dropout.rate = chosen.adapter.dropout
-            use(decoder, self.lora.layers)
         self.reference: PackedModel | None = None
         self.device = device
         self.ranks = ranks
@@ -96,7 +83,7 @@ class Learner:
         """Load the frozen reference model of a KL penalty, in the forward pass's dtype; beside an adapter the model's
         own folder is the model without it. Raises ConfigurationError when its vocabulary size differs."""
         if self.lora is not None and Path(model_path) == Path(self._folder):
-            self.reference = base_of(require_decoder(self.model, "model.adapter"))
+            self.reference = without_adapter(self.model, self.lora)
             return
         reference = open_model(self._chosen, self.dtype, self.device, model_path)
         mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
@@ -192,22 +179,11 @@ class Learner:
         if self.lora is None:
             copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
         else:
-            found = load_adapter(path, self._folder, require_decoder(self.model, "model.adapter").config)
-            scales = {adapted.target.name: adapted.scale for adapted in self.lora.targets}
-            for its in found.targets:
-                if (mine := scales.get(its.target.name, its.scale)) != its.scale:
-                    name = its.target.name
-                    raise ConfigurationError(
-                        f"{path}: scaled by {its.scale:g} at {name}, the run's adapter by {mine:g}"
-                    )
-            self.lora.copy_weights(found.weights())
+            load_into(self.lora, self.model, path, self._folder)
 
     def save_weights(self, path: str | Path) -> None:
         """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""
-        if self.lora is None:
-            save_opened(self.model, path, self._folder)
-        else:
-            save_adapter(self.lora, path, self._folder)
+        save_opened(self.model, self.lora, path, self._folder)
 
     def optimiser_tensors(self) -> dict[str, Tensor]:
         """AdamW's state by parameter name; empty before the first step."""
@@ -224,7 +200,8 @@ class Learner:
         found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         found += [] if self.lora is None else list(self.lora.parameters.values())
         found += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return found + [value for state in self.optimiser.state.values() for value in state.values()]
+        found += [value for state in self.optimiser.state.values() for value in state.values()]
+        return list({id(tensor): tensor for tensor in found}.values())  # PEFT's matrices are the model's parameters too
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
