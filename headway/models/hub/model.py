@@ -156,6 +156,8 @@ def load_hub(
     config = HubConfig.from_pretrained(folder, trust_remote_code)
     _require_files(folder)
     module = _load(folder, wanted, trust_remote_code).to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    if module.base_model is module:
+        raise ConfigurationError(f"{folder}: {type(module).__name__} has no body apart from its head")
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if hasattr(module.config, "output_router_logits"):
         module.config.output_router_logits = False
