@@ -377,7 +377,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     dim = int(keys.get("head_dim") or width // heads)
     size = keys.any_of("moe_intermediate_size") * each or keys.any_of("intermediate_size") or 4 * width
     made = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
-    counts: dict[int, Counter[str]] = {index: Counter() for index in range(keys.count("num_hidden_layers"))}
+    counts: dict[int, Counter[str]] = {index: Counter(parameters=0) for index in range(keys.count("num_hidden_layers"))}
     outside = 0
     for name, shape in shapes.items():
         count, numbered = math.prod(shape), re.search(r"\.(\d+)\.", name)

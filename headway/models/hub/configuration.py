@@ -95,7 +95,7 @@ def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderC
     try:
         return DecoderConfig.from_pretrained(path)
     except ConfigurationError as error:
-        if chosen.implementation is None and "not supported" in str(error):
+        if chosen.implementation is None and "supported" in str(error):
             raise ConfigurationError(f"{error}; model.implementation = 'transformers' may run it") from None
         raise
 
@@ -126,6 +126,8 @@ def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bo
         )
     if other := next((key for key in _OTHER_MODALITIES if raw.get(key)), None):
         raise ConfigurationError(f"{file}: {other}: models of sound or that make images aren't supported; valid: text")
+    if raw.get("is_encoder_decoder"):
+        raise ConfigurationError(f"{file}: is_encoder_decoder = true isn't supported; valid: models that decode alone")
     if raw.get("auto_map") and trust_remote_code:
         return
     auto = Path(place.origin).parent / "models" / "auto"

@@ -54,8 +54,14 @@ class HubModel(PackedModel):
         super().__init__()
         self.module = module
         self.config: HubConfig = config
+        # What the module calls for hidden states, and makes logits of: some misname it to transformers.
+        body = module.base_model if module.base_model is not module else getattr(module, "model", None)
+        if body is None:
+            raise ConfigurationError(f"{type(module).__name__} has no body apart from its head: not supported")
+        self._body = (body,)  # in a tuple: its parameters are the module's
         self.packs = False
         self._checkpoints = False
+        self._padding_told = False
 
     @property
     def device(self) -> torch.device:
@@ -98,18 +104,22 @@ class HubModel(PackedModel):
             return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=everything)[0]
 
     def _by_rows(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
+        if not self._padding_told:
+            self._padding_told = True
+            share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
+            _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * share)
         rows = (ids_n[bucket.gather_bl].view(bucket.documents, bucket.length) for bucket in plan.buckets)
         outputs = [self._hidden(ids_bl).flatten(0, 1) for ids_bl in rows]
         return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
 
     def _hidden(self, ids_bl: Tensor, **more: Tensor) -> Tensor:
         """Hidden states [b, l, d] of rows of token ids, each a document; its padding, on the right, is seen by none."""
-        return self.module.base_model(input_ids=ids_bl, use_cache=False, **more)[0]
+        return self._body[0](input_ids=ids_bl, use_cache=False, **more)[0]
 
     def head(self, x_nd: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, d]: what the architecture makes of them, scales and soft caps included."""
         ids = torch.zeros(1, len(x_nd), dtype=torch.int64, device=x_nd.device)
-        with _given(self.module.base_model, x_nd[None]):
+        with _given(self._body[0], x_nd[None]):
             return self.module(input_ids=ids, use_cache=False).logits[0]
 
     def save(self, path: str | Path, source: str | Path | None = None) -> None:
@@ -156,8 +166,6 @@ def load_hub(
     config = HubConfig.from_pretrained(folder, trust_remote_code)
     _require_files(folder)
     module = _load(folder, wanted, trust_remote_code).to(torch.device(device))  # pyright: ignore[reportArgumentType]
-    if module.base_model is module:
-        raise ConfigurationError(f"{folder}: {type(module).__name__} has no body apart from its head")
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if hasattr(module.config, "output_router_logits"):
         module.config.output_router_logits = False

@@ -162,6 +162,7 @@ def test_an_architecture_without_an_attention_interface_has_a_document_a_row(
     ids = token_ids()
     expected, _ = alone(folder, ids)
     torch.testing.assert_close(logprobs(model(ids, LENGTHS)), expected, rtol=1e-4, atol=1e-4)
+    assert "7 % of the first micro-batch is padding" in caplog.text
 
 
 # --- what is refused -------------------------------------------------------------------------------------
@@ -199,9 +200,11 @@ def test_bad_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     refused(r"model_type = 'quux' is unknown to transformers \d+\..* was written by 9\.1")
     changed(folder, auto_map={"AutoConfig": "quux.QuuxConfig"})
     refused("auto_map: 'quux' needs Python code .* with your rights .* model.trust_remote_code = true")
-    changed(folder, auto_map=None, model_type="whisper")
-    refused("model_type = 'whisper': transformers has no language model of it")
-    changed(folder, model_type="phi", audio_config={"width": 3})
+    changed(folder, auto_map=None, model_type="clip")
+    refused("model_type = 'clip': transformers has no language model of it")
+    changed(folder, model_type="whisper", is_encoder_decoder=True)
+    refused("is_encoder_decoder = true isn't supported")
+    changed(folder, is_encoder_decoder=None, model_type="phi", audio_config={"width": 3})
     refused("audio_config: models of sound")
     changed(folder, audio_config=None, quantization_config={"bits": 4})
     refused("quantization_config")

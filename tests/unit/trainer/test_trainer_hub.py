@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 ADAPTER = {"rank": 4, "alpha": 8.0}
 
 
-def service(model: str, directory: Path, kind: type = TrainerService, **sections: Any) -> Any:
+def service(model: str, directory: Path, kind: type = TrainerService, /, **sections: Any) -> Any:
     return kind(Context, experiment=make_experiment(model, directory, **sections), run_id="test")
 
 
