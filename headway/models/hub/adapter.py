@@ -56,7 +56,7 @@ class HubAdapter:
         stored_metadata(Path(path), self._folder)
         mine = self._peft.peft_config["default"]
         with _refused(str(path)):
-            its = LoraConfig.from_pretrained(path)
+            its = LoraConfig.from_pretrained(str(path))
             tensors = load_file(Path(path) / WEIGHTS_FILE)
         if other := [key for key in _SCALING if getattr(its, key) != getattr(mine, key)]:
             raise ConfigurationError(

@@ -42,7 +42,7 @@ def packing(plan: AttentionPlan) -> Iterator[None]:
 
 
 class PackedMask:
-    """What a layer's queries see, for documents of ``plan``: what a model hands from its masks to its layers.
+    """The mask that a model hands to its layers: the keys that each query sees, for documents of ``plan``.
 
     ``sees``: transformers' function of batch, head, query and key index; None: all tokens before, plain causality.
     """

@@ -82,9 +82,10 @@ class HubModel(PackedModel):
         if value and not layers:
             name = self.config.model_type
             raise ConfigurationError(f"trainer.gradient_checkpointing = true: transformers' {name} can't; valid: false")
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in layers:
             layer.gradient_checkpointing = layer.training = value  # not its parts: dropout stays off
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            layer._gradient_checkpointing_func = again  # pyright: ignore[reportArgumentType]
         self._checkpoints = value
 
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
@@ -135,7 +136,7 @@ class HubModel(PackedModel):
 
 
 class _Given(BaseModelOutputWithPast):
-    """What a model's body returns, holding hidden states alone: every other part is None."""
+    """The output of a model's body, holding hidden states alone: every other part is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -171,7 +172,7 @@ def load_hub(
         module.config.output_router_logits = False
     if module.config.get_text_config() is not module.config:  # of a model that sees, the language model is trained
         module.requires_grad_(False)
-        for part in (module.get_decoder(), module.get_output_embeddings()):
+        for part in filter(None, (module.get_decoder(), module.get_output_embeddings())):
             part.requires_grad_(True)
     model = HubModel(module, config)
     _choose_packing(model)
@@ -190,7 +191,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
 
         text = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
         kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
-        module, told = kind.from_pretrained(folder, output_loading_info=True, **keys)
+        module, told = kind.from_pretrained(folder, output_loading_info=True, **keys)  # pyright: ignore[reportGeneralTypeIssues]
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError, TypeError) as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigurationError(f"{folder}: transformers can't load it: {' '.join(first[:4])}") from error
