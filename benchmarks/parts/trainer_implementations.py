@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.algorithms.samples import lay_out
-from headway.models.configuration import DecoderConfig, ExpertMixture
+from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.families import BY_NAME
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model
@@ -23,13 +23,19 @@ def configuration(family: str, quick: bool) -> DecoderConfig:
     """About 2.4 M weights, those of experts not counted; tiny if ``quick``."""
     row, width = BY_NAME[family], 32 if quick else 256
     keys: dict[str, Any] = {}
+    layers = 2 if quick else 4
+    if isinstance(row.windowed, int):
+        covered = tuple(index for index in range(layers) if (index + 1) % row.windowed)
+        keys["window"] = SlidingWindow(tokens=64, layers=covered)
+    if row.local_rope:
+        keys["local_rope_theta"] = 10_000.0
     if row.experts is not None:
         keys["mixture"] = ExpertMixture(experts=8, per_token=2, intermediate=width)
     return DecoderConfig(
         architecture=row.architecture,
         vocabulary_size=512,
         width=width,
-        layers=2 if quick else 4,
+        layers=layers,
         heads=4,
         kv_heads=2,
         head_dim=width // 4,

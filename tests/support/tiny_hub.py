@@ -37,6 +37,7 @@ PACKED: dict[str, dict[str, Any]] = {
         n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, num_key_value_heads=4, **_EXPERTS,
     ),
     "Cohere2": dict(sliding_window=16, layer_types=_BOTH, logit_scale=0.3),
+    "GPT2": {},  # learned positions
     "StableLm": dict(partial_rotary_factor=0.5),
     "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
     "Llama4Text": dict(
@@ -77,8 +78,8 @@ def make_hub_model(folder: Path, kind: str, **changes: Any) -> str:
 
     options = {**SIZES, **(PACKED | ONE_A_ROW)[kind], **changes}
     config = getattr(transformers, f"{kind}Config")(**options)
-    name = {"Llama4Text": "Llama4"}.get(kind, kind)
-    randomise(getattr(transformers, f"{name}ForCausalLM")(config)).save_pretrained(folder)
+    name = {"Llama4Text": "Llama4ForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
+    randomise(getattr(transformers, name)(config)).save_pretrained(folder)
     return str(folder)
 
 

@@ -75,15 +75,14 @@ class HubConfig:
 
 def implementation_of(path: str | Path, wanted: Implementation | None) -> Implementation:
     """The implementation of the model in folder ``path``: ``wanted``, by default the project's own where it has a row
-    for the architecture. Raises ConfigurationError for a folder without a readable config.json."""
+    for the architecture, or no type is named that transformers could know. Raises ConfigurationError for a folder
+    without a readable config.json."""
     if wanted is not None:
         return wanted
     raw = read_json(Path(path) / "config.json")
-    named = raw.get("architectures")
-    if named:
-        return "headway" if any(name in FAMILIES for name in named) else "transformers"
-    known = any(row.model_type == raw.get("model_type") for row in FAMILIES.values())
-    return "headway" if known or "model_type" not in raw else "transformers"
+    kind, named = raw.get("model_type"), raw.get("architectures") or ()
+    ours = any(row.architecture in named or (not named and row.model_type == kind) for row in FAMILIES.values())
+    return "headway" if ours or kind is None else "transformers"
 
 
 def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HubConfig:

@@ -242,7 +242,11 @@ def _why_not(model: HubModel) -> str:
     generator = torch.Generator().manual_seed(0)
     lengths = [min(one, model.config.max_positions) for one in _PROBE_TOKENS]
     ids_n = torch.randint(model.config.vocabulary_size, (sum(lengths),), generator=generator).to(model.device)
-    alone_nd = torch.cat([model._hidden(ids[None])[0] for ids in ids_n.split(lengths)])
+    try:
+        alone_nd = torch.cat([model._hidden(ids[None])[0] for ids in ids_n.split(lengths)])
+    except Exception as error:
+        name, reason = type(module).__name__, f"{type(error).__name__}: {str(error).strip()[:200]}"
+        raise ConfigurationError(f"transformers' {name} computes nothing from this folder: {reason}") from error
     try:
         module.set_attn_implementation(PACKED[plain])
         packed_nd = model._packed(ids_n, AttentionPlan.build(lengths, model.device))

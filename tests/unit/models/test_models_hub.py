@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_models_families import CASES, reference
+from test_models_families import CASES, random_decoder, reference, small
 from tiny_hub import ONE_A_ROW, PACKED, VOCABULARY, make_hub_model, make_seeing_model
 
 from headway.config.model import ModelConfig
@@ -55,6 +55,19 @@ def largest_difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return max(float((mine[name] - one).abs().max()) for name, one in theirs.items()) / largest
 
 
+def kept_values(model: HubModel, ids: torch.Tensor) -> int:
+    """Count of the values that the backward of a forward pass keeps."""
+    sizes: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.forward_packed(ids, LENGTHS)
+    return sum(sizes)
+
+
 @pytest.mark.parametrize("kind", [*PACKED, *ONE_A_ROW])
 def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> None:
     folder = make_hub_model(tmp_path / "m", kind)
@@ -69,7 +82,9 @@ def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> No
     assert largest_difference(mine, theirs) < 1e-4
 
     model.zero_grad()
+    whole = kept_values(model, ids)
     model.checkpoints_layers = True
+    assert kept_values(model, ids) < whole / 2
     assert largest_difference(pulled_back(logprobs(model(ids, LENGTHS)), model.module), mine) < 1e-5
     assert not model.module.training
 
@@ -214,6 +229,12 @@ def test_bad_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     changed(folder, vocab_size=VOCABULARY, num_hidden_layers=3)
     with pytest.raises(ConfigurationError, match=r"missing keys: model\.layers\.2"):
         load_hub(folder, "float32", "cpu")
+
+
+def test_a_model_whose_forward_pass_fails_is_refused(tmp_path: Path) -> None:
+    save_model(random_decoder(small("gemma2")), tmp_path / "m")  # without a window, which transformers insists on
+    with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM computes nothing from this folder: ValueError"):
+        load_hub(tmp_path / "m", "float32", "cpu")
 
 
 def test_half_of_the_shards_is_refused(tmp_path: Path) -> None:
