@@ -14,6 +14,9 @@
 3. Trees. The same of an agent's rollouts, whose branches share the turns before them: a trunk of 8 turns, and after
    each but the last a branch of one more. `tree_over_apart` is the speed-up, `tree_bound` the ratio of FLOP computed,
    `tree_speedup` the smallest quotient of the two, at least 0.7.
+4. Every family by both implementations, float32, the same batch (16 documents of 32 to 256 tokens) without shared
+   prompts. `transformers_over_headway`: median over rounds of the speeds' ratio; the seconds of forward, backward and
+   the rest of a step (losses, gradient norm, AdamW) say where they part.
 
 Runs once on one core and once on two (as many as there are); bfloat16 only where the processor computes it faster than
 float32 (without bfloat16 instructions it takes hundreds of times as long). Last line: one JSON object.
@@ -37,6 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from parts.trainer_implementations import implementations
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -109,12 +113,17 @@ def write_model(size: Model, folder: Path) -> DecoderConfig:
 
 
 def trainer(
-    folder: Path, dtype: str, micro_batch_tokens: int, shared_prefix: bool = True, **more: Any
+    folder: Path,
+    dtype: str,
+    micro_batch_tokens: int,
+    shared_prefix: bool = True,
+    model: dict[str, Any] | None = None,
+    **more: Any,
 ) -> TrainerService:
     keys = {"dtype": dtype, "learning_rate": 1e-4, "micro_batch_tokens": micro_batch_tokens}
     experiment = {
         "run": {"directory": str(folder / "run")},
-        "model": {"path": str(folder)},
+        "model": model or {"path": str(folder)},
         "tasks": {"train": {"path": "unused.jsonl"}},
         "trainer": {**keys, "shared_prefix": shared_prefix, **more},
     }
@@ -304,7 +313,7 @@ def measure(threads: int, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(threads)
     models, prompts = (QUICK, QUICK_PROMPTS) if quick else (MODELS, PROMPTS)
     chosen = dtypes()
-    found: dict[str, Any] = {"plain": {}, "sharing": {}, "trees": {}}
+    found: dict[str, Any] = {"plain": {}, "sharing": {}, "trees": {}, "implementations": {}}
     for name, size in models.items():
         for dtype in chosen:
             row = found["plain"][f"{name} {dtype} {threads}"] = against_plain(size, dtype)
@@ -331,6 +340,26 @@ def measure(threads: int, quick: bool) -> dict[str, Any]:
         row = sharing(size, dtype, lambda step: agent(step, size.vocabulary, members, **lengths), AGENT_BUDGET, rounds)
         found["trees"][f"agent {dtype} {threads}"] = row
         show_sharing(f"agent's branches {dtype:8} {threads} thread(s), {members} rollouts, {lengths}", row)
+    random = np.random.default_rng(0)
+    documents = (random.integers(4, 9, 16) if quick else random.integers(32, 257, 16)).tolist()
+    rows = implementations(
+        lambda folder, **keys: trainer(folder, "float32", sum(documents) + 16, False, **keys),
+        lambda number: batch(number, 16, 1, 1, documents, 512),
+        seconds,
+        2 if quick else 5,
+        quick,
+    )
+    for family, row in rows:
+        found["implementations"][f"{family} {threads}"] = row
+        ratio, parts = row["speed"], row["seconds"]
+        print(
+            f"{family:9} {threads} thread(s): transformers {ratio['median']:.2f} times as fast as Headway's own "
+            f"({ratio['min']:.2f} to {ratio['max']:.2f}); seconds of theirs / ours: "
+            + ", ".join(
+                f"{name} {parts['transformers'][name]:.3f} / {parts['headway'][name]:.3f}" for name in parts["headway"]
+            ),
+            flush=True,
+        )
     return found
 
 
@@ -385,6 +414,9 @@ def main() -> None:
         "tree_bound": {name: round(row["bound"], 3) for name, row in trees.items()},
         "tree_speedup": round(min(row["of_bound"] for row in trees.values()), 3),
         "gradient_difference_max": max(exact),
+        "transformers_over_headway": {
+            name: round(row["speed"]["median"], 3) for part in found for name, row in part["implementations"].items()
+        },
     }
     print(json.dumps(result))
 

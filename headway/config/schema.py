@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from headway.config.adapter import AdapterConfig, Quantization
 from headway.config.alerts import AlertsConfig
 from headway.config.buffer import BufferConfig
 from headway.config.cluster import ClusterConfig
@@ -18,6 +17,7 @@ from headway.config.control import ControlConfig
 from headway.config.curriculum import CurriculumConfig
 from headway.config.endpoint import EndpointConfig, EnvironmentConfig
 from headway.config.hooks import HooksConfig
+from headway.config.model import ModelConfig
 from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterConfig
@@ -77,22 +77,6 @@ class RunConfig(Section):
     stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable
     # Tune: "restart" or "end" for runs that nobody watches
     on_stall: Literal["warn", "restart", "end"] = "warn"  # what follows a stall: restart the worker, or end resumable
-
-
-class ModelConfig(Section):
-    path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
-    # Tune: "chat" for models that were tuned on conversations, and for tools; "raw" for base models
-    template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
-    reference: str = ""  # folder of the model a KL penalty holds on to; default: path
-    # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
-    adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
-    quantization: Quantization | None = None  # of the weights beside an adapter: NF4 or a dynamic 8-bit type
-
-    @model_validator(mode="after")
-    def _frozen_if_quantized(self) -> ModelConfig:
-        if self.quantization is not None and self.adapter is None:
-            raise ValueError(f"quantization = {self.quantization!r} without model.adapter: codes can't be trained")
-        return self
 
 
 class TasksConfig(Section):

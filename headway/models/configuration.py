@@ -291,7 +291,7 @@ class DecoderConfig:
         tokens = sum(lengths)
         before = prefix_lengths(lengths, continues or [-1] * len(lengths))
         pairs = sum(
-            count * (_pairs(first + n, window) - _pairs(first, window))
+            count * (attended_pairs(first + n, window) - attended_pairs(first, window))
             for window, count in self._layers_by_window.items()
             for first, n in zip(before, lengths, strict=True)
         )
@@ -334,7 +334,7 @@ def prefix_lengths(lengths: Sequence[int], continues: Sequence[int]) -> list[int
     return found
 
 
-def _pairs(length: int, window: int | None) -> int:
+def attended_pairs(length: int, window: int | None) -> int:
     """Number of (query, key) pairs in a causal document of ``length`` tokens."""
     reach = length if window is None else min(length, window)
     return reach * (reach + 1) // 2 + (length - reach) * reach

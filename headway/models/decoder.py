@@ -18,6 +18,7 @@ from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import DecoderConfig
 from headway.models.experts import ExpertReplay, LayerAdapter, mix, mix_in_fixed_shapes, route
 from headway.models.kernels import GATED, linear, norm_rotate, rms_norm, with_offset
+from headway.models.packed_model import PackedModel
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
@@ -119,7 +120,7 @@ class DecoderLayer(nn.Module):
         return self.finish(x_nd, attention_nhd, replay)
 
 
-class Decoder(nn.Module):
+class Decoder(PackedModel):
     """A causal language model. Parameters are uninitialised until `loading` or `initialise` fills them.
 
     A tied head has no parameter of its own: it *is* ``embedding_weight``, so no copy, cast or update can part them.
@@ -129,8 +130,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
-        self.checkpoints_layers = False  # gradient checkpointing: a layer is computed again in the backward
+        self.config: DecoderConfig = config
+        self.checkpoints_layers = False
         self.embedding_weight = nn.Parameter(torch.empty(config.vocabulary_size, config.width))
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.final_norm = nn.Parameter(torch.ones(config.width))
@@ -204,7 +205,3 @@ class Decoder(nn.Module):
             else:
                 x_nd = layer(x_nd, cos, sin, plan, own)
         return x_nd
-
-    def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
-        """Logits [N, V] of documents laid end to end."""
-        return self.head(self.forward_packed(ids_n, lengths))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.models.configuration import DecoderConfig, read_json
 from headway.models.decoder import Decoder
@@ -155,12 +155,12 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
                 shutil.copyfile(file, folder / name)
 
 
-def weights_of(model: Decoder) -> dict[str, Tensor]:
-    """Every parameter once, by the decoder's own names, without copying: the weights that are published."""
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once, by the model's own names, without copying: the weights that are published."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def copy_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite the parameters in place from what `weights_of` gave, casting to the model's dtype and device.
 
     All names and shapes are checked before anything is written. Raises ConfigurationError when they differ.
@@ -171,7 +171,7 @@ def copy_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def adopt_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> bool:
+def adopt_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     """Take over ``tensors`` without copying where they have the model's dtype and device, else copy as `copy_weights`.
 
     True: the tensors have become the parameters and must not be changed by the caller.
@@ -185,7 +185,7 @@ def adopt_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _checked(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _checked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's parameters by name. Raises ConfigurationError unless ``tensors`` have their names and shapes."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if parameters.keys() != tensors.keys():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.models.hub.configuration import implementation_of
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import ExpertRouting
 
@@ -23,13 +24,19 @@ def replayed_routing(experiment: Experiment) -> ExpertRouting | None:
     wanted = experiment.algorithm.routing_replay
     if wanted == "off" or (wanted == "auto" and experiment.generator.engine != "torch"):
         return None
+    path = experiment.model.path
     try:
-        routing = DecoderConfig.from_pretrained(Path(experiment.model.path)).routing
+        if implementation_of(path, experiment.model.implementation) == "transformers":
+            if wanted == "on":
+                raise ConfigurationError(
+                    "algorithm.routing_replay = 'on': a model that runs in transformers can't; valid: 'auto', 'off'"
+                )
+            return None
+        routing = DecoderConfig.from_pretrained(Path(path)).routing
     except ConfigurationError:
         if wanted == "on":
             raise
         return None  # what is wrong with the model is said where it is loaded
     if routing is None and wanted == "on":
-        path = experiment.model.path
         raise ConfigurationError(f"algorithm.routing_replay = 'on': {path} has no experts; valid: 'auto', 'off'")
     return routing

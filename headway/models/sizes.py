@@ -22,6 +22,14 @@ from headway.models.size_rules import RULES, SizeRules
 from headway.records.errors import ConfigurationError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Keys by their usual name -> what older architectures call them.
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+}
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KINDS = {
     _FULL: _FULL, "attention": _FULL, "*": _FULL, "indexed_attention": _FULL, _WINDOWED: _WINDOWED,
@@ -136,7 +144,8 @@ def sizes_of(folder: str | Path) -> ModelSizes:
     try:
         if _model_type(raw) in RULES or not (files := sorted(Path(folder).glob("*.safetensors"))):
             return sizes_from(raw)
-        return sizes_of_shapes(raw, _shapes(files))
+        text = {**raw, **raw["text_config"]} if raw.get("text_config") else raw  # the language model in one that sees
+        return sizes_of_shapes({**text, "model_type": raw.get("model_type")}, _shapes(files))
     except ConfigurationError as error:
         raise ConfigurationError(f"{file}: {error}") from None
 
@@ -350,8 +359,12 @@ def _experts(keys: _Keys, rules: SizeRules) -> dict[str, int]:
 
 def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> ModelSizes:
     """Sizes of any architecture by the ``shapes`` of its tensors (name -> shape), layers being those that names number;
-    what they don't say from config.json: experts of a token, heads."""
+    what they don't say from config.json: experts of a token, heads. Where no tensor makes keys alone, every layer is
+    taken to cache them; what reads images counts as outside of the layers."""
     keys = _Keys(raw, {})
+    for usual, others in _OTHER_NAMES.items():
+        if usual not in keys and (name := next((name for name in others if name in keys), None)):
+            keys[usual] = keys[name]
     if "quantization_config" in keys:
         raise ConfigurationError("quantization_config: of quantised tensors shapes don't tell the number of weights")
     experts, each = keys.any_of(*_EXPERTS), keys.any_of("num_experts_per_tok")
@@ -362,13 +375,13 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     kv_heads, vocabulary = keys.any_of("num_key_value_heads") or heads, keys.count("vocab_size")
     dim = int(keys.get("head_dim") or width // heads)
-    size = keys.any_of("moe_intermediate_size") * each or keys.count("intermediate_size")
+    size = keys.any_of("moe_intermediate_size") * each or keys.any_of("intermediate_size") or 4 * width
     made = {"joint": (heads + 2 * kv_heads) * dim, "output": heads * dim, "normed": (heads + kv_heads) * dim}
-    counts: dict[int, Counter[str]] = {index: Counter() for index in range(keys.count("num_hidden_layers"))}
+    counts: dict[int, Counter[str]] = {index: Counter(parameters=0) for index in range(keys.count("num_hidden_layers"))}
     outside = 0
     for name, shape in shapes.items():
         count, numbered = math.prod(shape), re.search(r"\.(\d+)\.", name)
-        if numbered is None or int(numbered[1]) not in counts:
+        if numbered is None or int(numbered[1]) not in counts or "visual" in name or "vision" in name:
             outside += count
             continue
         own = counts[int(numbered[1])]
@@ -378,7 +391,8 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight")):
             own["cached"] += shape[0]
     if not any(own["cached"] for own in counts.values()):
-        raise ConfigurationError(f"model_type = {raw.get('model_type')!r}: no tensor k_proj tells what is cached")
+        for own in counts.values():
+            own["cached"] = 2 * kv_heads * dim
     return ModelSizes(
         model_type=str(raw.get("model_type")),
         vocabulary_size=vocabulary,
@@ -386,7 +400,7 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         heads=heads,
         kv_heads=1 if any("kv_a_proj" in name for name in shapes) else kv_heads,
         max_positions=int(keys.get("max_position_embeddings", 1 << 31)),
-        tied=outside < 2 * vocabulary * width,
+        tied=sum(list(shape) == [vocabulary, width] for shape in shapes.values()) < 2,
         routed=each if experts else 0,
         outside=outside,
         layers=tuple(LayerSizes(**own, **made, intermediate=size) for own in counts.values()),

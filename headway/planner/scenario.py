@@ -10,12 +10,12 @@ from pydantic import Field, field_validator, model_validator
 
 from headway.config import endpoint
 from headway.config.load import load_file
+from headway.config.model import ModelConfig
 from headway.config.schema import (
     CheckpointConfig,
     EvaluationConfig,
     Experiment,
     LedgerConfig,
-    ModelConfig,
     RunConfig,
     TasksConfig,
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.config.adapter import AdapterConfig
 from headway.config.load import overridden, validate_experiment
+from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
@@ -25,6 +26,7 @@ from headway.generator.recording.recorder import Recorder
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
+from headway.models.hub.configuration import read_config
 from headway.models.routing import without_replay
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.clients import Watch
@@ -84,7 +86,7 @@ def serving_of(
 ) -> Serving:
     """Settings from the command's arguments; ``adapters``: NAME=FOLDER. Raises ConfigurationError: no such model or
     adapter, an address that other machines reach without keys, a file without any."""
-    most = DecoderConfig.from_pretrained(Path(model)).max_positions
+    most = read_config(ModelConfig(path=model)).max_positions
     wanted = context_tokens or min(most, _CONTEXT_TOKENS)
     if not 2 <= wanted <= most:
         raise ConfigurationError(f"--context {wanted}: valid are 2 to {most}, the context of {model}")

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
-from headway.config.schema import ModelConfig, TrainerConfig
-from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
+from headway.config.model import ModelConfig
+from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
 from headway.models.hidden_states import HiddenStates
-from headway.models.loading import DTYPES, copy_weights, load_model, save_model, weights_of
-from headway.models.lora import Lora, base_of, use
-from headway.models.quantization import load_frozen
+from headway.models.loading import DTYPES, copy_weights, weights_of
+from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
+from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, ProbeScores
 from headway.records.tokens import EXPERTS
@@ -57,20 +57,10 @@ class Learner:
         self, chosen: ModelConfig, settings: TrainerConfig, device: torch.device, ranks: Ranks, seed: int = 0
     ) -> None:
         """``seed``: of a new adapter's weights."""
-        self._folder = chosen.path
-        if chosen.quantization is None:
-            self.model: Decoder = load_model(chosen.path, torch.float32, device)
-        else:
-            self.model = load_frozen(chosen.path, chosen.quantization, device)
+        self._chosen, self._folder = chosen, chosen.path
+        self.model, self.lora = open_policy(chosen, device, seed)
         self.model.checkpoints_layers = settings.gradient_checkpointing
-        self.lora: Lora | None = None
-        if chosen.adapter is not None:
-            self.model.requires_grad_(False)
-            self.lora = open_adapter(chosen.path, self.model.config, chosen.adapter, seed=seed, device=device)
-            self.lora.quantization = chosen.quantization
-            self.lora.dropout.rate = chosen.adapter.dropout
-            use(self.model, self.lora.layers)
-        self.reference: Decoder | None = None
+        self.reference: PackedModel | None = None
         self.replays = False  # experts that a batch has for the model in training are chosen again
         self.expert_counts: list[int] = [0, 0, 0]  # `ExpertReplay.counts` of the last forward pass, all layers together
         self.device = device
@@ -83,19 +73,26 @@ class Learner:
         self.optimiser = AdamW(self.parameters)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters()) if self.lora is None else self.lora.parameters
+        if self.lora is not None:
+            return self.lora.parameters
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are trained, and published, by name and without copying."""
-        return {name: parameter.detach() for name, parameter in self._trained().items()}
+        """The weights that are published, the model's or its adapter's, by name and without copying."""
+        return weights_of(self.model) if self.lora is None else self.lora.weights()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples may share a prefix in a micro-batch: every model that computes it can."""
+        return all(one.shares_prefixes for one in (self.model, self.reference) if one is not None)
 
     def load_reference(self, model_path: str | Path) -> None:
         """Load the frozen reference model of a KL penalty, in the forward pass's dtype; beside an adapter the model's
         own folder is the model without it. Raises ConfigurationError when its vocabulary size differs."""
         if self.lora is not None and Path(model_path) == Path(self._folder):
-            self.reference = base_of(self.model)
+            self.reference = without_adapter(self.model, self.lora)
             return
-        reference = load_model(model_path, self.dtype, self.device)
+        reference = open_model(self._chosen, self.dtype, self.device, model_path)
         mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
         if mine != its:
             raise ConfigurationError(
@@ -105,7 +102,7 @@ class Learner:
         self.reference = reference.requires_grad_(False)
 
     def logprobs(
-        self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: Decoder | None = None
+        self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
     ) -> tuple[Tensor, Tensor]:
         """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without) under
         ``model`` (default: the one in training, whose routers choose the batch's recorded experts where it
@@ -119,6 +116,7 @@ class Learner:
             if replay is None:
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             else:
+                assert isinstance(chosen, Decoder)
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
                 self.expert_counts = replay.counts.sum(0).tolist()
             return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
@@ -138,7 +136,9 @@ class Learner:
 
     def _replay(self, batch: MicroBatchArrays) -> ExpertReplay | None:
         rows, self.expert_counts = batch.token_rows.get(EXPERTS), [0, 0, 0]
-        if not self.replays or rows is None or (routing := self.model.config.routing) is None:
+        if not self.replays or rows is None or not isinstance(self.model, Decoder):
+            return None
+        if (routing := self.model.config.routing) is None:
             return None
         if fault := routing.fault(rows):
             raise ExpertsMismatch(f"recorded experts: {fault}; algorithm.routing_replay = false trains without them")
@@ -150,7 +150,7 @@ class Learner:
         with native.using(self._kernels):  # checkpointed layers must be recomputed as they were computed
             loss.backward()
 
-    def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
+    def flops(self, batch: MicroBatchArrays, model: PackedModel | None = None) -> float:
         """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one in training). Shared
         prefixes count once; recomputation by gradient checkpointing isn't counted."""
         config = (model or self.model).config
@@ -215,24 +215,13 @@ class Learner:
         """Overwrite the weights with those of a folder that `save_weights` wrote, or any model folder, or any adapter's
         beside the same base; the optimiser keeps its state. Raises ConfigurationError before anything is changed."""
         if self.lora is None:
-            copy_weights(self.model, weights_of(load_model(path, torch.float32, self.device)))
+            copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
         else:
-            found = load_adapter(path, self._folder, self.model.config)
-            scales = {adapted.target.name: adapted.scale for adapted in self.lora.targets}
-            for its in found.targets:
-                if (mine := scales.get(its.target.name, its.scale)) != its.scale:
-                    name = its.target.name
-                    raise ConfigurationError(
-                        f"{path}: scaled by {its.scale:g} at {name}, the run's adapter by {mine:g}"
-                    )
-            self.lora.copy_weights(found.weights())
+            load_into(self.lora, self.model, path, self._folder)
 
     def save_weights(self, path: str | Path) -> None:
         """Write a model folder with its tokenizer, or the adapter alone. Not atomic."""
-        if self.lora is None:
-            save_model(self.model, path, self._folder)
-        else:
-            save_adapter(self.lora, path, self._folder)
+        save_opened(self.model, self.lora, path, self._folder)
 
     def optimiser_tensors(self) -> dict[str, Tensor]:
         """AdamW's state by parameter name; empty before the first step."""
@@ -249,7 +238,8 @@ class Learner:
         found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         found += [] if self.lora is None else list(self.lora.parameters.values())
         found += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return found + [value for state in self.optimiser.state.values() for value in state.values()]
+        found += [value for state in self.optimiser.state.values() for value in state.values()]
+        return list({id(tensor): tensor for tensor in found}.values())  # PEFT's matrices are the model's parameters too
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
@@ -272,7 +262,7 @@ class Learner:
 
 
 def token_logprobs(
-    model: Decoder, hidden_md: Tensor, targets_m: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS
+    model: PackedModel, hidden_md: Tensor, targets_m: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d].
 

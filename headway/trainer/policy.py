@@ -30,7 +30,7 @@ from headway.algorithms.samples import (
 )
 from headway.algorithms.shared_packing import pack_trees
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
-from headway.models.decoder import Decoder
+from headway.models.packed_model import PackedModel
 from headway.models.routing import replayed_routing
 from headway.records.errors import StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
@@ -333,7 +333,7 @@ class PolicyGradient:
             keep_m=self._tensor(prepared.keep_n[at]),
         )
 
-    def _logprobs_of_batch(self, arrays: SampleArrays, model: Decoder, progress: Progress) -> np.ndarray:
+    def _logprobs_of_batch(self, arrays: SampleArrays, model: PackedModel, progress: Progress) -> np.ndarray:
         """[N] log-probabilities of the loss tokens under ``model``, without gradient."""
         logprobs_n = np.zeros(arrays.tokens, np.float32)
         with torch.no_grad():
@@ -349,7 +349,8 @@ class PolicyGradient:
         lengths = input_lengths(arrays)[minibatch]
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
         ranks, settings = self.learner.ranks, self.trainer
-        tree = prefix_tree(arrays, minibatch) if settings.shared_prefix else PrefixTree.apart(lengths)
+        sharing = settings.shared_prefix and self.learner.shares_prefixes
+        tree = prefix_tree(arrays, minibatch) if sharing else PrefixTree.apart(lengths)
         if settings.packing == "fixed":
             assert settings.micro_batch_samples is not None, "the configuration is refused without it"
             plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)

@@ -40,3 +40,5 @@ def test_quick_run_prints_its_ratios_and_equal_gradients() -> None:
     assert result["tree_bound"]["agent float32 1"] > 1.5
     assert result["tree_speedup"] > 0
     assert result["gradient_difference_max"] < 1e-5
+    assert len(result["transformers_over_headway"]) == 9
+    assert min(result["transformers_over_headway"].values()) > 0

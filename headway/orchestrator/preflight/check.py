@@ -16,6 +16,7 @@ from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
+from headway.models.hub.configuration import HubConfig, read_config, require_decoder_config
 from headway.models.sizes import sizes_of
 from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
@@ -46,7 +47,7 @@ class _Inputs:
 
     experiment: Experiment
     resume: bool
-    model: DecoderConfig | None = None
+    model: DecoderConfig | HubConfig | None = None
     tokenizer: Tokenizer | None = None
     tasks: dict[str, list[Task]] | None = None  # split -> tasks
 
@@ -95,7 +96,7 @@ _LOWEST_ADAPTER_RATE = 3e-5
 def _model(inputs: _Inputs, findings: Findings) -> None:
     folder = Path(inputs.experiment.model.path)
     with findings.refused("model.path"):
-        inputs.model = DecoderConfig.from_pretrained(folder)
+        inputs.model = read_config(inputs.experiment.model)
     if inputs.model is None:
         return
     if not any(folder.glob("*.safetensors")):
@@ -117,7 +118,7 @@ def _reference(inputs: _Inputs, findings: Findings) -> None:
         findings.warning("model.reference", "has no effect without algorithm.kl_coefficient")
         return
     with findings.refused("model.reference"):
-        size = DecoderConfig.from_pretrained(Path(folder)).vocabulary_size
+        size = read_config(inputs.experiment.model, folder).vocabulary_size
         if inputs.model is not None and size != inputs.model.vocabulary_size:
             known = f"the model one of {inputs.model.vocabulary_size}"
             findings.error("model.reference", f"{folder} has a vocabulary of {size}, {known}: they must be equal")
@@ -128,7 +129,7 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
     if adapter is None or inputs.model is None:
         return
     with findings.refused("model.adapter"):
-        adapted_targets(inputs.model, adapter)
+        adapted_targets(require_decoder_config(inputs.model, "model.adapter"), adapter)
         if adapter.path:
             stored_metadata(Path(adapter.path), inputs.experiment.model.path)
     if adapter.dropout:

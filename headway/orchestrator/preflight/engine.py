@@ -5,18 +5,19 @@ from __future__ import annotations
 from headway.config.engines import cpu_refused, engine_missing
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.models.hub.configuration import HubConfig
 from headway.models.routing import replayed_routing
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 
 
-def engine_findings(experiment: Experiment, model: DecoderConfig | None) -> Findings:
+def engine_findings(experiment: Experiment, model: DecoderConfig | HubConfig | None) -> Findings:
     """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
     findings, generator = Findings(), experiment.generator
     if missing := engine_missing(generator.engine):
         findings.error("generator.engine", missing)
-    if model is not None:
+    if isinstance(model, DecoderConfig):
         mixture = model.mixture is not None and experiment.model.adapter is not None
         if refused := cpu_refused(generator.engine, generator.devices, model.head_dim, mixture):
             findings.error("generator.engine", refused)

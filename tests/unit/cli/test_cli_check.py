@@ -110,6 +110,19 @@ def test_an_unsupported_architecture(setup: Setup) -> None:
     assert "MambaForCausalLM" in setup.messages()["model.path"]
 
 
+def test_a_model_that_transformers_runs(setup: Setup) -> None:
+    file = setup.model / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}))
+    assert setup.find() == []
+    longer = setup.messages(rollout={"max_response_tokens": 5000})
+    assert "beyond the model's context of 1024 tokens" in longer["rollout.max_response_tokens"]
+    adapted = setup.messages(model={"path": str(setup.model), "adapter": {"rank": 4, "alpha": 8}})
+    assert "valid with a family of Headway's own" in adapted["model.adapter"]
+    file.write_text(json.dumps({**config, "architectures": ["Quux"], "model_type": "quux"}))
+    assert "model_type = 'quux' is unknown to transformers" in setup.messages()["model.path"]
+
+
 def test_a_reference_model_that_does_not_fit(setup: Setup) -> None:
     penalty = {"kl_coefficient": 0.1}
     assert setup.find(model={"reference": str(setup.model)}, algorithm=penalty) == []

@@ -9,7 +9,7 @@ import torch
 from test_models_families import MIXTURE, random_decoder, small
 from test_models_lora import adapter_for, loss_of
 
-from headway.config.schema import ModelConfig
+from headway.config.model import ModelConfig
 from headway.models.loading import load_model, save_model
 from headway.models.lora import use
 from headway.models.quantization import load_frozen, load_sampled

@@ -1,0 +1,41 @@
+"""`[model]`: the model that is trained, and what runs it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from headway.config.adapter import AdapterConfig, Quantization
+from headway.config.section import Section
+
+Implementation = Literal["headway", "transformers"]
+
+
+class ModelConfig(Section):
+    path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
+    # Tune: "chat" for models that were tuned on conversations, and for tools; "raw" for base models
+    template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
+    reference: str = ""  # folder of the model a KL penalty holds on to; default: path
+    # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
+    adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
+    quantization: Quantization | None = None  # of the weights beside an adapter: NF4 or a dynamic 8-bit type
+    # Tune: leave it unset; "transformers" for a family whose config.json has what Headway's own doesn't compute
+    implementation: Implementation | None = None  # unset: Headway's own where it has the family: docs/models.md
+    trust_remote_code: bool = False  # with transformers: code that lies in the model's folder is run, with your rights
+
+    @model_validator(mode="after")
+    def _frozen_if_quantized(self) -> ModelConfig:
+        if self.quantization is not None and self.adapter is None:
+            raise ValueError(f"quantization = {self.quantization!r} without model.adapter: codes can't be trained")
+        return self
+
+    @model_validator(mode="after")
+    def _of_implementation(self) -> ModelConfig:
+        if self.quantization is not None and self.implementation == "transformers":
+            raise ValueError(
+                f"quantization = {self.quantization!r} with implementation = 'transformers': not supported"
+            )
+        if self.trust_remote_code and self.implementation == "headway":
+            raise ValueError("trust_remote_code with implementation = 'headway', which runs no code of a folder's")
+        return self

@@ -1,0 +1,132 @@
+"""Attention over packed documents inside transformers' models, by functions that it is given to call.
+
+Two names are registered, one for each of transformers' plain implementations. Within `packing` a layer's mask is a
+`PackedMask`: documents of similar length then share one padded call of that plain implementation, so sinks, soft caps
+and values of another width keep their meaning. Outside of it both compute what the plain one does.
+
+Shape suffixes: n packed tokens, h heads, e values of a head, b documents of a bucket, l its padded length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from headway.models.attention_plan import AttentionPlan
+from headway.models.kernels import PadDocuments, UnpadDocuments
+
+# Name of the packed implementation -> of the plain one that it calls.
+PACKED = {"sdpa": "headway_packed", "eager": "headway_packed_eager"}
+
+_plan: ContextVar[AttentionPlan | None] = ContextVar("attention plan", default=None)
+
+
+@contextmanager
+def packing(plan: AttentionPlan) -> Iterator[None]:
+    """Let the models called in this block take their row of tokens for the documents of ``plan``."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+class PackedMask:
+    """The mask that a model hands to its layers: the keys that each query sees, for documents of ``plan``.
+
+    ``sees``: transformers' function of batch, head, query and key index; None: all tokens before, plain causality.
+    """
+
+    def __init__(self, plan: AttentionPlan, sees: Callable[..., Any] | None) -> None:
+        self.plan = plan
+        self._sees = sees
+        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, length: int, dtype: torch.dtype | None, device: torch.device) -> Tensor | None:
+        """Mask [1, 1, l, l] of documents of ``length`` tokens: boolean, or in ``dtype`` what is added to scores. None:
+        plain causality, boolean. Padding follows a document, so causality hides it."""
+        if self._sees is None and dtype is None:
+            return None
+        key = (length, dtype or torch.bool)
+        if key not in self._made:
+            at = torch.arange(length, device=device)
+            query, tokens = at[:, None], at[None, :]
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            seen = (tokens <= query) if self._sees is None else self._sees(zero, zero, query, tokens)
+            if dtype is not None:
+                seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+            self._made[key] = seen.expand(length, length)[None, None]
+        return self._made[key]
+
+
+def _make_mask(
+    plain: Callable[..., Any], batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
+) -> Any:
+    """The mask of a model's layers: a `PackedMask` within `packing`, else that of ``plain``."""
+    plan = _plan.get()
+    if plan is None:
+        return plain(batch_size, q_length, kv_length, *args, **kwargs)
+    within = kwargs.get("local_size")
+    causal = kwargs.get("allow_is_causal_skip", True) and (within is None or within >= plan.longest)
+    return PackedMask(plan, None if causal else kwargs["mask_function"])
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The plain implementation that stands beside the module's class."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+def _attend(
+    plain: Callable[..., Any],
+    additive: bool,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers' functions compute it: [1, h, N, e] to [1, N, h, e]; ``additive``: the plain
+    implementation adds its mask to the scores."""
+    if not isinstance(attention_mask, PackedMask):
+        return plain(module, query, key, value, attention_mask, *args, **kwargs)
+    plan = attention_mask.plan
+    buckets, scatter_n = plan.whole
+    gathers = [bucket.gather_bl for bucket in buckets]
+    padded: list[list[Tensor]] = []
+    for rows in (query, key, value):
+        heads = rows.shape[1]
+        packed = rows[0].transpose(0, 1).flatten(1)
+        blocks = PadDocuments.apply(packed, scatter_n, False, *gathers)
+        padded.append(
+            [
+                block.view(bucket.documents, bucket.length, heads, -1).transpose(1, 2)
+                for bucket, block in zip(buckets, blocks, strict=True)  # pyright: ignore[reportArgumentType]
+            ]
+        )
+    outputs: list[Tensor] = []
+    for bucket, q, k, v in zip(buckets, *padded, strict=True):
+        mask = attention_mask.of(bucket.length, query.dtype if additive else None, query.device)
+        out = plain(module, q, k, v, mask, *args, **kwargs)[0]
+        outputs.append(out.reshape(bucket.documents * bucket.length, -1))
+    found: Tensor = UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportAssignmentType]
+    return found.view(1, plan.tokens, query.shape[1], -1), None
+
+
+for _name, _plain, _mask, _additive in (
+    (PACKED["sdpa"], sdpa_attention_forward, sdpa_mask, False),
+    (PACKED["eager"], _eager, eager_mask, True),
+):
+    AttentionInterface.register(_name, partial(_attend, _plain, _additive))
+    AttentionMaskInterface.register(_name, partial(_make_mask, _mask))

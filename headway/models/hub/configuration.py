@@ -1,0 +1,162 @@
+"""Which implementation runs a model folder, and the sizes of those that transformers runs. Imports neither torch nor
+transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headway.config.model import Implementation, ModelConfig
+from headway.models.configuration import DecoderConfig, attended_pairs, read_json
+from headway.models.families import FAMILIES
+from headway.models.sizes import ModelSizes, sizes_of
+from headway.records.errors import ConfigurationError
+
+_OTHER_MODALITIES = ("audio_config", "audio_encoder", "speech_config", "vq_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubConfig:
+    """Sizes of a model that transformers runs, under the names that `DecoderConfig` has for them."""
+
+    sizes: ModelSizes
+
+    @property
+    def model_type(self) -> str:
+        return self.sizes.model_type
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.sizes.vocabulary_size
+
+    @property
+    def width(self) -> int:
+        return self.sizes.width
+
+    @property
+    def layers(self) -> int:
+        return len(self.sizes.layers)
+
+    @property
+    def max_positions(self) -> int:
+        return self.sizes.max_positions
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> HubConfig:
+        """Read ``path/config.json`` and the shapes of the folder's tensors. Raises ConfigurationError for what the
+        installed transformers can't run as a language model, for code in the folder that isn't trusted, and for missing
+        sizes."""
+        folder = Path(path)
+        require_runnable(folder, read_json(folder / "config.json"), trust_remote_code)
+        return cls(sizes=sizes_of(folder))
+
+    def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
+        """Model FLOP of one forward pass over documents of ``lengths`` tokens, as `DecoderConfig.flops` counts them;
+        the recurrence of linear layers isn't counted. ``continues`` isn't supported."""
+        tokens = sum(lengths)
+        scores = sum(
+            4 * layer.output * attended_pairs(length, layer.window)
+            for layer in self.sizes.layers
+            if layer.cached
+            for length in lengths
+        )
+        return float(scores + self.product_flops(tokens, tokens if head_tokens is None else head_tokens))
+
+    def product_flops(self, tokens: int, head_tokens: int) -> int:
+        """The part of `flops` in products with weights: what their gradients cost as well."""
+        active = sum(layer.parameters - layer.idle for layer in self.sizes.layers)
+        return 2 * active * tokens + 2 * self.vocabulary_size * self.width * head_tokens
+
+
+def implementation_of(path: str | Path, wanted: Implementation | None) -> Implementation:
+    """The implementation of the model in folder ``path``: ``wanted``, by default the project's own where it has a row
+    for the architecture, or no type is named that transformers could know. Raises ConfigurationError for a folder
+    without a readable config.json."""
+    if wanted is not None:
+        return wanted
+    raw = read_json(Path(path) / "config.json")
+    kind, named = raw.get("model_type"), raw.get("architectures") or ()
+    ours = any(row.architecture in named or (not named and row.model_type == kind) for row in FAMILIES.values())
+    return "headway" if ours or kind is None else "transformers"
+
+
+def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HubConfig:
+    """Sizes of the model in ``path`` (default: that of ``chosen``) under the run's implementation. Raises
+    ConfigurationError for what that can't run."""
+    path = path or chosen.path
+    if implementation_of(path, chosen.implementation) == "transformers":
+        return HubConfig.from_pretrained(path, chosen.trust_remote_code)
+    try:
+        return DecoderConfig.from_pretrained(path)
+    except ConfigurationError as error:
+        if chosen.implementation is None and "supported" in str(error):
+            raise ConfigurationError(f"{error}; model.implementation = 'transformers' may run it") from None
+        raise
+
+
+def require_decoder_config(config: DecoderConfig | HubConfig, what: str) -> DecoderConfig:
+    """``config``, which has to be of a model that the project's own decoder runs. Raises ConfigurationError that names
+    ``what`` needs it."""
+    if isinstance(config, HubConfig):
+        raise ConfigurationError(f"{what}: valid with a family of Headway's own; this model runs in transformers")
+    return config
+
+
+def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Raise ConfigurationError unless the installed transformers runs the content of ``folder/config.json`` as a
+    language model."""
+    file, name = folder / "config.json", raw.get("model_type")
+    place = find_spec("transformers")
+    if place is None or place.origin is None:
+        raise ConfigurationError(
+            f"{file}: model_type = {name!r} runs in transformers, which isn't installed: "
+            "pip install 'headway[transformers]'"
+        )
+    if not isinstance(name, str):
+        raise ConfigurationError(f"{file}: model_type = {name!r}: transformers needs its name")
+    if raw.get("quantization_config"):
+        raise ConfigurationError(
+            f"{file}: quantization_config: quantised weights can't be trained; valid: float weights"
+        )
+    if other := next((key for key in _OTHER_MODALITIES if raw.get(key)), None):
+        raise ConfigurationError(f"{file}: {other}: models of sound or that make images aren't supported; valid: text")
+    if raw.get("is_encoder_decoder"):
+        raise ConfigurationError(f"{file}: is_encoder_decoder = true isn't supported; valid: models that decode alone")
+    if raw.get("auto_map") and trust_remote_code:
+        return
+    auto = Path(place.origin).parent / "models" / "auto"
+    known = _listed(auto / "auto_mappings.py", "CONFIG_MAPPING_NAMES")
+    if name not in known and known and raw.get("auto_map"):
+        raise ConfigurationError(
+            f"{file}: auto_map: {name!r} needs Python code that lies in the folder. It would run with your rights in "
+            "the trainer and the generator: read it, then set model.trust_remote_code = true"
+        )
+    if name not in known and known:
+        made = raw.get("transformers_version")
+        wants = f"; the folder was written by {made}, and that or a newer one may know it" if made else ""
+        raise ConfigurationError(
+            f"{file}: model_type = {name!r} is unknown to transformers {version('transformers')}{wants}"
+        )
+    models = auto / "modeling_auto.py"
+    running = _listed(models, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    running |= _listed(models, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    if name not in running and running:
+        raise ConfigurationError(
+            f"{file}: model_type = {name!r}: transformers has no language model of it (AutoModelForCausalLM, "
+            "AutoModelForImageTextToText)"
+        )
+
+
+def _listed(file: Path, table: str) -> set[str]:
+    """Model types in one of transformers' tables, read as text; empty where there is none of that name."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    found = re.search(rf"^{table} = OrderedDict\(\n    \[(.*?)^    \]", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r'^\s+\(\s*"([^"]+)"', found[1], re.MULTILINE)) if found else set()

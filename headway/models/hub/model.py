@@ -1,0 +1,261 @@
+"""Architectures that transformers has, behind the interface of a model under training.
+
+Shape suffixes: n packed tokens of all documents, d width, v vocabulary, b documents of a bucket, l its padded length.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging as transformers_logging
+
+from headway.models.attention_plan import AttentionPlan
+from headway.models.configuration import read_json
+from headway.models.hub.attention import PACKED, packing
+from headway.models.hub.configuration import HubConfig
+from headway.models.kernels import UnpadDocuments
+from headway.models.loading import TOKENIZER_FILES, parse_dtype
+from headway.models.packed_model import PackedModel
+from headway.records.errors import ConfigurationError
+
+__all__ = ["HubConfig", "HubModel", "load_hub"]
+
+_log = logging.getLogger(__name__)
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# Largest difference of hidden states, over their largest value, between packed documents and documents alone.
+_APART = {torch.float32: 1e-4, torch.float64: 1e-4}
+_APART_HALF = 3e-2  # bfloat16 and float16: eight bits, over some layers
+_PROBE_TOKENS = (7, 3, 12, 5)
+
+
+class HubModel(PackedModel):
+    """A causal language model of transformers.
+
+    Documents are packed where that gives each what it gives alone (`keeps_documents_apart`); else each is a row of a
+    batch, padded on the right to the longest of similar ones: layers that carry a state from token to token, and
+    architectures that don't call an attention function from outside.
+    """
+
+    shares_prefixes = False
+
+    def __init__(self, module: PreTrainedModel, config: HubConfig) -> None:
+        super().__init__()
+        self.module = module
+        self.config: HubConfig = config
+        # What the module calls for hidden states, and makes logits of: some misname it to transformers.
+        body = module.base_model if module.base_model is not module else getattr(module, "model", None)
+        if body is None:
+            raise ConfigurationError(f"{type(module).__name__} has no body apart from its head: not supported")
+        self._body = (body,)  # in a tuple: its parameters are the module's
+        self.packs = False
+        self._checkpoints = False
+        self._padding_told = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
+
+    @property
+    def checkpoints_layers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Gradient checkpointing: a layer is computed again in the backward."""
+        return self._checkpoints
+
+    @checkpoints_layers.setter
+    def checkpoints_layers(self, value: bool) -> None:
+        layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if value and not layers:
+            name = self.config.model_type
+            raise ConfigurationError(f"trainer.gradient_checkpointing = true: transformers' {name} can't; valid: false")
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in layers:
+            layer.gradient_checkpointing = layer.training = value  # not its parts: dropout stays off
+            layer._gradient_checkpointing_func = again  # pyright: ignore[reportArgumentType]
+        self._checkpoints = value
+
+    def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
+        """Hidden states [N, d] after the last norm of documents laid end to end. Raises ValueError when lengths don't
+        add up, and for documents that share a prefix."""
+        if continues is not None and any(prefix >= 0 for prefix in continues):
+            raise ValueError("a model of transformers computes whole documents: none may continue another")
+        plan = AttentionPlan.build(lengths, self.device)
+        if plan.tokens != ids_n.shape[0]:
+            raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
+        return self._packed(ids_n, plan) if self.packs else self._by_rows(ids_n, plan)
+
+    def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
+        # A mask of ones keeps transformers from looking for borders of documents, which the plan has.
+        everything = torch.ones_like(ids_n)[None]
+        with packing(plan):
+            return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=everything)[0]
+
+    def _by_rows(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
+        if not self._padding_told:
+            self._padding_told = True
+            share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
+            _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * share)
+        rows = (ids_n[bucket.gather_bl].view(bucket.documents, bucket.length) for bucket in plan.buckets)
+        outputs = [self._hidden(ids_bl).flatten(0, 1) for ids_bl in rows]
+        return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
+
+    def _hidden(self, ids_bl: Tensor, **more: Tensor) -> Tensor:
+        """Hidden states [b, l, d] of rows of token ids, each a document; its padding, on the right, is seen by none."""
+        return self._body[0](input_ids=ids_bl, use_cache=False, **more)[0]
+
+    def head(self, x_nd: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, d]: what the architecture makes of them, scales and soft caps included."""
+        ids = torch.zeros(1, len(x_nd), dtype=torch.int64, device=x_nd.device)
+        with _given(self._body[0], x_nd[None]):
+            return self.module(input_ids=ids, use_cache=False).logits[0]
+
+    def save(self, path: str | Path, source: str | Path | None = None) -> None:
+        """Write the folder ``path`` so that transformers and `load_hub` can read it. Not atomic: callers write into a
+        folder of their own, and rename that. ``source``: a model folder whose tokenizer and code are copied along."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.module.save_pretrained(folder)
+        found = [] if source is None else [Path(source) / name for name in (*TOKENIZER_FILES, *_PROCESSOR_FILES)]
+        for file in [*found, *(sorted(Path(source).glob("*.py")) if source is not None else ())]:
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+class _Given(BaseModelOutputWithPast):
+    """The output of a model's body, holding hidden states alone: every other part is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _given(body: Any, hidden: Tensor) -> Iterator[None]:
+    """Let ``body`` answer with ``hidden``, so that the module around it computes its head alone."""
+    output = _Given(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    body.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del body.forward
+
+
+def load_hub(
+    path: str | Path, dtype: str | torch.dtype, device: str | torch.device, trust_remote_code: bool = False
+) -> HubModel:
+    """The model in folder ``path`` as transformers loads it, never from the network, and the way in which it takes
+    documents.
+
+    Raises ConfigurationError: what `HubConfig.from_pretrained` refuses, files or tensors that are missing, and whatever
+    transformers says of the folder.
+    """
+    folder, wanted = Path(path), parse_dtype(dtype)
+    config = HubConfig.from_pretrained(folder, trust_remote_code)
+    _require_files(folder)
+    module = _load(folder, wanted, trust_remote_code).to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    module.eval()  # without dropout: the policy that is trained is the one that sampled
+    if hasattr(module.config, "output_router_logits"):
+        module.config.output_router_logits = False
+    if module.config.get_text_config() is not module.config:  # of a model that sees, the language model is trained
+        module.requires_grad_(False)
+        for part in filter(None, (module.get_decoder(), module.get_output_embeddings())):
+            part.requires_grad_(True)
+    model = HubModel(module, config)
+    _choose_packing(model)
+    return model
+
+
+def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Raises ConfigurationError with the reason that transformers gives."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its table of tensors: we name them ourselves
+    transformers_logging.disable_progress_bar()
+    keys: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code, "dtype": dtype}
+    raw = read_json(folder / "config.json")
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
+
+        text = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+        kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
+        module, told = kind.from_pretrained(folder, output_loading_info=True, **keys)  # pyright: ignore[reportGeneralTypeIssues]
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError, TypeError) as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigurationError(f"{folder}: transformers can't load it: {' '.join(first[:4])}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(map(str, told.get(what) or ())):
+            raise ConfigurationError(
+                f"{folder}: {what.replace('_', ' ')}: {', '.join(names[:4])} ({len(names)} in all)"
+            )
+    if unused := sorted(told.get("unexpected_keys") or ()):
+        _log.warning("%s: %d tensors aren't used by the model, %s first", folder, len(unused), unused[0])
+    return module
+
+
+def _require_files(folder: Path) -> None:
+    """Raise ConfigurationError for shards that the index names and the folder lacks."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = set(read_json(index).get("weight_map", {}).values())
+        if missing := sorted(name for name in wanted if not (folder / name).is_file()):
+            raise ConfigurationError(
+                f"{folder}: {len(missing)} of {len(wanted)} files are missing: {', '.join(missing[:4])}"
+            )
+    elif not any(folder.glob("*.safetensors")):
+        raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
+
+
+@torch.no_grad()
+def _choose_packing(model: HubModel) -> None:
+    """Let ``model`` pack documents if that gives each what it gives alone, and log it where it doesn't."""
+    reason = _why_not(model)
+    model.packs = not reason
+    if reason:
+        _log.warning(
+            "%s: %s; each document is a row of its own, padded by up to a quarter of its length",
+            model.config.model_type,
+            reason,
+        )
+
+
+def _why_not(model: HubModel) -> str:
+    """Why documents can't be packed; "": they can."""
+    module = model.module
+    plain = module.config.get_text_config()._attn_implementation
+    if plain not in PACKED or not module._can_set_attn_implementation():
+        return f"its attention ({plain}) can't be replaced"
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(one, model.config.max_positions) for one in _PROBE_TOKENS]
+    ids_n = torch.randint(model.config.vocabulary_size, (sum(lengths),), generator=generator).to(model.device)
+    try:
+        alone_nd = torch.cat([model._hidden(ids[None])[0] for ids in ids_n.split(lengths)])
+    except Exception as error:
+        name, reason = type(module).__name__, f"{type(error).__name__}: {str(error).strip()[:200]}"
+        raise ConfigurationError(f"transformers' {name} computes nothing from this folder: {reason}") from error
+    try:
+        module.set_attn_implementation(PACKED[plain])
+        packed_nd = model._packed(ids_n, AttentionPlan.build(lengths, model.device))
+    except Exception as error:  # whatever an architecture's code says of a row of documents
+        reason = f"it doesn't take packed documents ({type(error).__name__}: {str(error).strip()[:80]})"
+    else:
+        difference = float((packed_nd - alone_nd).abs().max() / alone_nd.abs().max())
+        if difference <= _APART.get(model.dtype, _APART_HALF):
+            return ""
+        reason = f"packed documents see each other (hidden states differ by {difference:.1g} of the largest)"
+    module.set_attn_implementation(plain)
+    return reason

@@ -1,0 +1,100 @@
+"""Opens the model of a run, and its adapter, under the implementation that it asks for; writes them back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.config.model import ModelConfig
+from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
+from headway.models.decoder import Decoder
+from headway.models.hub.configuration import implementation_of
+from headway.models.loading import load_model, save_model
+from headway.models.lora import Lora, base_of, use
+from headway.models.packed_model import PackedModel
+from headway.models.quantization import load_frozen
+from headway.records.errors import ConfigurationError
+from headway.runtime.imports import import_extra
+
+if TYPE_CHECKING:
+    from headway.models.hub.adapter import HubAdapter
+
+
+def open_model(
+    chosen: ModelConfig, dtype: str | torch.dtype, device: str | torch.device, path: str | Path | None = None
+) -> PackedModel:
+    """The model in ``path`` (default: that of ``chosen``) as the run's implementation loads it. Raises
+    ConfigurationError."""
+    folder = Path(path or chosen.path)
+    if implementation_of(folder, chosen.implementation) == "headway":
+        return load_model(folder, dtype, device)
+    from headway.models.hub.model import load_hub  # transformers, which the project's own decoder does without
+
+    return load_hub(folder, dtype, device, chosen.trust_remote_code)
+
+
+def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[PackedModel, Lora | HubAdapter | None]:
+    """The model of a run in float32, or in codes, and the adapter that is trained beside it. ``seed``: of a new
+    adapter's weights. Raises ConfigurationError."""
+    if chosen.quantization is not None:
+        model: PackedModel = load_frozen(chosen.path, chosen.quantization, device)
+    else:
+        model = open_model(chosen, torch.float32, device)
+    if chosen.adapter is None:
+        return model, None
+    model.requires_grad_(False)
+    if not isinstance(model, Decoder):
+        import_extra("peft", "transformers", "model.adapter beside a model of transformers")
+        from headway.models.hub.adapter import HubAdapter
+        from headway.models.hub.model import HubModel
+
+        assert isinstance(model, HubModel)
+        return model, HubAdapter(model, chosen.path, chosen.adapter, seed)
+    lora = open_adapter(chosen.path, model.config, chosen.adapter, seed=seed, device=device)
+    lora.quantization = chosen.quantization
+    lora.dropout.rate = chosen.adapter.dropout
+    use(model, lora.layers)
+    return model, lora
+
+
+def save_opened(model: PackedModel, adapter: Lora | HubAdapter | None, path: str | Path, source: str | Path) -> None:
+    """Write the adapter alone, or ``model`` with the tokenizer of its folder ``source``, into the folder ``path``. Not
+    atomic: callers write into a folder of their own, and rename that."""
+    if isinstance(adapter, Lora):
+        save_adapter(adapter, path, source)
+    elif adapter is not None:
+        adapter.save(path)
+    elif isinstance(model, Decoder):
+        save_model(model, path, source)
+    else:
+        from headway.models.hub.model import HubModel
+
+        assert isinstance(model, HubModel)
+        model.save(path, source)
+
+
+def load_into(adapter: Lora | HubAdapter, model: PackedModel, path: str | Path, base: str | Path) -> None:
+    """Overwrite ``adapter`` with the one in folder ``path``, of the model folder ``base``. Raises ConfigurationError
+    before anything is changed."""
+    if not isinstance(adapter, Lora):
+        adapter.load(path)
+        return
+    assert isinstance(model, Decoder)
+    found = load_adapter(path, base, model.config)
+    scales = {adapted.target.name: adapted.scale for adapted in adapter.targets}
+    for its in found.targets:
+        if (mine := scales.get(its.target.name, its.scale)) != its.scale:
+            raise ConfigurationError(
+                f"{path}: scaled by {its.scale:g} at {its.target.name}, the run's adapter by {mine:g}"
+            )
+    adapter.copy_weights(found.weights())
+
+
+def without_adapter(model: PackedModel, adapter: Lora | HubAdapter) -> PackedModel:
+    """The model without its adapter, whose weights are the same tensors."""
+    if not isinstance(adapter, Lora):
+        return adapter.without()
+    assert isinstance(model, Decoder)
+    return base_of(model)

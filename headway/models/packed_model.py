@@ -1,0 +1,61 @@
+"""The interface of a model under training: the project's own decoder, or an architecture that transformers runs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedConfig(Protocol):
+    """Sizes of a model, as the trainer reads them."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+    def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
+        """Model FLOP of one forward pass over documents of ``lengths`` tokens."""
+        ...
+
+    def product_flops(self, tokens: int, head_tokens: int) -> int:
+        """The part of `flops` in products with weights."""
+        ...
+
+
+class PackedModel(nn.Module):
+    """A causal language model that computes documents laid end to end.
+
+    `forward_packed` gives each token's hidden state, `head` makes logits of those that are wanted.
+    """
+
+    config: PackedConfig
+    shares_prefixes = True  # `forward_packed` takes ``continues``
+    checkpoints_layers: bool  # gradient checkpointing: a layer is computed again in the backward
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise NotImplementedError
+
+    def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
+        """Hidden states [N, d] of token ids [N], what `head` takes; every document begins at position 0 and sees itself
+        alone."""
+        raise NotImplementedError
+
+    def head(self, x_nd: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, d]."""
+        raise NotImplementedError
+
+    def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
+        """Logits [N, V] of documents laid end to end."""
+        return self.head(self.forward_packed(ids_n, lengths))

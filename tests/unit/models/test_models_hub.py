@@ -1,0 +1,274 @@
+"""Architectures that transformers has: packed documents equal documents alone, in values, gradients and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_models_families import CASES, random_decoder, reference, small
+from tiny_hub import ONE_A_ROW, PACKED, VOCABULARY, make_hub_model, make_seeing_model
+
+from headway.config.model import ModelConfig
+from headway.models.hub.configuration import implementation_of, read_config
+from headway.models.hub.model import HubModel, load_hub
+from headway.models.loading import adopt_weights, copy_weights, load_model, save_model, weights_of
+from headway.models.opening import open_model
+from headway.models.packed_model import PackedModel
+from headway.records.errors import ConfigurationError
+
+torch.set_num_threads(1)
+LENGTHS = [5, 40, 1, 20, 33]
+
+
+def token_ids(vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(0, vocabulary - 1, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+
+
+def logprobs(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.float(), -1)
+
+
+def alone(folder: str, ids: torch.Tensor, kind: str = "AutoModelForCausalLM") -> tuple[torch.Tensor, Any]:
+    """Log-probabilities of each document through plain transformers, and the model."""
+    import transformers
+
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
+    logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(LENGTHS)]
+    return logprobs(torch.cat(logits)), model
+
+
+def pulled_back(values: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of a fixed random sum of ``values`` by the parameters' names; zeros where nothing flows."""
+    upstream = torch.randn(values.shape, generator=torch.Generator().manual_seed(2)) / len(values)
+    (values * upstream).sum().backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def largest_difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Over the largest of all gradients."""
+    assert mine.keys() == theirs.keys()
+    largest = max(float(one.abs().max()) for one in theirs.values())
+    return max(float((mine[name] - one).abs().max()) for name, one in theirs.items()) / largest
+
+
+def kept_values(model: HubModel, ids: torch.Tensor) -> int:
+    """Count of the values that the backward of a forward pass keeps."""
+    sizes: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.forward_packed(ids, LENGTHS)
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *ONE_A_ROW])
+def test_packed_documents_are_computed_as_alone(tmp_path: Path, kind: str) -> None:
+    folder = make_hub_model(tmp_path / "m", kind)
+    ids = token_ids()
+    model = load_hub(folder, "float32", "cpu")
+    assert model.packs == (kind in PACKED)
+    expected, plain = alone(folder, ids)
+    got = logprobs(model(ids, LENGTHS))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    theirs = pulled_back(expected, plain)
+    mine = pulled_back(got, model.module)
+    assert largest_difference(mine, theirs) < 1e-4
+
+    model.zero_grad()
+    whole = kept_values(model, ids)
+    model.checkpoints_layers = True
+    assert kept_values(model, ids) < whole / 2
+    assert largest_difference(pulled_back(logprobs(model(ids, LENGTHS)), model.module), mine) < 1e-5
+    assert not model.module.training
+
+    model.save(tmp_path / "saved", folder)
+    stored, again = (load_file(Path(one) / "model.safetensors") for one in (folder, tmp_path / "saved"))
+    assert stored.keys() == again.keys()
+    assert all(torch.equal(stored[name], again[name]) for name in stored)
+    assert read_config(ModelConfig(path=folder)) == model.config
+    assert model.config.sizes.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+    assert model.config.flops(LENGTHS) > model.config.product_flops(sum(LENGTHS), sum(LENGTHS)) > 0
+
+
+def test_of_a_model_that_sees_the_language_model_is_trained(tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path / "m")
+    ids = token_ids()
+    model = load_hub(folder, "float32", "cpu")
+    expected, _ = alone(folder, ids, "AutoModelForImageTextToText")
+    got = logprobs(model(ids, LENGTHS))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    got.sum().backward()
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert trained
+    assert not any("vision" in name or "multi_modal" in name for name in trained)
+    assert len(weights_of(model)) > len(trained)
+    model.save(tmp_path / "saved", folder)
+    alone(str(tmp_path / "saved"), ids, "AutoModelForImageTextToText")
+
+
+def gradients_in_files(model: PackedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients under Hugging Face's names, which a model gives its tensors on their way to the disk."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    if isinstance(model, HubModel):
+        model.save(folder)
+    else:
+        save_model(model, folder)  # pyright: ignore[reportArgumentType]
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_implementations_of_a_known_family_are_equal(tmp_path: Path, case: str) -> None:
+    reference(case).save_pretrained(tmp_path / "m")
+    ids = token_ids(53)
+    values: list[torch.Tensor] = []
+    gradients: list[dict[str, torch.Tensor]] = []
+    for implementation in ("headway", "transformers"):
+        model = open_model(ModelConfig(path=str(tmp_path / "m"), implementation=implementation), "float32", "cpu")
+        got = logprobs(model(ids, LENGTHS))
+        pulled_back(got, model)
+        values.append(got.detach())
+        gradients.append(gradients_in_files(model, tmp_path / implementation))
+    assert float((values[0] - values[1]).abs().max() / values[1].abs().max()) < 1e-5
+    assert largest_difference(gradients[0], gradients[1]) < 1e-5
+
+
+def test_weights_are_exchanged_by_name_and_tied_ones_once(tmp_path: Path) -> None:
+    folder = make_hub_model(tmp_path / "m", "Olmo2", tie_word_embeddings=True)
+    model, other = (load_hub(folder, "float32", "cpu") for _ in range(2))
+    weights = {name: one + 0.01 for name, one in weights_of(model).items()}
+    assert not any("lm_head" in name for name in weights)
+    ids = token_ids()
+    with torch.no_grad():
+        before = model(ids, LENGTHS)
+        copy_weights(model, weights)
+        assert adopt_weights(other, weights)
+        after = model(ids, LENGTHS)
+        assert torch.equal(after, other(ids, LENGTHS))
+    assert not torch.allclose(before, after)
+    assert other.module.get_output_embeddings().weight is other.module.get_input_embeddings().weight
+
+
+def test_a_longer_row_than_its_documents_is_refused(tmp_path: Path) -> None:
+    model = load_hub(make_hub_model(tmp_path / "m", "Phi"), "float32", "cpu")
+    with pytest.raises(ValueError, match="add up to 4 tokens, but 5 ids"):
+        model.forward_packed(torch.zeros(5, dtype=torch.int64), [2, 2])
+    with pytest.raises(ValueError, match="none may continue another"):
+        model.forward_packed(torch.zeros(4, dtype=torch.int64), [2, 2], [-1, 0])
+
+
+def test_an_architecture_without_an_attention_interface_has_a_document_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_hub_model(tmp_path / "m", "Olmo2")
+    monkeypatch.setattr("transformers.Olmo2ForCausalLM._can_set_attn_implementation", classmethod(lambda cls: False))
+    model = load_hub(folder, "float32", "cpu")
+    assert not model.packs
+    assert "each document is a row of its own" in caplog.text
+    ids = token_ids()
+    expected, _ = alone(folder, ids)
+    torch.testing.assert_close(logprobs(model(ids, LENGTHS)), expected, rtol=1e-4, atol=1e-4)
+    assert "7 % of the first micro-batch is padding" in caplog.text
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+
+def changed(folder: str, **changes: Any) -> str:
+    file = Path(folder) / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return folder
+
+
+def test_which_implementation_runs_a_folder(tmp_path: Path) -> None:
+    reference("qwen2").save_pretrained(tmp_path / "qwen2")
+    phi = make_hub_model(tmp_path / "phi", "Phi")
+    assert implementation_of(tmp_path / "qwen2", None) == "headway"
+    assert implementation_of(tmp_path / "qwen2", "transformers") == "transformers"
+    assert implementation_of(phi, None) == "transformers"
+    with pytest.raises(ConfigurationError, match=r"'PhiForCausalLM'.* is not supported"):
+        read_config(ModelConfig(path=phi, implementation="headway"))
+    changed(str(tmp_path / "qwen2"), partial_rotary_factor=0.5)
+    with pytest.raises(ConfigurationError, match=r"model\.implementation = 'transformers' may run it"):
+        read_config(ModelConfig(path=str(tmp_path / "qwen2")))
+
+
+def test_bad_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = make_hub_model(tmp_path / "m", "Phi")
+
+    def refused(match: str, **keys: Any) -> None:
+        for read in (read_config, lambda chosen: open_model(chosen, "float32", "cpu")):
+            with pytest.raises(ConfigurationError, match=match):
+                read(ModelConfig(path=folder, **keys))
+
+    changed(folder, architectures=["QuuxForCausalLM"], model_type="quux", transformers_version="9.1")
+    refused(r"model_type = 'quux' is unknown to transformers \d+\..* was written by 9\.1")
+    changed(folder, auto_map={"AutoConfig": "quux.QuuxConfig"})
+    refused("auto_map: 'quux' needs Python code .* with your rights .* model.trust_remote_code = true")
+    changed(folder, auto_map=None, model_type="clip")
+    refused("model_type = 'clip': transformers has no language model of it")
+    changed(folder, model_type="whisper", is_encoder_decoder=True)
+    refused("is_encoder_decoder = true isn't supported")
+    changed(folder, is_encoder_decoder=None, model_type="phi", audio_config={"width": 3})
+    refused("audio_config: models of sound")
+    changed(folder, audio_config=None, quantization_config={"bits": 4})
+    refused("quantization_config")
+    changed(folder, quantization_config=None, vocab_size=VOCABULARY + 1)
+    with pytest.raises(ConfigurationError, match=r"transformers can't load it|mismatched keys"):
+        load_hub(folder, "float32", "cpu")
+    changed(folder, vocab_size=VOCABULARY, num_hidden_layers=3)
+    with pytest.raises(ConfigurationError, match=r"missing keys: model\.layers\.2"):
+        load_hub(folder, "float32", "cpu")
+
+
+def test_a_model_whose_forward_pass_fails_is_refused(tmp_path: Path) -> None:
+    save_model(random_decoder(small("gemma2")), tmp_path / "m")  # without a window, which transformers insists on
+    with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM computes nothing from this folder: ValueError"):
+        load_hub(tmp_path / "m", "float32", "cpu")
+
+
+def test_half_of_the_shards_is_refused(tmp_path: Path) -> None:
+    folder = Path(make_hub_model(tmp_path / "m", "Phi"))
+    whole = load_hub(folder, "float32", "cpu")
+    whole.module.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2
+    load_hub(tmp_path / "parts", "float32", "cpu")
+    files[1].unlink()
+    with pytest.raises(ConfigurationError, match=rf"1 of {len(files)} files are missing: {files[1].name}"):
+        load_hub(tmp_path / "parts", "float32", "cpu")
+
+
+def test_code_of_a_folder_runs_when_it_is_trusted(tmp_path: Path) -> None:
+    folder = make_hub_model(tmp_path / "m", "Olmo2")
+    code = (
+        "from transformers import Olmo2Config, Olmo2ForCausalLM\n"
+        "class QuuxConfig(Olmo2Config):\n    model_type = 'quux'\n"
+        "class QuuxForCausalLM(Olmo2ForCausalLM):\n    config_class = QuuxConfig\n"
+    )
+    (Path(folder) / "quux.py").write_text(code)
+    automatic = {"AutoConfig": "quux.QuuxConfig", "AutoModelForCausalLM": "quux.QuuxForCausalLM"}
+    changed(folder, model_type="quux", architectures=["QuuxForCausalLM"], auto_map=automatic)
+    with pytest.raises(ConfigurationError, match="trust_remote_code"):
+        read_config(ModelConfig(path=folder))
+    model = open_model(ModelConfig(path=folder, trust_remote_code=True), "float32", "cpu")
+    assert isinstance(model, HubModel)
+    assert type(model.module).__name__ == "QuuxForCausalLM"
+    model.save(tmp_path / "saved", folder)
+    load_hub(tmp_path / "saved", "float32", "cpu", trust_remote_code=True)
+
+
+def test_a_decoder_is_opened_for_a_known_family(tmp_path: Path) -> None:
+    reference("qwen2").save_pretrained(tmp_path / "m")
+    opened = open_model(ModelConfig(path=str(tmp_path / "m")), "float32", "cpu")
+    assert torch.equal(opened(token_ids(53), LENGTHS), load_model(tmp_path / "m")(token_ids(53), LENGTHS))
