@@ -137,6 +137,16 @@ def engine_missing(engine: str) -> str:
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
 
+def foreign_refused(engine: str) -> str:
+    """Reason why ``engine`` can't sample from a model that transformers implements; "" when it can."""
+    if engine == "torch":
+        return ""
+    return (
+        f"{engine!r} takes no weights from a trainer with model.implementation = 'transformers'; valid: 'torch', or a "
+        "family of docs/models.md with model.implementation = 'headway'"
+    )
+
+
 def cpu_refused(engine: str, devices: tuple[str, ...], head_dim: int, adapted_mixture: bool) -> str:
     """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``, or an adapter of a mixture of experts
     where ``adapted_mixture`` says that there is one; "" when it can."""

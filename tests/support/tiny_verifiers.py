@@ -14,6 +14,11 @@ def parity(task: Task, response: str) -> float:
     return float(len(response) % 2 == 0)
 
 
+def digits(task: Task, response: str) -> float:
+    """The share of digits in the response: learned in few steps."""
+    return sum(one.isdigit() for one in response) / max(1, len(response))
+
+
 def odd_is_wrong(task: Task, response: str) -> float:
     """Of half a response: whether the task's first number is even."""
     return float(int(task.prompt[:2]) % 2 == 0)

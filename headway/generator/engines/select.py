@@ -1,4 +1,5 @@
-"""Builds the engine of a replica: torch, vLLM or a vLLM server. vLLM is imported only where it is configured."""
+"""Builds the engine of a replica: torch, the plain one of transformers' models, vLLM or a vLLM server. transformers and
+vLLM are imported only where they are used."""
 
 from __future__ import annotations
 
@@ -8,24 +9,29 @@ from typing import Any
 
 import torch
 
-from headway.config.engines import cpu_refused
+from headway.config.engines import cpu_refused, foreign_refused
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import why_none
+from headway.models.hub.configuration import implementation_of
 from headway.models.loading import load_model, weights_of
 from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 from headway.runtime.child import WorkerContext
-from headway.runtime.devices import Device
+from headway.runtime.devices import Device, cpu_multiplies_bfloat16
 from headway.tokens.tokenizer import Tokenizer
 
 
 def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
     """Build the engine of a replica. Raises ConfigurationError when it can't be built."""
-    if settings.engine == "vllm":
+    foreign = implementation_of(settings.model_path, settings.implementation) == "transformers"
+    if foreign:
+        _require_whole(settings)
+        engine = _hub(settings, context)
+    elif settings.engine == "vllm":
         engine = _vllm(settings, context.device)
     elif settings.engine == "vllm-server":
         engine = _vllm_server(settings, context.device)
@@ -58,6 +64,41 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
         adapters=adapters,
         return_experts=settings.return_experts,
     )
+
+
+def _require_whole(settings: EngineSettings) -> None:
+    """Raise ConfigurationError for what isn't sampled from a model that transformers implements."""
+    if refused := foreign_refused(settings.engine):
+        raise ConfigurationError(f"generator.engine = {refused}")
+    adapters = f"an adapter ({', '.join(settings.adapters)})" if settings.adapters else ""
+    for what in (adapters, settings.quantization and f"model.quantization = {settings.quantization!r}"):
+        if what:
+            raise ConfigurationError(
+                f"{what} on a model that transformers implements can't be sampled from; valid: the whole model, or a "
+                "family of docs/models.md with model.implementation = 'headway'"
+            )
+
+
+def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
+    from headway.generator.engines.hub.engine import HubEngine
+    from headway.models.hub.model import load_hub
+
+    device = torch.device(context.device.torch_device())
+    narrow = settings.dtype == "bfloat16" and device.type == "cpu" and not cpu_multiplies_bfloat16()
+    dtype = "float32" if narrow else settings.dtype  # as `load_for_generation`
+    model = load_hub(settings.model_path, dtype, device, settings.trust_remote_code)
+    engine = HubEngine(
+        model,
+        slots=settings.slots,
+        max_context_tokens=min(settings.max_context_tokens, model.config.max_positions),
+        kv_capacity_tokens=settings.kv_capacity_tokens,
+        version=settings.version,
+        tokenizer=_tokenizer(settings),
+        deterministic=settings.deterministic,
+        prefill_tokens_per_step=settings.prefill_tokens_per_step,
+    )
+    context.log.info("sampling from transformers' %s, in batches of %s", model.config.model_type, engine.batching)
+    return engine
 
 
 def _tokenizer(settings: EngineSettings) -> Tokenizer | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.config.adapter import AdapterConfig, Quantization
+from headway.config.model import Implementation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,8 @@ class EngineSettings:
     """Settings of one replica's engine, out of `[generator]` and related sections."""
 
     model_path: str
+    implementation: Implementation | None = None  # of the model; None: by its family
+    trust_remote_code: bool = False  # run Python code of the model folder
     quantization: Quantization | None = None
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict[str, AdapterConfig])  # by name
     seed: int = 0  # of new adapters

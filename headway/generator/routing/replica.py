@@ -149,6 +149,8 @@ def replica_spec(
         factory=_FACTORY,
         arguments={
             "model_path": model.path,
+            "implementation": model.implementation,
+            "trust_remote_code": model.trust_remote_code,
             "quantization": model.quantization,
             "adapters": {**own, **(adapters or {})},
             "seed": experiment.run.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.config.engines import cpu_refused, engine_missing
+from headway.config.engines import cpu_refused, engine_missing, foreign_refused
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.models.hub.configuration import HubConfig
@@ -17,6 +17,8 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HubConfig | N
     findings, generator = Findings(), experiment.generator
     if missing := engine_missing(generator.engine):
         findings.error("generator.engine", missing)
+    if isinstance(model, HubConfig) and (refused := foreign_refused(generator.engine)):
+        findings.error("generator.engine", refused)
     if isinstance(model, DecoderConfig):
         mixture = model.mixture is not None and experiment.model.adapter is not None
         if refused := cpu_refused(generator.engine, generator.devices, model.head_dim, mixture):

@@ -96,7 +96,9 @@ class TorchEngine(Engine[EngineRequest]):
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
         context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
-        self._runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels, return_experts)
+        self._runner = runner = ModelRunner(
+            model, slots, context_tokens, deterministic, native_kernels, return_experts
+        )
         super().__init__(
             slots=slots,
             context_tokens=context_tokens,
@@ -118,7 +120,7 @@ class TorchEngine(Engine[EngineRequest]):
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
         self._model_version, self._model_update = version, 0  # of the model without an adapter
         self._subscriber = Subscriber()
-        self.memory = EngineMemory(self._runner, self._subscriber)
+        self.memory = EngineMemory(self._subscriber, runner.tensors, runner.forget_panels, runner.weights_changed)
         self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1

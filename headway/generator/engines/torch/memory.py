@@ -1,26 +1,33 @@
-"""The torch engine's memory off its device for a while: weights and KV move as they are, what is made of them is made
-anew."""
+"""An engine's memory off its device for a while: weights and KV move as they are, what is made of them is made anew."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 from torch import Tensor
 
-from headway.generator.engines.torch.model_runner import ModelRunner
 from headway.models.offload import OffloadedTensors, used_bytes
 from headway.records.execution import MemoryMove
 from headway.weights.shared_memory import Subscriber
 
 
 class EngineMemory:
-    """Weights, adapters and KV of a torch engine; requests in flight go on as if they had never left."""
+    """Weights, adapters and KV of an engine of this package; requests in flight go on as if they had never left."""
 
-    def __init__(self, runner: ModelRunner, subscriber: Subscriber) -> None:
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        tensors: Callable[[], Iterable[Tensor]],
+        drop: Callable[[], None] = lambda: None,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``tensors``: those that leave; ``drop`` frees what can be made of them again, as ``loaded`` does once they
+        are back, at other addresses. What ``subscriber`` fetched is dropped too."""
         self.directory: str | None = None  # of the file
-        self._runner, self._subscriber = runner, subscriber
+        self._subscriber, self._tensors = subscriber, tensors
+        self._drop_made, self._loaded = drop, loaded
         self._offloaded = OffloadedTensors()
 
     @property
@@ -28,7 +35,7 @@ class EngineMemory:
         return self._offloaded.away
 
     def offload(self) -> MemoryMove:
-        """See `Engine.offload`. The kernels' own copies of the weights are dropped, and so is what was fetched."""
+        """See `Engine.offload`."""
         if self.away:
             return MemoryMove(moved_bytes=0, seconds=0.0)
         started, before = time.perf_counter(), used_bytes()
@@ -42,14 +49,9 @@ class EngineMemory:
         if not self.away:
             return MemoryMove(moved_bytes=0, seconds=0.0, onload=True)
         started, moved = time.perf_counter(), self._offloaded.onload()
-        self._runner.weights_changed()  # their addresses have
+        self._loaded()
         return msgspec.structs.replace(moved, seconds=time.perf_counter() - started)
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self._runner.model.parameters()
-        yield from self._runner.model.buffers()
-        yield self._runner.cache.all
-
     def _drop(self) -> None:
-        self._runner.forget_panels()
+        self._drop_made()
         self._subscriber.forget()

@@ -7,7 +7,7 @@ t KV positions attended to, v vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -124,6 +124,12 @@ class ModelRunner:
         self._native_decode = None
         if self._kernels is not None:
             self._kernels.pack(())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield weights, buffers and the cache: all that can leave the device."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield self.cache.all
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:

@@ -1,0 +1,87 @@
+"""Rows of transformers' caches: joined to one batch, taken out of one. Recurrent states too, not keys and values alone.
+
+Shapes: n rows, h heads, t positions, c head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_POSITIONS = ("keys", "values")  # [n, h, t, c] each; a sliding window's have the newest t alone
+_STATES = ("conv_states", "recurrent_states")  # tensors [n, ...] by number
+_ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+_RECURRENT = (
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+
+
+def joinable(cache: Any, *, recurrent: bool = True) -> bool:
+    """Whether `join` and `take` know every layer of this cache; ``recurrent``: or only if none has a recurrent state,
+    so that rows may have different lengths."""
+    known = _ATTENTION + _RECURRENT if recurrent else _ATTENTION
+    kinds = (type(cache), *map(type, getattr(cache, "layers", ())))
+    plain = all(kind.__module__ == "transformers.cache_utils" for kind in kinds)
+    return plain and kinds[0].__name__ == "DynamicCache" and all(kind.__name__ in known for kind in kinds[1:])
+
+
+def join(caches: Sequence[Any]) -> Any:
+    """Make one cache with the rows of all; the keys of the shorter ones are padded on the left."""
+
+    def positions(parts: list[Tensor]) -> Tensor:
+        longest = max(part.shape[-2] for part in parts)
+        return torch.cat([functional.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in parts])
+
+    return _mapped(caches, positions, torch.cat, max)
+
+
+def take(cache: Any, rows: Sequence[int], tokens: int) -> Any:
+    """A cache with these rows, in this order, of which the longest has ``tokens`` tokens. A row may repeat."""
+
+    def states(parts: list[Tensor]) -> Tensor:
+        return parts[0].index_select(0, torch.tensor(rows, device=parts[0].device))
+
+    return _mapped(
+        [cache], lambda parts: states(parts)[..., -tokens:, :], states, lambda lengths: min(*lengths, tokens)
+    )
+
+
+def tensors_of(cache: Any) -> list[Tensor]:
+    """All tensors of a cache's layers on the model's device."""
+    found: list[Tensor] = []
+    for layer in getattr(cache, "layers", ()):
+        for value in vars(layer).values():
+            parts = value.values() if isinstance(value, dict) else (value,)
+            found += [part for part in parts if isinstance(part, Tensor) and part.ndim]
+    return found
+
+
+def _mapped(
+    caches: Sequence[Any],
+    positions: Callable[[list[Tensor]], Tensor],
+    states: Callable[[list[Tensor]], Tensor],
+    length: Callable[[list[int]], int],
+) -> Any:
+    """A cache made of others, whose keys and values, states and lengths are made of theirs by these functions."""
+    made = copy.copy(caches[0])
+    made.layers = []
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        layer = copy.copy(layers[0])
+        for name, value in vars(layers[0]).items():
+            parts = [getattr(one, name) for one in layers]
+            if name in _STATES:
+                each = {key: [part[key] for part in parts] for key in value}
+                setattr(layer, name, {key: None if own[0] is None else states(own) for key, own in each.items()})
+            elif name in _POSITIONS and value is not None:
+                setattr(layer, name, positions(parts))
+            elif name == "cumulative_length":
+                setattr(layer, name, length(parts))
+        made.layers.append(layer)
+    return made

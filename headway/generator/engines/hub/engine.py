@@ -1,0 +1,382 @@
+"""The plain engine: any model that transformers loads, sampled from by its own forward pass and its own cache.
+
+One ``step`` samples one token for every running request. Between steps requests come and go and the weights may
+change (DESIGN rule 4). Correct before fast: where Headway has a decoder of its own, the torch engine is the faster one.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.engines.engine import Engine
+from headway.generator.engines.hub.caches import join, take, tensors_of
+from headway.generator.engines.hub.runner import HubRunner
+from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.sampling import sample_tokens
+from headway.generator.engines.torch.memory import EngineMemory
+from headway.generator.engines.torch.slot_table import SlotTable
+from headway.models.hub.model import HubModel
+from headway.models.loading import adopt_weights, copy_weights
+from headway.records.errors import ConfigurationError
+from headway.records.generation import (
+    BASE_MODEL,
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    GenerationRequest,
+    PublishedWeights,
+    TokenDelta,
+    UpdateMode,
+)
+from headway.tokens.tokenizer import Tokenizer
+from headway.weights.shared_memory import Subscriber
+
+HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
+
+
+@dataclass
+class _Batch:
+    """Requests that are computed in one forward pass. ``cache`` has all tokens of each but the pending one; None:
+    nothing is computed yet, and all have as many tokens."""
+
+    requests: list[EngineRequest | None]  # by row; None: it left
+    cache: Any = None
+
+    @property
+    def running(self) -> list[EngineRequest]:
+        return [request for request in self.requests if request is not None]
+
+
+class HubEngine(Engine[EngineRequest]):
+    """Generates with a `HubModel`. The engine owns the model: its weights change only by ``apply`` and
+    ``update_weights``.
+
+    ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest), and
+    feeds the model what isn't in its cache: of a new request all tokens, of the others the last one. Requests with
+    equal tokens are computed once. Then batches are joined as far as the model allows (`HubRunner.batching`).
+
+    A step begins requests of at most ``prefill_tokens_per_step`` tokens, but always one. When the running requests
+    would need more than ``kv_capacity_tokens``, the youngest is preempted: it waits with its tokens, and its KV is
+    recomputed later. After an update with "recompute" the next step computes all tokens anew.
+
+    ``deterministic``: every row is computed alone, so its result does not depend on its neighbours.
+    """
+
+    def __init__(
+        self,
+        model: HubModel,
+        *,
+        slots: int,
+        max_context_tokens: int,
+        kv_capacity_tokens: int | None = None,
+        version: int = 0,
+        tokenizer: Tokenizer | None = None,
+        deterministic: bool = False,
+        prefill_tokens_per_step: int = 8192,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``model`` is changed in place by updates; ``now``: monotonic seconds, for the statistics."""
+        self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
+        super().__init__(
+            slots=slots,
+            # One request must always fit alone, else preemption could never make room for it.
+            context_tokens=min(max_context_tokens, self.kv_capacity_tokens),
+            vocabulary=model.config.vocabulary_size,
+            tokenizer=tokenizer,
+            version=version,
+            now=now,
+        )
+        self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
+        self._model, self._runner = model, HubRunner(model, deterministic)
+        self._prefill_tokens_per_step = prefill_tokens_per_step
+        self._table = SlotTable(slots, self.context_tokens)
+        self._rows = 0  # the running requests are rows 0 .. _rows-1
+        self._batches: list[_Batch] = []
+        self._subscriber = Subscriber()
+        self.memory = EngineMemory(self._subscriber, self._tensors)
+
+    @property
+    def batching(self) -> str:
+        """Which rows are computed together: see `HubRunner`."""
+        return self._runner.batching
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine.abort`."""
+        for request_id in request_ids:
+            request = self._open.get(request_id)
+            if request is None:
+                continue
+            if request.slot >= 0:
+                self._end_running(request, "abort")
+            else:
+                self._end_waiting(request)
+        self._note_idleness()
+
+    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
+        return EngineRequest(request, arrival)
+
+    def _unserved(self, entry: EngineRequest) -> str:
+        known = entry.adapter in ("", BASE_MODEL)
+        return "" if known else f"there is no adapter {entry.adapter!r}; this engine serves none"
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """See `Engine.step`."""
+        if self._scarce:
+            self._make_room()
+        self._admit()
+        n, table = self._rows, self._table
+        if n == 0:
+            return False
+        started = self._now()
+        self._batches, logits = self._compute()
+        slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
+        logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
+        sampled = sample_tokens(logits_nv, table.row_sampling(n, logits_nv.device)).cpu().numpy()
+        self._advance(sampled[0].astype(np.int64), sampled[1])
+        self._steps += 1
+        self._generated += n
+        self._busy_s += self._now() - started
+        self._note_idleness()
+        return True
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests while KV tokens and this step's budget of new tokens last."""
+        used, budget = self._kv_tokens + self._rows, self._prefill_tokens_per_step
+        begun: set[Sequence[int]] = set()
+        admitted: list[EngineRequest | None] = []
+        while self._rows < self.slots and self._waiting:
+            request = self._waiting[0]
+            wanted = used + request.tokens + self._rows * HEADROOM_TOKENS
+            if self._scarce and self._rows and wanted > self.kv_capacity_tokens:
+                break
+            ids = request.prompt + request.response
+            if ids not in begun:
+                if begun and request.tokens > budget:
+                    break
+                budget -= request.tokens
+                begun.add(ids)
+            heapq.heappop(self._waiting)
+            request.reprefilled = request.reprefilled or bool(request.response)
+            self._table.occupy(self._rows, request, self.context_tokens)
+            self._rows += 1
+            used += request.tokens
+            admitted.append(request)
+        if admitted:
+            self._batches.append(_Batch(admitted))
+
+    def _compute(self) -> tuple[list[_Batch], Tensor]:
+        """Feed the model every row's tokens that it hasn't seen. Returns the batches with their new caches, and the
+        logits after them [n, v], in the batches' order."""
+        table, batches, logits = self._table, list[_Batch](), list[Tensor]()
+        for batch in self._joined():
+            running = batch.running
+            slots = [request.slot for request in running]
+            pending = torch.from_numpy(table.pending[slots, None])
+            out, batch.cache = self._runner.feed(pending, batch.cache, table.position[slots].tolist())
+            batches.append(batch)
+            logits.append(out)
+        for ids_uk, holders in self._new():
+            out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk))
+            self._prefilled += ids_uk[:, :-1].numel()
+            row_n = [row for row, requests in enumerate(holders) for _ in requests]
+            requests = [request for requests in holders for request in requests]
+            logits.append(out[row_n])
+            if self.batching == "single rows":  # of equal tokens
+                batches += [
+                    _Batch([one], copy.deepcopy(cache) if number else cache) for number, one in enumerate(requests)
+                ]
+            else:
+                kept = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
+                batches.append(_Batch(list(requests), kept))
+        return batches, torch.cat(logits)
+
+    def _joined(self) -> Iterator[_Batch]:
+        """The batches that have a cache, without the rows that left, joined as far as the model allows."""
+        together: dict[object, list[_Batch]] = {}
+        for batch in self._batches:
+            rows = [row for row, request in enumerate(batch.requests) if request is not None]
+            if batch.cache is None:
+                continue
+            running, position = batch.running, self._table.position
+            if len(rows) < len(batch.requests):
+                tokens = max(int(position[request.slot]) for request in running)
+                batch = _Batch(list(running), take(batch.cache, rows, tokens))
+            keys = {"padded": 0, "equal lengths": position[running[0].slot], "single rows": id(batch)}
+            together.setdefault(keys[self.batching], []).append(batch)
+        for one in together.values():
+            cache = one[0].cache if len(one) == 1 else join([batch.cache for batch in one])
+            yield _Batch([request for batch in one for request in batch.requests], cache)
+
+    def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
+        """Tokens of the requests of which nothing is computed, [u, k], as many at once as one step may begin; with the
+        requests that have each row's tokens."""
+        by_length: dict[int, dict[bytes, list[EngineRequest]]] = {}
+        for batch in self._batches:
+            for request in batch.running if batch.cache is None else ():
+                ids = self._table.sequence[request.slot, : self._table.position[request.slot] + 1]
+                by_length.setdefault(len(ids), {}).setdefault(ids.tobytes(), []).append(request)
+        for length, by_ids in by_length.items():
+            most = 1 if self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
+            holders = list(by_ids.values())
+            for first in range(0, len(holders), most):
+                chunk = holders[first : first + most]
+                slots = [requests[0].slot for requests in chunk]
+                yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
+
+    def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append the sampled token to each row and end the requests that are done."""
+        table, n = self._table, self._rows
+        table.append(n, tokens, logprobs)
+        stopped = (table.stop_ids[:n] == tokens[:, None]).any(1)
+        finite = np.isfinite(logprobs)
+        running = [request for request in table.requests[:n] if request is not None]
+        for request in running:
+            if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.slot])):
+                stopped[request.slot] = True
+        ended = stopped | ~finite | (table.position[:n] + 1 >= table.limit[:n])
+        for slot, request in [(slot, running[slot]) for slot in np.flatnonzero(ended)]:
+            if not finite[slot]:
+                table.position[request.slot] -= 1  # drop the meaningless token
+                self._end_running(request, "error", "the model's output is not finite")
+            else:
+                self._end_running(request, "stop" if stopped[slot] else "length")
+
+    # --- endings, preemption --------------------------------------------------------------------------------
+
+    def _emit_ready(self) -> None:
+        """Make a delta for every running request with unsent tokens or recomputed KV."""
+        table = self._table
+        for slot in range(self._rows):
+            request = table.requests[slot]
+            if request is not None and (table.position[slot] + 1 > table.sent[slot] or request.reprefilled):
+                self._emit(request)
+
+    def _emit(
+        self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
+    ) -> None:
+        data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
+        self._deltas.append(
+            TokenDelta(
+                request_id=entry.request_id,
+                data=data,
+                version=self.version if data else -1,
+                finish_reason=finish_reason,
+                error=error,
+                reprefilled=entry.reprefilled,
+                refused=refused,
+            )
+        )
+        entry.reprefilled = False
+
+    def _end_running(self, request: EngineRequest, reason: FinishReason, error: str = "") -> None:
+        self._end(request, reason, error)
+        self._vacate(request)
+
+    def _vacate(self, request: EngineRequest) -> None:
+        """Free a request's row, which the last one takes."""
+        slot, last = request.slot, self._rows - 1
+        self._table.release(slot)
+        if slot != last:
+            self._table.move(last, slot)
+        self._rows = last
+        for batch in self._batches:
+            if request in batch.requests:
+                batch.requests[batch.requests.index(request)] = None
+        self._batches = [batch for batch in self._batches if batch.running]  # the others' caches are free
+
+    def _make_room(self) -> None:
+        """Preempt the youngest requests until the next step's KV tokens fit."""
+        running = [request for request in self._table.requests[: self._rows] if request is not None]
+        used = self._kv_tokens + self._rows
+        for request in sorted(running, reverse=True)[:-1]:
+            if used <= self.kv_capacity_tokens:
+                return
+            used -= int(self._table.position[request.slot]) + 1
+            self._emit(request)
+            request.response = self._table.response_ids(request.slot)
+            self._vacate(request)
+            heapq.heappush(self._waiting, request)
+            self._preemptions += 1
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """See `Engine.apply`; `update_weights` explains the modes."""
+        if published.adapter:
+            raise ConfigurationError(f"an update of adapter {published.adapter!r}: this engine serves none")
+        started = self._now()
+        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
+            tensors = self._subscriber.fetch(published)
+        fetch_s = self._now() - started
+        applied = self.update_weights(tensors, published.version, mode, adopt=True)
+        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+
+    def update_weights(
+        self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
+    ) -> AppliedWeights:
+        """Replace the model's weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's
+        last fetch, and become the parameters without a copy where they fit.
+
+        ``keep``: running requests continue on their caches; ``recompute``: those are dropped, and the next step
+        computes all tokens anew; ``abort``: running requests end with reason "abort" (waiting and not interruptible
+        ones stay). Raises ConfigurationError, with nothing changed, when the tensors are not this model's, and for
+        ``finish``.
+        """
+        if mode == "finish":
+            raise ConfigurationError("an update of the model's own weights: update_mode = 'finish' is for adapters")
+        before_s, reprefilled = self._paused_s, 0
+        with self.paused():
+            if not adopt:
+                copy_weights(self._model, tensors)
+            elif adopt_weights(self._model, tensors):
+                self._subscriber.keep()
+            self._emit_ready()  # tokens so far are the old version's
+            running = [request for request in self._table.requests[: self._rows] if request is not None]
+            if mode == "abort":
+                for request in running:
+                    if request.interruptible:
+                        self._end_running(request, "abort")
+            elif mode == "recompute":
+                reprefilled = self._kv_tokens
+                self._batches = [_Batch(list(running))]
+                for request in running:
+                    request.reprefilled = request.reprefilled or self._table.position[request.slot] > 0
+        self.version = version
+        self._note_idleness()
+        return AppliedWeights(
+            version=version,
+            pause_s=self._paused_s - before_s,
+            in_flight=len(running),
+            reprefilled_tokens=reprefilled,
+        )
+
+    # --- memory, statistics ---------------------------------------------------------------------------------
+
+    @property
+    def _kv_tokens(self) -> int:
+        return int(self._table.position[: self._rows].sum())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        for batch in self._batches:
+            yield from tensors_of(batch.cache)
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine.statistics`."""
+        return self._statistics(self._rows, self._kv_tokens, self.kv_capacity_tokens)

@@ -1,0 +1,80 @@
+"""Runs of models that only transformers has: trainer and generator both run its module."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+from safetensors.numpy import load_file
+from tiny_hub import make_hub_model
+
+from headway.models.loading import TOKENIZER_FILES
+from headway.trainer.checkpoints import checkpoint_path
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+STEPS = 3
+
+
+def written(folder: Path, kind: str, **sections: dict[str, Any]) -> Path:
+    """An experiment on a random model of this kind with the tokenizer of the tiny runs."""
+    tiny_run.write_inputs(folder)
+    own = (folder / "model").rename(folder / "tokenizer")
+    size = json.loads((own / "config.json").read_text())["vocab_size"]
+    make_hub_model(folder / "model", kind, vocab_size=size)
+    for name in TOKENIZER_FILES:
+        if (own / name).is_file():
+            shutil.copyfile(own / name, folder / "model" / name)
+    given = {
+        "run": {"steps": STEPS},
+        "model": {"implementation": "transformers"},
+        "checkpoint": {"every_steps": STEPS},
+        "trainer": {"learning_rate": 1e-2},
+    }
+    return tiny_run.write_experiment(folder, **{**given, **sections})
+
+
+@pytest.mark.parametrize(
+    ("kind", "queue"),
+    [("Olmo2", {"budget": 0}), pytest.param("FalconH1", {"budget": 2}, marks=pytest.mark.slow)],
+)
+def test_run_of_an_architecture_that_headway_does_not_have(tmp_path: Path, kind: str, queue: Any) -> None:
+    config = written(tmp_path, kind, queue={"groups_per_step": 4, "filter_zero_variance": False} | queue)
+    run = tmp_path / "run"
+    command = tiny_run.train(config)
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(run, STEPS)
+    tiny_run.require_nothing_left(command)
+    steps = tiny_run.steps_of(run)
+    fresh = [step for step in steps if step.token_staleness.max == 0]
+    assert fresh
+    assert all(step.metrics["mismatch_max"] < 1e-4 for step in fresh)  # trainer and engine agree, update after update
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(checkpoint_path(run, STEPS) / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+@pytest.mark.slow
+def test_rewards_rise(tmp_path: Path) -> None:
+    config = written(
+        tmp_path,
+        "Olmo2",
+        run={"steps": 60},
+        verifier={"name": "tiny_verifiers:digits"},
+        rollout={"group_size": 8, "max_prompt_tokens": 16, "max_response_tokens": 12},
+        trainer={"learning_rate": 1e-2, "warmup_steps": 5},
+        checkpoint={"every_steps": 60},
+    )
+    command = tiny_run.train(config, limit_s=220)
+    assert command.process.returncode == 0, command.output
+    rewards = [step.reward_mean for step in tiny_run.steps_of(tmp_path / "run") if step.length_mean]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+
+
+def test_adapters_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = written(tmp_path, "Olmo2", model={"adapter": {"rank": 4}})
+    assert "model.adapter" in tiny_run.refused("train", config)
