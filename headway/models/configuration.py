@@ -280,6 +280,10 @@ class DecoderConfig:
         experts = mixture.per_token if active else mixture.experts
         return attention + self.width * mixture.experts + experts * 3 * self.width * mixture.intermediate
 
+    @property
+    def has_experts(self) -> bool:
+        return self.mixture is not None
+
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square; with a
         window: only the pairs it covers; in a mixture: only a token's own experts).

@@ -46,13 +46,14 @@ class HiddenStates:
     def watching(self, layers: nn.ModuleList) -> Iterator[None]:
         """Record the passes of a model inside the block, whose decoder layers are ``layers``."""
 
-        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self.add(inputs[0])
+        def enter(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.add(inputs[0] if inputs else named["hidden_states"])
 
         def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             self.add(output[0] if isinstance(output, tuple) else output)
 
-        hooks = [layers[0].register_forward_pre_hook(enter), *(one.register_forward_hook(leave) for one in layers)]
+        hooks = [one.register_forward_pre_hook(enter, with_kwargs=True) for one in layers[:1]]
+        hooks += [one.register_forward_hook(leave) for one in layers]
         try:
             yield
         finally:
@@ -62,6 +63,8 @@ class HiddenStates:
     def scores(self, logits_nv: Tensor, ids: tuple[int, ...], first: int = 0) -> PathScores:
         """The scores of ``ids``, which are the recorded tokens from ``first`` on; ``logits_nv``: after each of them."""
         passes = [torch.stack(layers) for layers in self._found if layers]
+        if not passes:
+            return PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         hidden = torch.cat(passes, dim=1)[:, first : first + len(ids)]
         return PathScores(logprobs=chosen_logprobs(logits_nv, ids), hidden=hidden.numpy())
 

@@ -19,6 +19,8 @@ class PackedConfig(Protocol):
     def layers(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
+    @property
+    def has_experts(self) -> bool: ...
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens."""
@@ -36,6 +38,8 @@ class PackedModel(nn.Module):
     """
 
     config: PackedConfig
+    layers: nn.ModuleList  # those of the decoder, first to last
+    packs = True  # documents are computed as one row, in their order
     shares_prefixes = True  # `forward_packed` takes ``continues``
     checkpoints_layers: bool  # gradient checkpointing: a layer is computed again in the backward
 

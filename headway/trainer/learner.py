@@ -22,7 +22,7 @@ from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
-from headway.models.hidden_states import HiddenStates
+from headway.models.hidden_states import HiddenStates, chosen_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
 from headway.models.packed_model import PackedModel
@@ -130,8 +130,12 @@ class Learner:
             packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
             with self._precision(), native.using(self._kernels), states.watching(self.model.layers):
                 hidden_nd = self.model.forward_packed(packed_n, lengths)[len(before) :][: len(ids)]
-                paths[path] = states.scores(self.model.head(hidden_nd), ids, len(before))
-        mixture = self.model.config.mixture is not None
+                logits_nv = self.model.head(hidden_nd)
+            if self.model.packs or len(lengths) == 1:
+                paths[path] = states.scores(logits_nv, ids, len(before))
+            else:  # documents were rows of a batch, in another order
+                paths[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
+        mixture = self.model.config.has_experts
         return ProbeScores(ids=ids, precision=self.settings.dtype, mixture=mixture, paths=paths)
 
     def _replay(self, batch: MicroBatchArrays) -> ExpertReplay | None:

@@ -46,6 +46,11 @@ class HubConfig:
     def max_positions(self) -> int:
         return self.sizes.max_positions
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are sent to some of a layer's parameters alone."""
+        return any(layer.idle for layer in self.sizes.layers)
+
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> HubConfig:
         """Read ``path/config.json`` and the shapes of the folder's tensors. Raises ConfigurationError for what the

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -62,6 +62,12 @@ class HubModel(PackedModel):
         self.packs = False
         self._checkpoints = False
         self._padding_told = False
+
+    @property
+    def layers(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The decoder's layers: the first list of as many modules as the configuration has layers."""
+        lists = (one for one in self._body[0].modules() if isinstance(one, nn.ModuleList))
+        return next((one for one in lists if len(one) == self.config.layers), nn.ModuleList())
 
     @property
     def device(self) -> torch.device:

@@ -34,6 +34,7 @@ from headway.records.generation import (
     EngineStatistics,
     FinishReason,
     GenerationRequest,
+    ProbeScores,
     PublishedWeights,
     TokenDelta,
     UpdateMode,
@@ -376,6 +377,10 @@ class HubEngine(Engine[EngineRequest]):
         yield from self._model.buffers()
         for batch in self._batches:
             yield from tensors_of(batch.cache)
+
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """See `Engine.score`."""
+        return self._runner.score(ids)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

@@ -6,6 +6,7 @@ Shapes: n rows, k tokens fed to each, v vocabulary.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from headway.generator.engines.hub.caches import join, joinable, take
+from headway.models.hidden_states import HiddenStates
 from headway.models.hub.model import HubModel
 from headway.records.errors import ConfigurationError
+from headway.records.generation import PathScores, ProbeScores
 
 Batching = Literal["padded", "equal lengths", "single rows"]
 _CACHES = ("past_key_values", "cache_params")  # names of a cache in forward()
@@ -49,6 +52,12 @@ class HubRunner:
     def feed(self, ids_nk: Tensor, cache: Any, computed: Sequence[int]) -> tuple[Tensor, Any]:
         """Compute ``ids_nk`` after what ``cache`` has: ``computed`` tokens of each row, padded on the left to the
         longest; None: nothing. Returns the logits after the last token, [n, v], and the cache with all tokens."""
+        logits_nkv, cache = self._feed(ids_nk, cache, computed, logits_to_keep=1)
+        return logits_nkv[:, -1], cache
+
+    def _feed(self, ids_nk: Tensor, cache: Any, computed: Sequence[int], logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+        """As `feed`; the logits [n, k, v] after the last ``logits_to_keep`` of the tokens where the model can
+        leave out the others; 0: after each."""
         longest, k = max(computed), ids_nk.shape[1]
         computed_n = torch.tensor(computed, device=self.device)
         inputs: dict[str, Any] = {self._cache: cache, "use_cache": True}
@@ -58,9 +67,25 @@ class HubRunner:
             place = torch.arange(longest + k, device=self.device)
             inputs["attention_mask"] = (place >= longest - computed_n[:, None]).long()
         if "logits_to_keep" in self._taken:
-            inputs["logits_to_keep"] = 1
+            inputs["logits_to_keep"] = logits_to_keep
         out = self._module(input_ids=ids_nk.to(self.device), **inputs)
-        return out.logits[:, -1], getattr(out, self._cache)
+        return out.logits, getattr(out, self._cache)
+
+    @torch.inference_mode()
+    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+        """Score ``ids`` on a cache of their own: by one pass (``prefill``), and by one over a third of them and then
+        token by token (``decode``)."""
+        found, tokens = dict[str, PathScores](), len(ids)
+        for path, ends in {"prefill": [tokens], "decode": [*range(max(1, tokens // 3), tokens + 1)]}.items():
+            cache, states, logits = None, HiddenStates(), list[Tensor]()
+            for start, end in itertools.pairwise([0, *ends]):
+                part = torch.tensor([ids[start:end]])
+                with states.watching(self.model.layers):
+                    out, cache = self._feed(part, cache, [start])
+                logits.append(out[0])
+                states.end_pass()
+            found[path] = states.scores(torch.cat(logits), ids)
+        return ProbeScores(ids=ids, precision=str(self.model.dtype).removeprefix("torch."), paths=found)
 
     @torch.inference_mode()
     def _try_batches(self) -> Batching:

@@ -96,9 +96,7 @@ class TorchEngine(Engine[EngineRequest]):
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
         context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
-        self._runner = runner = ModelRunner(
-            model, slots, context_tokens, deterministic, native_kernels, return_experts
-        )
+        self._runner = runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels, return_experts)
         super().__init__(
             slots=slots,
             context_tokens=context_tokens,
