@@ -286,9 +286,13 @@ def slice_micro_batch(
 
 def prefix_tree(arrays: SampleArrays, samples: IntArray, least: int = LEAST_SAVED) -> PrefixTree:
     """The tries of what ``samples`` feed, group by group: prompts, the turns that branches of a rollout share, and
-    tokens with which responses happen to begin. ``least``: as of `PrefixTree.build`."""
-    fed = arrays.lengths_s[samples] - 1
-    return PrefixTree.build(arrays.token_ids_n, arrays.starts_s[samples], fed, arrays.groups_s[samples], least)
+    tokens with which responses happen to begin. Tokens with other rows beside them are not the same: a replayed one
+    goes to its own experts. ``least``: as of `PrefixTree.build`."""
+    fed, ids_n = arrays.lengths_s[samples] - 1, arrays.token_ids_n
+    for rows in arrays.token_rows.values():
+        hashes_n = rows.cut([0], [arrays.tokens]).hashes()
+        _, ids_n = np.unique(np.stack([ids_n.astype(np.uint64), hashes_n]), axis=1, return_inverse=True)
+    return PrefixTree.build(ids_n, arrays.starts_s[samples], fed, arrays.groups_s[samples], least)
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -160,6 +160,9 @@ class TokenMask(TokenArray[bool]):
     dtype, kinds = np.dtype("?"), "b"
 
 
+_MIX = 0x5851F42D4C957F2D  # Knuth's multiplier of a linear congruential generator modulo 2^64
+
+
 class RowLengths(TokenArray[int]):
     """Counts of numbers in the rows beside tokens (`TokenRows`)."""
 
@@ -229,6 +232,15 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
             runs.append(TokenRows(self.lengths[first:end], data, self.item_bytes))
             runs.append(TokenRows(RowLengths.filled(0, int(length) - (end - first))))
         return TokenRows.joined(runs)
+
+    def hashes(self) -> NDArray[np.uint64]:
+        """A number for each row, [N]: equal rows have equal ones, and others hardly ever."""
+        lengths, values = self.lengths.array.astype(np.int64), self.values
+        firsts, found = np.cumsum(lengths) - lengths, lengths.astype(np.uint64)
+        for column in range(int(lengths.max(initial=0))):
+            at = np.flatnonzero(lengths > column)
+            found[at] = found[at] * np.uint64(_MIX) + values[firsts[at] + column]
+        return found
 
     def table(self, width: int) -> NDArray[np.int32]:
         """All rows as an array, [N, width]; -1 where a row is empty or a number has all bits set. Raises ValueError for
