@@ -28,7 +28,7 @@ from headway.models.opening import load_into, open_model, open_policy, save_open
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, ProbeScores
-from headway.records.tokens import EXPERTS
+from headway.records.tokens import EXPERTS, ExpertRouting
 from headway.records.training import OptimiserSettings
 from headway.trainer.adamw import AdamW
 from headway.trainer.ranks import Ranks
@@ -138,11 +138,14 @@ class Learner:
         mixture = self.model.config.has_experts
         return ProbeScores(ids=ids, precision=self.settings.dtype, mixture=mixture, paths=paths)
 
+    @property
+    def routing(self) -> ExpertRouting | None:
+        """The shape of the recorded experts that are replayed; None: none are."""
+        return self.model.config.routing if self.replays and isinstance(self.model, Decoder) else None
+
     def _replay(self, batch: MicroBatchArrays) -> ExpertReplay | None:
         rows, self.expert_counts = batch.token_rows.get(EXPERTS), [0, 0, 0]
-        if not self.replays or rows is None or not isinstance(self.model, Decoder):
-            return None
-        if (routing := self.model.config.routing) is None:
+        if rows is None or (routing := self.routing) is None:
             return None
         if fault := routing.fault(rows):
             raise ExpertsMismatch(f"recorded experts: {fault}; algorithm.routing_replay = false trains without them")

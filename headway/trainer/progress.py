@@ -69,7 +69,7 @@ class Progress:
 
     def count_experts(self, tokens: int, learner: Learner) -> None:
         """Count the routers of a forward pass over ``tokens``, the last of ``learner``."""
-        if learner.replays and (routing := learner.model.config.routing) is not None:
+        if (routing := learner.routing) is not None:
             recorded, disagree, astray = learner.expert_counts
             self.routers += tokens * routing.layers
             self.experts_recorded += recorded
