@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headway.algorithms.groups.filters import GroupFilters
+from headway.control.progress import mostly_solved, same_reward
 from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
@@ -19,6 +20,8 @@ from headway.records.task import Task
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
+from headway.telemetry.ledger import EVENT_MOSTLY_SOLVED, EVENT_NO_PROGRESS
+from headway.telemetry.pages import troubleshooting
 
 
 class Collect:
@@ -63,6 +66,8 @@ class Collect:
         if outcome.ending is None:
             run.state.finish_group(finished, run.clock.now())
             run.state.fruitless_groups = 0
+            run.state.fruitless_rewards.clear()
+            run.state.failed_alike = run.state.failed_alike.after(())
         else:
             run.state.close_group(group.index)
             end_finished(run, finished, outcome.ending, outcome.reason)
@@ -84,19 +89,32 @@ class Collect:
             self._run.event("curriculum_band", what, zero_variance_share=share, groups=move.groups)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
-        """Report that group after group ends untrained; raises NoProgress after ``queue.give_up_after_batches``."""
+        """Report that group after group ends untrained; raises NoProgress after ``queue.give_up_after_batches``, and
+        soon where all rollouts of the run fail alike."""
         run, state, queue = self._run, self._run.state, self._run.experiment.queue
         state.fruitless_groups += 1
+        if reason == "zero_variance":
+            valid = last.valid
+            state.fruitless_rewards[valid[0].reward, all(rollout.solved for rollout in valid)] += 1
+        causes = sorted({rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None})[:3]
+        state.failed_alike = state.failed_alike.after(rollout.failure for rollout in last.rollouts)
+        if state.failed_alike.hopeless(queue.groups_per_step):
+            what = f"all rollouts of the first {state.failed_alike.groups} groups failed alike: {causes[0]}"
+            run.event(EVENT_NO_PROGRESS, what, groups=state.fruitless_groups, reason=reason)
+            raise NoProgress(what)
         batches, rest = divmod(state.fruitless_groups, queue.groups_per_step)
         hopeless = batches >= queue.give_up_after_batches
         news = batches > state.fruitless_batches_said and batches.bit_count() == 1
         if rest or not (hopeless or news):  # said at 1, 2, 4, 8 ... batches, each once a run
             return
         state.fruitless_batches_said = batches
-        causes = {rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None}
-        what = f"{state.fruitless_groups} groups in a row ended untrained, the last one as {ending} ({reason})"
-        what += "".join(f"; {cause}" for cause in sorted(causes)[:3])
-        run.event("no_progress", what, groups=state.fruitless_groups)
+        alike = state.fruitless_rewards if state.fruitless_rewards.total() == state.fruitless_groups else {}
+        name = EVENT_MOSTLY_SOLVED if mostly_solved(alike) else EVENT_NO_PROGRESS
+        how = "had nothing to teach" if name == EVENT_MOSTLY_SOLVED else "ended untrained"
+        what = f"{state.fruitless_groups} groups in a row {how}, the last one as {ending} ({reason})"
+        what += "".join(f"; {cause}" for cause in causes)
+        what += f"; {same_reward(alike)} ({troubleshooting('Most groups are filtered')})" if alike else ""
+        run.event(name, what, groups=state.fruitless_groups, reason=reason)
         if hopeless:
             raise NoProgress(f"{what}; queue.give_up_after_batches = {queue.give_up_after_batches}")
 

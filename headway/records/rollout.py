@@ -31,6 +31,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     cause: str  # one line a person can act on
     infrastructure: bool  # true: retry, and never a reward of 0; false: the policy's own doing
     detail: str = ""  # traceback or output
+    place: str = ""  # in the user's code that raised: "coins.py:31 in reply"; the cause has it too
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

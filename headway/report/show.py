@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headway.records.errors import ConfigurationError
-from headway.records.rollout import Pruned
+from headway.records.rollout import Failure, Pruned
 from headway.report.formats import duration
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.rollouts.joined import Decode, JoinedRollouts
@@ -35,6 +35,7 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
+    failure: Failure | None = None  # why it failed, and where
     pruned: Pruned | None = None  # ended early, or audited
     calls: list[tuple[float, float, float, int]] = []  # its model calls, as CallTimes has them
     tools: list[tuple[str, float, float, bool]] = []  # what its environment did, as ToolTimes has it
@@ -131,6 +132,7 @@ def _sample_of(row: dict[str, Any]) -> KeptSample:
         versions=list(zip(row["span_versions"], row["span_tokens"], strict=True)),
         finish_reason=row["finish_reason"],
         ending=row["ending"],
+        failure=None if row["failure"] is None else msgspec.json.decode(row["failure"], type=Failure),
         pruned=None if row["pruned"] is None else msgspec.json.decode(row["pruned"], type=Pruned),
         calls=_entries(row, "call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens"),
         tools=_entries(row, "tool_names", "tool_starts_s", "tool_ends_s", "tool_errors"),
@@ -183,6 +185,8 @@ def _body(sample: KeptSample) -> Text:
     )
     if sample.calls or sample.tools:
         body.append(_times(sample) + "\n\n", style="dim")
+    if sample.failure is not None:
+        body.append(visible(f"failed at the {sample.failure.boundary}: {sample.failure.cause}") + "\n\n", style="red")
     if sample.pruned is not None:
         body.append(_pruned(sample.pruned) + "\n\n", style="yellow")
     body.append("prompt\n", style="bold cyan")

@@ -14,7 +14,7 @@ from headway.control.tuning.forecast import IDLE, environments_bind
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
-from headway.telemetry.ledger import EVENT_CONTROL
+from headway.telemetry.ledger import EVENT_CONTROL, EVENT_MOSTLY_SOLVED, EVENT_NO_PROGRESS
 from headway.telemetry.pages import troubleshooting
 from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
@@ -54,6 +54,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     plan_text: str = ""  # the controller's last recommendation of a plan that the run can't change to; "": none
     changes_text: str = ""  # changes of plan in the run; "": none
     cost_text: str = ""  # "": no price is known
+    untrained_text: str = ""  # why groups end untrained since the last step; "": they don't
+    untrained_reason: str = ""  # of the last one's ending
 
     @property
     def sentences(self) -> dict[str, str]:
@@ -64,6 +66,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Is it learning?": self.learning_text,
             "Do the books balance?": self.books_text,
             "What failed?": self.failures_text,
+            "Why is nothing trained?": self.untrained_text,
             "What was pruned?": self.pruning_text,
             "Would another plan pay?": self.plan_text,
             "Did the plan change?": self.changes_text,
@@ -79,7 +82,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Budget broken": self.staleness_within_budget is False,
             "Not learning": self.learning in ("worse", "no measurable change"),
             "Books that don't balance": self.books_text.startswith("NOT BALANCED"),
-            "Rollouts that failed": bool(self.failures),
+            "Rollouts that failed": bool(self.failures) or self.untrained_reason == "too_few_valid",
+            "Most groups are filtered": self.untrained_reason == "zero_variance",
+            "No progress": self.untrained_reason not in ("", "too_few_valid", "zero_variance"),
         }
         return [troubleshooting(title) for title, holds in titles.items() if holds]
 
@@ -99,7 +104,9 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         balance, balance_text = "unknown", "No training step is recorded yet."
     within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
     learning, change, error, learning_text = judge_learning(lines)
-    failures = _failures(steps)
+    failures, untrained = _failures(steps), _untrained(lines)
+    alarm = untrained is not None and untrained.event == EVENT_NO_PROGRESS
+    nothing = "Nothing that a step recorded, but no step is made." if alarm else "Nothing."
     return Judgement(
         balance=balance,
         balance_text=balance_text,
@@ -112,11 +119,23 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         learning_text=learning_text,
         books_text=_books_text(lines, summary),
         failures=failures,
-        failures_text=" ".join(filter(None, (_failures_text(failures, summary), incident_text(lines)))) or "Nothing.",
+        failures_text=" ".join(filter(None, (_failures_text(failures, summary), incident_text(lines)))) or nothing,
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
         changes_text=change_sentence(lines),
+        untrained_text=f"At version {untrained.step} {untrained.detail}." if untrained else "",
+        untrained_reason=str(untrained.data.get("reason", "")) if untrained else "",
     )
+
+
+def _untrained(lines: Sequence[LedgerLine]) -> EventRecord | None:
+    """Find the last event about groups that end untrained, if no step came after it."""
+    for line in reversed(lines):
+        if isinstance(line, EventRecord) and line.event in (EVENT_NO_PROGRESS, EVENT_MOSTLY_SOLVED):
+            return line
+        if isinstance(line, StepRecord):
+            return None
+    return None
 
 
 def _plan_text(lines: Sequence[LedgerLine]) -> str:

@@ -25,6 +25,8 @@ FILE_NAME = "ledger.jsonl"
 EVENT_START = "start"  # a run started
 EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
+EVENT_NO_PROGRESS = "no_progress"  # groups end untrained, one after another; data: groups, the last one's reason
+EVENT_MOSTLY_SOLVED = "mostly_solved"  # ... because their tasks are solved already; data as above
 EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode; of
 # what it recommends the keys of the experiment with their values
 EVENT_PLAN_CHANGED = "plan_changed"  # data: before, after, gain and rate (samples/s before), cost_s, as expected too

@@ -21,6 +21,10 @@ ROW = {"prompt": "1+1=", "answer": "2"}
 def find(
     folder: Path, monkeypatch: pytest.MonkeyPatch, row: Any = ROW, more: Any = None, **verifier: Any
 ) -> list[Finding]:
+    return [one for one in check_of(folder, monkeypatch, row, more, **verifier) if one.key.startswith("verifier")]
+
+
+def check_of(folder: Path, monkeypatch: pytest.MonkeyPatch, row: Any, more: Any, **verifier: Any) -> list[Finding]:
     monkeypatch.chdir(folder)
     (folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
     raw = {
@@ -30,7 +34,7 @@ def find(
         "verifier": verifier,
         **(more or {}),
     }
-    return [finding for finding in check(validate_experiment(raw, "test")) if finding.key.startswith("verifier")]
+    return check(validate_experiment(raw, "test"))
 
 
 def test_a_verifier_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +78,41 @@ def test_a_verifier_that_wants_more_than_the_answer(tmp_path: Path, monkeypatch:
     (tmp_path / "mine.py").write_text("def score(task, response):\n    return float(response == 'answer: 2')\n")
     (finding,) = find(tmp_path, monkeypatch, name="mine:score")
     assert finding.level == "info"
+
+
+ENVIRONMENT = """
+from headway.api import Environment
+
+class Pay(Environment):
+    async def reply(self, episode, answer):
+        BODY
+        if episode.turns == 3:
+            episode.end()
+        else:
+            episode.say("more")
+
+    async def score(self, episode):
+        return {"reward": 0.0, "solved": False}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "level", "message"),
+    [
+        ("pass", "info", "played 1 episode of tasks.train: reply x3, score 0.0"),
+        ("{}['boom']", "error", "one episode of tasks.train failed: KeyError: 'boom' (PLACE:6 in reply)"),
+        ("import os; os._exit(3)", "error", "one episode of tasks.train: environment-0 died: exited with code 3"),
+    ],
+)
+def test_an_episode_is_played_and_nothing_said_of_a_verifier_that_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, level: str, message: str
+) -> None:
+    module = f"coins_{level}_{len(body)}"
+    (tmp_path / f"{module}.py").write_text(ENVIRONMENT.replace("BODY", body))
+    found = check_of(
+        tmp_path, monkeypatch, {"prompt": "Play."}, {"environment": {"name": f"{module}:Pay"}}, name="exact"
+    )
+    assert not [finding for finding in found if finding.key.startswith("verifier")]
+    (finding,) = [finding for finding in found if finding.key == "environment"]
+    assert finding.level == level
+    assert finding.message.startswith(message.replace("PLACE", f"{module}.py"))

@@ -9,7 +9,7 @@ from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import open_agents
 from headway.orchestrator.actors.remote import open_remote
-from headway.orchestrator.preflight.sandboxes import require_shares
+from headway.orchestrator.preflight.sandboxes import SANDBOXES, require_shares
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.makers.select import MultiTurnHost
@@ -19,8 +19,6 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
-
-SANDBOXES = "headway.orchestrator.actors.sandboxes:open_sandboxes"  # by its name: workers import it
 
 
 @asynccontextmanager

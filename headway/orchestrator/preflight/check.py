@@ -22,6 +22,7 @@ from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
+from headway.orchestrator.preflight.episode import episode_findings, may_reward, rewards_itself
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.functions import function_findings, require_kernel_services
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
@@ -76,7 +77,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         _cluster,
         _exporters,
         _environment,
-        *([_verifier] if smoke_test else []),
+        *([_episode, _verifier] if smoke_test else []),
     ):
         try:
             look(inputs, findings)
@@ -433,6 +434,10 @@ def _environment(inputs: _Inputs, findings: Findings) -> None:
         asyncio.run(require_kernel_services(inputs.experiment, every))
 
 
+def _episode(inputs: _Inputs, findings: Findings) -> None:
+    findings += episode_findings(inputs.experiment, (inputs.tasks or {}).get("train"), findings)
+
+
 def _verifier(inputs: _Inputs, findings: Findings) -> None:
     """Score the reference answer and a wrong one to one task of each split, in the process the run would use."""
     if not inputs.tasks:
@@ -459,9 +464,10 @@ def _verifier(inputs: _Inputs, findings: Findings) -> None:
         several = len(getattr(inputs.experiment.tasks, split)) > 1
         whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
         broken = [verdict.failure for verdict in found if verdict.failure is not None]
-        if broken and len(found) == 1 and _may_reward(inputs.experiment):  # it may never be asked
+        if broken and len(found) == 1 and may_reward(inputs.experiment):  # it may never be asked
             why = "; so do rollouts that nothing else rewards"
-            findings.info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
+            if not rewards_itself(inputs.experiment):
+                findings.info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
         elif broken:
             findings.error(key, f"fails on the first task {whose}: {broken[0].cause}")
         elif len(found) > 1 and not found[0].solved:
@@ -469,11 +475,6 @@ def _verifier(inputs: _Inputs, findings: Findings) -> None:
                 key,
                 f"doesn't accept the bare reference answer of the first task {whose}; fine if it wants more around it",
             )
-
-
-def _may_reward(experiment: Experiment) -> bool:
-    """Whether what makes the rollouts may say what they are worth: then tasks need no answer."""
-    return experiment.environment.name != "single_turn" or experiment.hooks.rollout != "single_turn"
 
 
 async def _smoke_test(

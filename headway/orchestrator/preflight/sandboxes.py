@@ -14,6 +14,7 @@ from headway.sandbox import preflight
 from headway.sandbox.backends import backend_of, spec_of
 
 KEY = "sandbox"
+SANDBOXES = "headway.orchestrator.actors.sandboxes:open_sandboxes"  # by its name: workers import it
 FOLDER = "sandboxes"  # of a run's: parked ones
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -29,6 +30,7 @@ from headway.rollout.hosting.mcp.servers import ToolServers
 from headway.rollout.tools import tools_by_name
 from headway.rollout.verification.verdicts import to_verdict
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.hooks import place_of
 from headway.runtime.imports import import_class, import_function
 from headway.sandbox.backends import spec_of
 from headway.sandbox.pool import SandboxPool
@@ -36,6 +38,7 @@ from headway.sandbox.snapshot_store import is_hosted
 
 KEY = "environment.name"
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
+_AWAITED = ("begin", "reply", "score", "park", "resume", "close", "stop")  # methods of an environment's
 _CLOSE_S = 20.0  # that all episodes and sandboxes have to end; the episodes half of it, and what they share a quarter
 _CANCEL_S = 10.0  # that what is done for a rollout has to end, when it is over
 
@@ -179,6 +182,7 @@ class Episodes:
         self._working: dict[str, set[asyncio.Task[Any]]] = {}  # on a rollout, by its name
         self._servers = ToolServers(settings.mcp, clock)
         self._models = FixedModels(settings.models)
+        self._logged: set[tuple[type[BaseException], str]] = set()  # errors whose traceback is in the worker's log
 
     async def start(self) -> None:
         """Have the tools of ``environment.mcp`` offered. Raises ConfigurationError."""
@@ -236,7 +240,8 @@ class Episodes:
             return EpisodeScore(verdict=Verdict(reward=0.0, solved=False, failure=failure))
         verdict = None
         if result is not None:
-            verdict = msgspec.structs.replace(to_verdict(result), verify_s=self._clock.now() - started)
+            judged = to_verdict(result, "the environment's score")
+            verdict = msgspec.structs.replace(judged, verify_s=self._clock.now() - started)
         return EpisodeScore(verdict=verdict, reward=episode.take_reward())
 
     async def park(self, name: str) -> EnvironmentState | Failure:
@@ -348,17 +353,25 @@ class Episodes:
         except (asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise  # by `end`
-            return failure_of(error), None  # of its own making: nobody else would be told
+            return self._failed(error), None  # of its own making: nobody else would be told
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 what = f"no answer within environment.timeout_s = {self._settings.timeout_s:g} s"
                 return Failure(boundary="environment", cause=what, infrastructure=True), None
-            return failure_of(error), None
+            return self._failed(error), None
         finally:
             limits.discard(limit)
             working.discard(task)
             if not working:
                 del self._working[name]
+
+    def _failed(self, error: BaseException) -> Failure:
+        """The failure for ``error``, whose traceback goes to the worker's log once for each place that raises it."""
+        failure = failure_of(error)
+        if failure.boundary == "environment" and (raised := (type(error), failure.place)) not in self._logged:
+            self._logged.add(raised)
+            print(f"rollouts fail: {failure.cause}\n{failure.detail}", file=sys.stderr, flush=True)
+        return failure
 
 
 async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
@@ -376,14 +389,16 @@ def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
 def failure_of(error: BaseException) -> Failure:
     """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
     detail = _storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
-    boundary, cause = "environment", f"{type(error).__name__}: {error}"
+    boundary, cause, place = "environment", f"{type(error).__name__}: {error}", place_of(error)
     infrastructure = isinstance(error, OSError)  # TimeoutError and ConnectionError among them
     if isinstance(error, SandboxError):
         boundary, cause = "model", error.failure.what
         infrastructure = error.failure.cause == "infrastructure"
         if error.failure.cause != "model_code":
             boundary, cause = "sandbox", f"{cause} ({error.failure.cause.replace('_', ' ')})"
-    return Failure(boundary=boundary, cause=_storable(cause)[:300], infrastructure=infrastructure, detail=detail)
+    cause, place = _storable(cause)[:300], _storable(place) if boundary == "environment" else ""
+    cause += f" ({place})" if place else ""
+    return Failure(boundary=boundary, cause=cause, infrastructure=infrastructure, detail=detail, place=place)
 
 
 def _storable(text: str) -> str:
@@ -399,6 +414,10 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
     except TypeError as error:
         takes = ", ".join(inspect.signature(kind).parameters) or "none"
         raise ConfigurationError(f"environment.parameters: {error}; {settings.name} takes: {takes}") from None
+    for name in _AWAITED:
+        method: Any = inspect.unwrap(getattr(kind, name))
+        if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
+            raise ConfigurationError(f"{KEY} = {settings.name!r}: {settings.name}.{name} must be `async def`")
     try:
         environment = kind(**settings.parameters)
         environment.offered = tools_by_name(environment.tools())

@@ -12,8 +12,9 @@ from headway.records.rollout import Failure, Rollout, Verdict
 from headway.runtime.hooks import finite_number, shown
 
 
-def to_verdict(result: object) -> Verdict:
-    """A verifier's return value as a Verdict; one that can't be used becomes a Verdict with ``failure``.
+def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
+    """A verifier's return value as a Verdict; one that can't be used becomes a Verdict with ``failure``, which names
+    ``judge`` as what returned it.
 
     A number counts as solved from 1 upwards; a mapping or a Verdict may say otherwise. Rewards by turn come in a
     mapping's "turn_rewards" (its reward is their sum, unless it gives one) or in a Verdict.
@@ -33,11 +34,11 @@ def to_verdict(result: object) -> Verdict:
         value = result
     turn_rewards = _numbers(turns)
     if turn_rewards is None:
-        return failed_verdict(f"the verifier's turn_rewards are {shown(turns)}: a list of finite numbers is expected")
+        return failed_verdict(f"{judge}: turn_rewards are {shown(turns)}: a list of finite numbers is expected")
     reward = sum(turn_rewards) if value is None and turn_rewards else _number(value)
     if reward is None:
         return failed_verdict(
-            f"the verifier returned {shown(result)}: expected a number, a Verdict or a dictionary with 'reward'"
+            f"{judge} returned {shown(result)}: expected a number, a Verdict or a dictionary with 'reward'"
         )
     if not math.isfinite(reward):
         return failed_verdict(f"the reward is {reward}, not a finite number")

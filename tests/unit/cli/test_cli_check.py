@@ -232,6 +232,14 @@ def test_chat_without_a_template(setup: Setup) -> None:
     assert "no" in setup.messages(model={"template": "chat"})["model.template"]
 
 
+def test_an_environments_methods_are_async(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "from headway.api import Environment\nclass Pay(Environment):\n    def reply(self, episode, answer): pass\n"
+    (setup.folder / "plain_coins.py").write_text(body)
+    monkeypatch.syspath_prepend(str(setup.folder))
+    found = setup.messages(environment={"name": "plain_coins:Pay"})
+    assert "plain_coins:Pay.reply must be `async def`" in found["environment.name"]
+
+
 def test_an_environment_that_replies_needs_a_chat_template(setup: Setup) -> None:
     played = {"name": "gym", "parameters": {"env": "FrozenLake-v1"}}
     assert "environment.name" not in setup.messages(environment=played)

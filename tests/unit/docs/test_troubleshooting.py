@@ -107,7 +107,7 @@ def test_every_balance_has_a_section(balance: str) -> None:
 def test_pages_of_a_verdict_exist() -> None:
     text = CODE[ROOT / "headway/report/verdict.py"]
     titles = re.findall(r"^ {12}\"([A-Z].+)\": ", text.partition("def pages")[2].partition("return")[0], re.MULTILINE)
-    assert len(titles) == 4
+    assert len(titles) == 6
     assert all(section(troubleshooting(title)) for title in titles)
     assert judge([], summarise([]), 2).pages == []
 

@@ -164,6 +164,21 @@ def test_a_run_that_can_fill_no_batch_says_so_and_ends():
         run_of({"filter_zero_variance": True, "give_up_after_batches": 9}, reward=lambda task, response: 0.0)
 
 
+def test_attempts_that_all_get_one_reward_are_said_with_it():
+    queue = {"filter_zero_variance": True, "give_up_after_batches": 9}
+    with pytest.raises(
+        NoProgress, match=r"ended untrained.*the same reward, 0 \(never solved: .*#most-groups-are-filt"
+    ):
+        run_of(queue, reward=lambda task, response: 0.0)
+    with pytest.raises(NoProgress, match=r"had nothing to teach.*the same reward, 1 \(most are solved already"):
+        run_of(queue, reward=lambda task, response: 1.0)
+
+
+def test_rollouts_that_all_fail_alike_end_the_run_early():
+    with pytest.raises(NoProgress, match=r"all rollouts of the first 16 groups failed alike: the reward is nan"):
+        run_of({"give_up_after_batches": 1000}, reward=lambda task, response: float("nan"))
+
+
 def test_a_verifier_that_always_fails_is_named():
     with pytest.raises(NoProgress, match=r"too_few_valid.*reward"):
         run_of({"give_up_after_batches": 3}, reward=lambda task, response: float("nan"))

@@ -199,6 +199,17 @@ def test_books_and_failures() -> None:
     assert verdict.books_text.startswith("Not closed yet")
 
 
+def test_groups_that_end_untrained_are_no_nothing() -> None:
+    said = EventRecord(event="no_progress", detail="64 groups in a row", data={"groups": 64, "reason": "zero_variance"})
+    verdict = judged([said], 4)
+    assert verdict.sentences["Why is nothing trained?"] == "At version 0 64 groups in a row."
+    assert verdict.failures_text == "Nothing that a step recorded, but no step is made."
+    assert "docs/troubleshooting.md#most-groups-are-filtered" in verdict.pages
+    solved = msgspec.structs.replace(said, event="mostly_solved")
+    assert judged([solved], 4).failures_text == "Nothing."
+    assert "Why is nothing trained?" not in judged([said, step_record(0)], 4).sentences
+
+
 def test_nothing_recorded_yet() -> None:
     verdict = judged([EventRecord(event="start")], 4)
     assert verdict.balance == "unknown"

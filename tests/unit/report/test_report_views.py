@@ -239,6 +239,17 @@ def test_show_says_who_was_pruned_and_who_was_audited(kept: Path, capsys: pytest
     assert "audited, else pruned by repetition at 64 tokens: a loop of 7 tokens; pruning would have given 0" in out
 
 
+def test_show_says_why_a_rollout_failed(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cause = "KeyError: 'bo\x1bom' (coins.py:31 in reply)"
+    failure = {"boundary": "environment", "cause": cause, "infrastructure": False}
+    (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, ending="failed", failure=failure)) + "\n")
+    show_samples(kept, SampleSelection(ending="failed"), console=Console(width=200))
+    out = capsys.readouterr().out
+    assert "failed at the environment: KeyError: 'bo\\x1bom' (coins.py:31 in reply)" in out
+    show_samples(kept, SampleSelection(ending="failed"), as_json=True)
+    assert json.loads(capsys.readouterr().out)["failure"]["cause"] == cause
+
+
 def test_show_says_what_took_how_long(kept: Path) -> None:
     times = {"calls": [[1, 1.25, 1.5, 7], [4, 0, 6, 0]], "tools": [["se\x1barch", 1.5, 3.7, False], ["", 6, 6, True]]}
     (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, **times)) + "\n")
@@ -251,7 +262,12 @@ def test_show_says_what_took_how_long(kept: Path) -> None:
 
 def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_samples(kept, SampleSelection(limit=1), as_json=True)
-    assert json.loads(capsys.readouterr().out) == sample(3, 13) | {"pruned": None, "calls": [], "tools": []}
+    assert json.loads(capsys.readouterr().out) == sample(3, 13) | {
+        "failure": None,
+        "pruned": None,
+        "calls": [],
+        "tools": [],
+    }
     show_samples(kept, SampleSelection(step=99), as_json=True)
     assert capsys.readouterr().out == ""
 

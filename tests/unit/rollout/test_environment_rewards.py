@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from played import Parts, play
+import pytest
+from played import TASK, Parts, play
 from test_environments import waiting
 
+from headway.config.endpoint import EnvironmentConfig
+from headway.config.sandbox import SandboxConfig
 from headway.records.environment import PartialRollout
 from headway.records.rollout import Verdict
 from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.hosting.service import Episodes
+from headway.runtime.clock import Clock, run_virtual
 
 
 class Paying(Environment):
@@ -95,3 +100,36 @@ def test_a_score_that_can_not_be_used_fails_the_rollout() -> None:
     failure = play(Paying(scores="good"), ["1", "2"]).rollout.failure
     assert failure is not None
     assert (failure.boundary, failure.infrastructure) == ("reward", False)
+
+
+def test_a_score_that_is_none_is_named_as_the_environments() -> None:
+    failure = play(Paying(scores={"solved": True}), ["1", "2"]).rollout.failure
+    assert failure is not None
+    assert failure.cause.startswith("the environment's score returned {'solved': True}: expected a number")
+
+
+class Broken(Paying):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        self.seen += 1
+        if self.seen < 3:
+            raise KeyError(f"boom {self.seen}")
+        int("x")
+
+
+def test_a_traceback_is_logged_once_for_each_place_that_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(clock: Clock) -> None:
+        settings = EnvironmentConfig(name="mine:Mine")
+        episodes = Episodes(Broken(), settings, cast("Any", None), SandboxConfig(), SandboxConfig().spec, clock)
+        for name in ("1", "2", "3"):
+            await episodes.begin(name, TASK, 0)
+            await episodes.reply(name, {"content": "a"}, "", False)
+
+    run_virtual(main)
+    logged = capsys.readouterr().err
+    assert ("boom 1" in logged, "boom 2" in logged, logged.count("Traceback")) == (True, False, 2)
+    assert (
+        "rollouts fail: ValueError: invalid literal for int() with base 10: 'x' (test_environment_rewards.py" in logged
+    )

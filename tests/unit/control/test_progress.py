@@ -1,0 +1,53 @@
+"""When a run whose groups end untrained is hopeless, and how it is said which reward they all got."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.control.progress import FailedAlike, mostly_solved, same_reward
+from headway.records.rollout import Failure
+
+
+def failure(cause: str, place: str = "", infrastructure: bool = False) -> Failure:
+    return Failure(boundary="environment", cause=cause, infrastructure=infrastructure, place=place)
+
+
+KINDS = {
+    "worked": None,
+    "boom": failure("KeyError: 'boom' (coins.py:31 in reply)", "coins.py:31 in reply"),
+    "bam": failure("KeyError: 'bam' (coins.py:31 in reply)", "coins.py:31 in reply"),
+    "other": failure("ValueError: no"),
+    "outage": failure("ConnectionError: no route", infrastructure=True),
+}
+
+
+@given(st.lists(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4), max_size=40), st.integers(1, 20))
+def test_only_rollouts_that_all_failed_at_one_place_or_of_one_cause_are_hopeless(
+    groups: list[list[str]], groups_per_step: int
+) -> None:
+    alike = FailedAlike()
+    for group in groups:
+        alike = alike.after(KINDS[kind] for kind in group)
+    kinds = {kind for group in groups for kind in group}
+    one_kind = kinds <= {"boom", "bam"} or kinds == {"other"}
+    assert alike.hopeless(groups_per_step) == (one_kind and len(groups) >= 16 and len(groups) >= 2 * groups_per_step)
+
+
+@pytest.mark.parametrize(
+    ("alike", "solved", "words"),
+    [
+        ({(0.0, False): 64}, False, "the same reward, 0 (never solved: `headway sft` first, easier"),
+        ({(1.0, True): 64}, True, "the same reward, 1 (most are solved already: harder"),
+        ({(1.0, True): 9, (0.5, False): 3}, True, "the same reward, 1 in 9 groups, 0.5 in 3 groups (most are solved"),
+        (
+            {(0.0, False): 5, (1.0, True): 3},
+            False,
+            "0 in 5 groups, 1 in 3 groups (some always solved, the others never",
+        ),
+    ],
+)
+def test_the_reward_that_all_attempts_got_is_named(
+    alike: dict[tuple[float, bool], int], solved: bool, words: str
+) -> None:
+    assert mostly_solved(alike) == solved
+    assert words in same_reward(alike)
