@@ -1,7 +1,7 @@
 """When a run whose groups end untrained is hopeless, and how it is said which reward they all got."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headway.control.progress import FailedAlike, mostly_solved, same_reward
@@ -21,7 +21,18 @@ KINDS = {
 }
 
 
-@given(st.lists(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4), max_size=40), st.integers(1, 20))
+def some_groups(kinds: set[str]) -> st.SearchStrategy[list[list[str]]]:
+    """Up to 40 groups of rollouts of these kinds alone."""
+    groups = st.lists(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=3), min_size=1, max_size=4)
+    return st.tuples(groups, st.integers(1, 10)).map(lambda drawn: drawn[0] * drawn[1])
+
+
+@given(st.sets(st.sampled_from(sorted(KINDS)), min_size=1, max_size=2).flatmap(some_groups), st.integers(1, 20))
+@example([["boom", "bam"]] * 16, 8)
+@example([["boom"], ["bam"]] * 8, 1)
+@example([["boom"]] * 31, 16)
+@example([["outage"]] * 40, 1)
+@example([["worked"], *[["other"]] * 40], 1)
 def test_only_rollouts_that_all_failed_at_one_place_or_of_one_cause_are_hopeless(
     groups: list[list[str]], groups_per_step: int
 ) -> None:
