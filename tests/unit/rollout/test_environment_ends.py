@@ -163,9 +163,10 @@ def test_a_reply_that_can_not_be_sent_is_told() -> None:
         return lambda: None
 
     service = EnvironmentService.__new__(EnvironmentService)
+    service._clock = VirtualClock()
     service._emit = lambda answered: sent.append(pickle.loads(pickle.dumps(answered)))
-    run_virtual(service._answer(3, reply()))
-    [(number, well, why)] = sent
+    run_virtual(service._answer(3, reply(), 0.0))
+    [(number, well, why, _)] = sent
     assert (number, well) == (3, False)
     assert "pickle" in why
 
@@ -214,10 +215,10 @@ def test_of_a_park_that_nobody_heard_of_nothing_is_left_and_what_was_heard_of_be
             self._episodes = episodes
             self.delay_s = 0.0
 
-        async def ask(self, worker: Any, method: str, *arguments: Any) -> Any:
+        async def ask(self, worker: Any, method: str, *arguments: Any) -> tuple[Any, float]:
             result = await asyncio.shield(asyncio.ensure_future(getattr(self._episodes, method)(*arguments)))
             await asyncio.sleep(self.delay_s)  # its answer is under way
-            return result
+            return result, 0.0
 
     monkeypatch.setattr(FakeSandbox, "snapshot", snapshot)
 
