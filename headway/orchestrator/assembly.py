@@ -23,7 +23,7 @@ from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import make_task_selector
-from headway.orchestrator.task_sets import training_weights
+from headway.orchestrator.task_sets import tasks_data, training_weights
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
 from headway.records.node import NodeConditions
@@ -136,6 +136,7 @@ def assemble(
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,
+        tasks=tasks_data(actors.train_tasks),
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
         look=actors.look,
