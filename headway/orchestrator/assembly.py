@@ -86,8 +86,7 @@ def assemble(
         queue.groups_per_step, queue.budget, policy, in_order=experiment.run.deterministic and not queue.budget
     )
     state = RunState(clock=clock, knobs=first_knobs(experiment), selectable=selectable)
-    wrap = actors.wrap_generate
-    generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
+    generate = (actors.wrap_generate or (lambda plain: plain))(actors.generator.generate)
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
     buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal, actors.recorder)
     stack.enter_context(closing(buffer))
