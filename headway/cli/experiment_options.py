@@ -39,7 +39,9 @@ def load(context: typer.Context, path: str) -> Experiment:
 
 
 def given_overrides(context: typer.Context) -> list[str]:
-    """Return the command's overrides; raises a usage error for any other unknown argument."""
+    """Return the command's overrides; raises a usage error for any other unknown argument, and without a file."""
+    if (config := str(context.params.get("config"))).startswith("--"):
+        context.fail(f"the experiment file is missing before {config}: {context.command_path} experiment.toml {config}")
     known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     try:
         return overrides(context.args, known)

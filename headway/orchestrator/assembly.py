@@ -23,7 +23,7 @@ from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import make_task_selector
-from headway.orchestrator.task_sets import training_weights
+from headway.orchestrator.task_sets import tasks_data, training_weights
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
 from headway.records.node import NodeConditions
@@ -86,8 +86,7 @@ def assemble(
         queue.groups_per_step, queue.budget, policy, in_order=experiment.run.deterministic and not queue.budget
     )
     state = RunState(clock=clock, knobs=first_knobs(experiment), selectable=selectable)
-    wrap = actors.wrap_generate
-    generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
+    generate = (actors.wrap_generate or (lambda plain: plain))(actors.generator.generate)
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
     buffer = GroupBuffer(buffer_path, capacity, clock, fence, None if copy is None else copy.journal, actors.recorder)
     stack.enter_context(closing(buffer))
@@ -136,6 +135,7 @@ def assemble(
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,
+        tasks=tasks_data(actors.train_tasks),
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
         look=actors.look,

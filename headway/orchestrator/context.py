@@ -86,6 +86,7 @@ class RunContext:
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]
     directory: str
+    tasks: dict[str, int | str] = field(default_factory=dict)  # count and digest of those that are trained on
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
     look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headway.config.schema import Experiment
 from headway.control.estimates import clustered_standard_error, pass_at
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
@@ -119,6 +120,15 @@ def evaluation_record(
     )
 
 
+def reached(experiment: Experiment, version: int, solve_rate: float) -> str:
+    """Return why a run ends at ``version`` with this as its best validation ``solve_rate``: all its steps, or its
+    target; "" where it goes on."""
+    steps, target = experiment.run.steps, experiment.evaluation.stop_at_solve_rate
+    if target is not None and solve_rate >= target:
+        return f"validation solve rate {solve_rate:.3f} >= evaluation.stop_at_solve_rate {target:g}"
+    return f"all {steps:,} steps of run.steps are done" if version >= steps else ""
+
+
 class Evaluations:
     """Validation during the run, the best checkpoint by it, and the held test before and after."""
 
@@ -129,7 +139,6 @@ class Evaluations:
         self._last_s = run.clock.now()
         self.best_version: int | None = None
         self.best_solve_rate = -1.0
-        self.target_reached = False
         self._folder = Path(run.directory)
         self._load_best()
 
@@ -231,10 +240,7 @@ class Evaluations:
         record = await self._evaluate("validation", "during", self._run.evaluation_tasks["validation"])
         if record.samples and record.solve_rate > self.best_solve_rate:
             self._keep(version, record.solve_rate)
-        target = self._run.experiment.evaluation.stop_at_solve_rate
-        if target is not None and record.solve_rate >= target:
-            self.target_reached = True
-            self._run.state.changed.notify()
+        self._run.state.changed.notify()  # it may have reached the target
 
     async def _evaluate(self, split: str, phase: str, tasks: Sequence[Task]) -> EvaluationRecord:
         run, evaluation = self._run, self._run.experiment.evaluation

@@ -68,7 +68,7 @@ class Run:
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
         version = run.state.version = run.buffer.completed_steps
-        run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3))
+        run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
         reopen_groups(run)
         restore_records(run, version if recorded is None else min(recorded, version))
         try:
@@ -128,7 +128,7 @@ class Run:
             await self._evaluations.after()
         await self._close_books()
         if not run.state.interrupted:
-            run.event(EVENT_END, f"version {run.state.version}")
+            run.event(EVENT_END, f"{self._train.ended}, at version {run.state.version}")
 
     async def _close_books(self) -> None:
         """Check that every rollout is open (left at the end) or ended once, against the buffer's own count.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
 from headway.records.errors import ConfigurationError
+from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.rollout.verification.verifiers import PRUNER_KEY, VERIFIERS
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
+from headway.telemetry.ledger import EVENT_RESUME, EVENT_START
+from headway.telemetry.summary import last_event
 
 SPLITS = ("train", "validation", "test")
 
@@ -51,6 +55,24 @@ def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) 
             f"tasks.{split}: the prompts of {conversation.source} are conversations, and model.template = "
             f"{experiment.model.template!r} takes texts: set model.template = 'chat'"
         )
+
+
+def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:
+    """Count and digest of training tasks, in their order, as a run's ledger keeps them where it starts."""
+    ids = "".join(task.task_id for task in tasks)
+    return {"tasks": len(tasks), "tasks_digest": hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()}
+
+
+def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> str:
+    """How training tasks, as `tasks_data` has them ``now``, differ from those that the run of these ``lines`` last
+    began with, and what to do; "" where they don't, there are none, or it isn't known."""
+    began = last_event(lines, EVENT_START, EVENT_RESUME)
+    if began is None or not now["tasks"] or began.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
+        return ""
+    return (
+        f"tasks.train has changed since this run began ({now['tasks']} tasks, were {began.data['tasks']}): make clean "
+        "in a project, or another --run.directory, begins anew"
+    )
 
 
 def training_weights(experiment: Experiment) -> dict[str, float]:

@@ -25,6 +25,7 @@ from headway.orchestrator.actors.moves import require_movable
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext, Sides
 from headway.orchestrator.device_turns import join_replica
+from headway.orchestrator.evaluation import reached
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
 from headway.orchestrator.pulse import pulsing
@@ -32,7 +33,7 @@ from headway.orchestrator.run import Run
 from headway.orchestrator.stalls.alerts import AlertSettings, watching_alerts
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
-from headway.orchestrator.task_sets import load_task_sets, named_verifiers
+from headway.orchestrator.task_sets import changed_tasks, load_task_sets, named_verifiers
 from headway.records.errors import HeadwayError, Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
@@ -44,9 +45,9 @@ from headway.runtime.run_directory import RunDirectory, placed_as_before, placem
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
-from headway.telemetry.ledger import Ledger, read_ledger
+from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger
 from headway.telemetry.rollouts.recorder import RolloutRecorder
-from headway.telemetry.summary import last_step, recorded_steps, summarise
+from headway.telemetry.summary import evaluations, is_finished, last_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
@@ -101,6 +102,10 @@ async def _train(
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
+        recorded = read_ledger(directory.path)
+        if resume and (why := _reached(experiment, recorded)):
+            ledger.event(EVENT_END, why, step=recorded_steps(recorded))
+            return await _summarise(directory, ledger)
         try:
             observers = observing(experiment, directory, ledger, clock, stack, resume=resume)
             run = await wire(experiment, directory, ledger, clock, stack, observers=observers, epoch=epoch)
@@ -113,24 +118,39 @@ async def _train(
             raise
         watching = watching_stalls(run.context, directory, interrupts.stop, STALLS)
         await stack.enter_async_context(watching)
-        recorded = read_ledger(directory.path)
         await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, recorded, ALERTS))
         observers.announce()
         await run.begin(recorded_steps(recorded), last_step(recorded))
+        if resume and (change := changed_tasks(run.context.tasks, recorded)):
+            run.context.event("tasks_changed", change)
         await run.train()
         await run.conclude()
-        summary = summarise(read_ledger(directory.path))
-        directory.write_json(directory.summary, summary)
-        if directory.best.is_dir():
-            try:
-                await asyncio.to_thread(write_run_card, directory.best, directory.path)
-            except HeadwayError as error:  # the weights are there, and are what counts
-                ledger.event("model_card_failed", str(error))
+        summary = await _summarise(directory, ledger)
         if run.context.state.interrupted:
             raise Interrupted(
                 f"stopped at version {run.context.state.version}; continue with: headway train ... --resume"
             )
         return summary
+
+
+def _reached(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
+    """Why a run that has ended has nothing to do as it is configured now, and how it would; "" where it has."""
+    judged = [line.solve_rate for line in evaluations(lines) if line.split == "validation" and line.phase != "before"]
+    why = reached(experiment, recorded_steps(lines), max(judged, default=-1.0)) if is_finished(lines) else ""
+    larger = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in why else "--run.steps=…"
+    return why and f"{why} already, nothing was trained; a larger {larger} goes on"
+
+
+async def _summarise(directory: RunDirectory, ledger: Ledger) -> RunSummary:
+    """The summary of a run, which its folder and the best model's card get too."""
+    summary = summarise(read_ledger(directory.path))
+    directory.write_json(directory.summary, summary)
+    if directory.best.is_dir():
+        try:
+            await asyncio.to_thread(write_run_card, directory.best, directory.path)
+        except HeadwayError as error:  # the weights are there, and are what counts
+            ledger.event("model_card_failed", str(error))
+    return summary
 
 
 class _Pool(Protocol):

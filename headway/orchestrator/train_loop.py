@@ -16,7 +16,7 @@ from headway.orchestrator.actors.moves import Moves
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
-from headway.orchestrator.evaluation import Evaluations
+from headway.orchestrator.evaluation import Evaluations, reached
 from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
 from headway.orchestrator.recovery import call_with_restart, trainer_turn
 from headway.orchestrator.state import RunningGroup
@@ -48,6 +48,7 @@ class TrainLoop:
         self._moves = Moves(run, self.checkpoint)
         self._updates = asyncio.TaskGroup()
         self._compared = False  # trainer and engines, after an update that changed the weights
+        self.ended = ""  # why
         self.completed_steps = 0  # by this process, skipped ones included
 
     async def loop(self) -> None:
@@ -61,16 +62,17 @@ class TrainLoop:
                 parts = []
                 if not self._over():
                     await self._moves.at_boundary()
+            self.ended = self._over()
 
-    def _over(self) -> bool:
+    def _over(self) -> str:
+        """Why the run is over; "" while it isn't."""
         run = self._run
+        if why := reached(run.experiment, run.state.version, self._evaluations.best_solve_rate):
+            return why
         limit = run.experiment.run.time_limit_s
-        return (
-            run.state.version >= run.experiment.run.steps
-            or run.state.interrupted
-            or (limit is not None and run.time_s() >= limit)
-            or self._evaluations.target_reached
-        )
+        if limit is not None and run.time_s() >= limit:
+            return f"run.time_limit_s = {limit:g} have passed"
+        return "interrupted" if run.state.interrupted else ""
 
     async def _form_batch(self, parts: list[list[FinishedGroup]]) -> bool:
         """Fill up and commit the batch of the next step. With ``queue.groups_per_part`` it comes in several ``parts``:
@@ -153,7 +155,7 @@ class TrainLoop:
 
     def _due(self, part: NextPart) -> bool:
         """Whether there is more to do than to wait."""
-        return self._over() or self._run.state.selectable.due(self._run.state.version, part)
+        return bool(self._over()) or self._run.state.selectable.due(self._run.state.version, part)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""

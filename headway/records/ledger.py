@@ -290,6 +290,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """``RUN/summary.json``: written when a run ends in order, and by `report` from the ledger otherwise."""
 
     finished: bool = False
+    ended: str = ""  # why: all steps, the target solve rate, the time limit
     steps: int = 0
     untimed_steps: int = 0  # of these, whose own records were lost: no time or rate below has them
     samples_trained: int = 0

@@ -24,6 +24,8 @@ def summary_rows(summary: RunSummary) -> Rows:
     rows: Rows = {}
     if summary.simulated:
         rows["simulated"] = "no model was trained: rates and waits are those of a scenario"
+    if summary.ended:
+        rows["ended"] = summary.ended
     rows |= {
         "steps": f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
         "samples trained": f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from headway.records.errors import ConfigurationError
 
 T = TypeVar("T")
+_FUNCTION = "module:function"
 
 
 def import_function(name: str, key: str, known: Collection[str], *, asynchronous: bool = False) -> Callable[..., Any]:
@@ -33,7 +34,7 @@ def import_function(name: str, key: str, known: Collection[str], *, asynchronous
 
 def import_class(name: str, key: str, base: type[T]) -> type[T]:
     """Import the class ``module:Class``, which extends ``base``. Raises ConfigurationError as `import_function`."""
-    found = _found(name, key, ())
+    found = _found(name, key, (), "module:Class")
     if not (isinstance(found, type) and issubclass(found, base)):
         wanted = f"{base.__module__}:{base.__qualname__}"
         raise ConfigurationError(f"{key} = {name!r}: must be a class that extends {wanted}")
@@ -62,31 +63,33 @@ def import_extra(module: str, extra: str, needed_by: str) -> Any:
         ) from None
 
 
-def _found(name: str, key: str, known: Collection[str]) -> Any:
+def _found(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> Any:
     """Import the object that ``module:path`` names. Raises ConfigurationError."""
-    module_name, path = _split(name, key, known)
+    module_name, path = _split(name, key, known, form)
     _search_working_directory()
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        cause = f"{type(error).__name__}: {error}"
+        cause, top = f"{type(error).__name__}: {error}", module_name.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == top:
+            cause += f" (nor in the working directory: run the command in the folder that has {top}.py)"
         raise ConfigurationError(
-            f"{key} = {name!r}: {module_name} can't be imported: {cause}; {_valid(known)}"
+            f"{key} = {name!r}: {module_name} can't be imported: {cause}; {_valid(known, form)}"
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             near = _nearest(part, [public for public in vars(found) if not public.startswith("_")])
-            raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {part!r}; {near}{_valid(known)}")
+            raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {part!r}; {near}{_valid(known, form)}")
         found = getattr(found, part)
     return found
 
 
-def _split(name: str, key: str, known: Collection[str]) -> tuple[str, str]:
+def _split(name: str, key: str, known: Collection[str], form: str = _FUNCTION) -> tuple[str, str]:
     module_name, colon, path = name.partition(":")
     if not colon:
-        raise ConfigurationError(f"{key} = {name!r} is unknown; {_nearest(name, known)}{_valid(known)}")
+        raise ConfigurationError(f"{key} = {name!r} is unknown; {_nearest(name, known)}{_valid(known, form)}")
     if not module_name or not path:
-        raise ConfigurationError(f"{key} = {name!r}: expected module:function; {_valid(known)}")
+        raise ConfigurationError(f"{key} = {name!r}: expected {form}; {_valid(known, form)}")
     return module_name, path
 
 
@@ -114,5 +117,5 @@ def _nearest(name: str, known: Collection[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-def _valid(known: Collection[str]) -> str:
-    return f"valid: {', '.join(sorted(known))} or module:function" if known else "valid: module:function"
+def _valid(known: Collection[str], form: str = _FUNCTION) -> str:
+    return f"valid: {', '.join(sorted(known))} or {form}" if known else f"valid: {form}"

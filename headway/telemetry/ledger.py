@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 FILE_NAME = "ledger.jsonl"
 
 # Events whose names the readers know. Any other name is shown unchanged.
-EVENT_START = "start"  # a run started
-EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones
+EVENT_START = "start"  # a run started; data: count (tasks) and digest (tasks_digest) of its training tasks
+EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones; data as above
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
 EVENT_NO_PROGRESS = "no_progress"  # groups end untrained, one after another; data: groups, the last one's reason
 EVENT_MOSTLY_SOLVED = "mostly_solved"  # ... because their tasks are solved already; data as above
@@ -35,7 +35,7 @@ EVENT_PLAN_OUTCOME = "plan_outcome"  # some steps after a change; data: rate, ex
 EVENT_SERVICE = "buffer_service"  # detail: where outside workers lease members
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
 EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last version
-EVENT_END = "end"  # the run ended in order
+EVENT_END = "end"  # the run ended in order; detail: why
 EVENT_STALLED = "stalled"  # a wait is too long; detail names its cause, data: wait, expected_s, stacks of both sides
 EVENT_STALL_ENDED = "stall_ended"  # of the same worker
 EVENT_ALERT = "alert"  # a rule of [alerts] holds; data: rule, at (Unix time), host

@@ -32,8 +32,10 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
     wait_s = sum(step.trainer_wait_s for step in steps)
     books = books_event(lines)
     endings = _endings(steps, books)
+    end = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
     return RunSummary(
         finished=is_finished(lines),
+        ended=end.detail if end is not None and end.event == EVENT_END else "",
         steps=recorded_steps(steps),
         untimed_steps=recorded_steps(steps) - len({step.version for step in timed}),
         samples_trained=max(sum(step.samples for step in steps if not step.skipped), endings.get("trained", 0)),

@@ -291,6 +291,8 @@ def _missing(folder: Path, file: Path) -> str:
     if not folder.is_dir():
         return f"no such folder: {folder}"
     message = f"no such file: {file}"
+    if (best := folder / "best" / file.name).is_file():
+        return f"{message}; {folder} is a run's folder, its model is {best.parent}"
     if other := [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]:
         message += (
             f"; {other[0]} alone is not read: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) "

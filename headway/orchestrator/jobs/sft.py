@@ -85,6 +85,11 @@ def _require_inputs(experiment: Experiment) -> None:
         if not getattr(settings, key):
             raise ConfigurationError(f"missing key 'sft.{key}'")
     require_replaceable(settings.output, "sft.output")
+    if Path(settings.output).resolve() == Path(experiment.model.path).resolve():
+        raise ConfigurationError(
+            f"sft.output: {settings.output} is model.path too and would be overwritten; --model.path=… begins from "
+            "another model"
+        )
     if settings.evaluate_every_steps and experiment.tasks.validation is None:
         raise ConfigurationError(
             f"sft.evaluate_every_steps = {settings.evaluate_every_steps} needs tasks.validation; valid without it: 0"

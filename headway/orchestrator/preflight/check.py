@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
@@ -26,6 +25,7 @@ from headway.orchestrator.preflight.episode import episode_findings, may_reward,
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.functions import function_findings, require_kernel_services
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
 from headway.records.check_report import Finding
@@ -34,7 +34,6 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
-from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.tokenizer import Tokenizer
@@ -389,22 +388,7 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _run_directory(inputs: _Inputs, findings: Findings) -> None:
-    directory = RunDirectory(inputs.experiment.run.directory)
-    holder = directory.holder()
-    if holder is not None:
-        findings.error("run.directory", f"{directory.path} is in use by process {holder}")
-    if directory.path.exists() and not directory.path.is_dir():
-        findings.error("run.directory", f"{directory.path} is a file; a folder is needed")
-    elif not inputs.resume and directory.holds_run():
-        findings.error(
-            "run.directory",
-            f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
-        )
-    elif inputs.resume and not directory.holds_run():
-        findings.error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
-    elif inputs.resume:
-        with findings.refused("run.directory"):
-            require_resumable(directory.read_experiment(), inputs.experiment)
+    findings += directory_findings(inputs.experiment, inputs.resume, (inputs.tasks or {}).get("train", ()))
 
 
 def _cluster(inputs: _Inputs, findings: Findings) -> None:

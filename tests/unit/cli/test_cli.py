@@ -89,6 +89,16 @@ def test_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "Usage" in plain(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("arguments", [["--run.directory=x"], ["--run.directory=x", "experiment.toml"]])
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_an_override_in_the_place_of_the_file(
+    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, *arguments]) == 2
+    told = " ".join(plain(capsys.readouterr().err).replace("│", " ").split())
+    assert f"file is missing before --run.directory=x: headway {command} experiment.toml --run.directory=x" in told
+
+
 def test_bad_input_is_one_line_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     error = capsys.readouterr().err

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -22,6 +23,7 @@ from headway.orchestrator.preflight import check as checking
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.check import check
 from headway.records.check_report import Finding
+from headway.records.ledger import EventRecord
 from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import TaskSet
@@ -351,7 +353,7 @@ def test_odd_batches(setup: Setup) -> None:
 def test_functions_that_are_not_there(setup: Setup) -> None:
     found = setup.messages(algorithm={"advantage": "nosuch.module:f", "loss": "json:"})
     assert "nosuch.module can't be imported: ModuleNotFoundError" in found["algorithm.advantage"]
-    assert "expected module:function" in found["algorithm.loss"]
+    assert found["algorithm.loss"].startswith("'json:': expected module:function")  # the key is said before it
     found = setup.messages(algorithm={"advantage": "json:laods", "loss": "nosuch.module:f"})
     assert "json has no 'laods'; did you mean 'loads'?" in found["algorithm.advantage"]
     assert "there is no module 'nosuch.module'" in found["algorithm.loss"]
@@ -437,6 +439,11 @@ def test_a_directory_that_holds_a_run_or_is_in_use(setup: Setup) -> None:
         assert "in use by process" in setup.messages(resume=True)["run.directory"]
     assert "already holds a run" in setup.messages()["run.directory"]
     assert setup.messages(resume=True) == {}
+    data = {"tasks": 380, "tasks_digest": "of others"}
+    (setup.folder / "run/ledger.jsonl").write_bytes(msgspec.json.encode(EventRecord(event="start", data=data)) + b"\n")
+    warned = setup.messages("warning", resume=True)["tasks.train"]
+    assert warned.startswith("has changed since this run began (")
+    assert "tasks, were 380): make clean" in warned
     assert "run.seed" in setup.messages(resume=True, run={"seed": 5})["run.directory"]
     (setup.folder / "file").write_text("")
     assert "is a file" in setup.messages(run={"directory": str(setup.folder / "file")})["run.directory"]

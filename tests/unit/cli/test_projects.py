@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -74,6 +75,25 @@ def test_makefile_finds_this_interpreter(here: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CXX", "c++")
     assert cli.main(["new", "activated"]) == 0
     assert "PYTHON ?= python\n" in (here / "activated/Makefile").read_text()
+
+
+@pytest.mark.parametrize("template", PROJECTS)
+def test_what_the_tasks_changed_is_made_again(template: str, here: Path) -> None:
+    assert cli.main(["new", "demo", "--template", template]) == 0
+    made = ["demo/tasks", "demo/runs/init", "demo/runs/sft"]
+    for age, folder in enumerate(made):
+        (here / folder).mkdir(parents=True)
+        os.utime(here / folder, (2e9 + age, 2e9 + age))
+
+    def steps() -> list[str]:
+        planned = subprocess.run(["make", "-n", "run"], cwd=here / "demo", capture_output=True, text=True, check=True)
+        return re.findall(r"make_tasks\.py tasks|init-model|headway.cli.main sft", planned.stdout)
+
+    assert steps() == []
+    os.utime(here / "demo/make_tasks.py", (3e9, 3e9))
+    assert steps() == ["make_tasks.py tasks", "init-model", "headway.cli.main sft"]
+    os.utime(here / "demo/tasks", (4e9, 4e9))
+    assert steps() == ["init-model", "headway.cli.main sft"]
 
 
 def test_another_python_is_told_so(here: Path) -> None:

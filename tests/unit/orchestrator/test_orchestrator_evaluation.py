@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.control.estimates import pass_at
 from headway.generator.fake import FakeGenerator
-from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, evaluation_record
+from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, evaluation_record, reached
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import PassAt
 from headway.records.task import Task
 from headway.report.live import evaluation_line
+from headway.report.tables import summary_rows
 from headway.rollout.fake import FakeVerifier
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, run_virtual
-from tests.support.simulated_run import PlainTokenizer, experiment_of
+from headway.telemetry.summary import summarise
+from tests.support.simulated_run import PlainTokenizer, experiment_of, simulate, small_run
 
 
 def test_attempts_at_one_task_are_not_independent_measurements() -> None:
@@ -106,6 +109,16 @@ def test_a_resume_may_train_longer_unless_that_changes_the_steps_it_replays() ->
     with pytest.raises(ConfigurationError, match=r"schedule_steps: 100 -> 200 .*keep it with .*schedule_steps = 100"):
         require_resumable(experiment(schedule="cosine"), experiment(schedule="cosine", steps=200))
     require_resumable(experiment(schedule="cosine"), experiment(schedule="cosine", schedule_steps=100, steps=200))
+
+
+def test_a_run_says_why_it_ended() -> None:
+    assert small_run(steps=3).event("end").detail == "all 3 steps of run.steps are done, at version 3"
+    limited = simulate(experiment_of(Path("unused"), run={"steps": 1000, "time_limit_s": 1.0}))
+    assert re.fullmatch(r"run.time_limit_s = 1 have passed, at version \d+", limited.event("end").detail)
+    assert summarise(limited.lines).ended == summary_rows(summarise(limited.lines))["ended"] != ""
+    aim = experiment_of(Path("unused"), evaluation={"stop_at_solve_rate": 0.95})
+    assert reached(aim, 11, 1.0) == "validation solve rate 1.000 >= evaluation.stop_at_solve_rate 0.95"
+    assert reached(aim, 11, 0.94) == ""
 
 
 def test_an_evaluation_over_several_sources_says_how_each_is_solved() -> None:

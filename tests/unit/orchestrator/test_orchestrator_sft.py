@@ -46,6 +46,12 @@ def test_an_output_that_holds_something_else(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "other-model" / "config.json").exists()
 
 
+def test_an_output_that_is_the_model_it_begins_from(tmp_path: Path) -> None:
+    given = experiment(tmp_path, output=str(tmp_path / "out/../model"))
+    with pytest.raises(ConfigurationError, match=r"sft\.output: .*model is model\.path too and would be overwritten"):
+        sft.run_sft(given)
+
+
 def test_measuring_a_solve_rate_without_tasks_to_measure_it_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"sft\.evaluate_every_steps = 5 needs tasks\.validation"):
         sft.run_sft(experiment(tmp_path, evaluate_every_steps=5))

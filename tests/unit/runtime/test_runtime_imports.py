@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.records.errors import ConfigurationError
-from headway.runtime.imports import import_function, require_module
+from headway.runtime.imports import import_class, import_function, require_module
 
 KNOWN = ("alpha", "beta")
 
@@ -55,6 +55,23 @@ def test_what_cannot_be_had_is_named(own_modules: None, name: str, message: str)
         import_function(name, "section.key", KNOWN)
     assert str(caught.value).startswith(f"section.key = {name!r}")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "nowhere:Class",
+            r"No module named 'nowhere' \(nor in the working directory: .* the folder that has nowhere.py",
+        ),
+        ("mine.functions:Class", "mine.functions has no 'Class'; valid: module:Class$"),
+        ("mine", "is unknown; valid: module:Class$"),
+        ("mine:", "expected module:Class; "),
+    ],
+)
+def test_a_class_is_asked_for_where_one_is_needed(own_modules: None, name: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        import_class(name, "section.key", object)
 
 
 @pytest.mark.parametrize("name", ["mine.broken:f", "mine:f", "json.decoder:f", "sys:f"])

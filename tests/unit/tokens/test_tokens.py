@@ -170,8 +170,12 @@ def test_eos_is_read_from_every_config_file(folder, tmp_path):
 def test_errors_name_bad_folders_and_templates(folder, tmp_path):
     with pytest.raises(ConfigurationError, match="no such folder"):
         Tokenizer.load(tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match=r"no such file: .*tokenizer\.json"):
+    with pytest.raises(ConfigurationError, match=r"no such file: .*tokenizer\.json$"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "rl/best").mkdir(parents=True)
+    (tmp_path / "rl/best/tokenizer.json").touch()
+    with pytest.raises(ConfigurationError, match=r"rl is a run's folder, its model is .*/rl/best$"):
+        Tokenizer.load(tmp_path / "rl")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="not a readable tokenizer"):
         Tokenizer.load(tmp_path)

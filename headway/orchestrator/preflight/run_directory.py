@@ -1,0 +1,38 @@
+"""Finds what is in the way of a run in its folder, or of its resume there, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.config.load import require_resumable
+from headway.config.schema import Experiment
+from headway.orchestrator.preflight.findings import Findings
+from headway.orchestrator.task_sets import changed_tasks, tasks_data
+from headway.records.task import Task
+from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.ledger import read_ledger
+
+
+def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Task]) -> Findings:
+    """Errors of the run's folder, and a warning where a resume has other training tasks; ``train``: those that were
+    read, none where they couldn't be."""
+    findings, directory = Findings(), RunDirectory(experiment.run.directory)
+    holder = directory.holder()
+    if holder is not None:
+        findings.error("run.directory", f"{directory.path} is in use by process {holder}")
+    if directory.path.exists() and not directory.path.is_dir():
+        findings.error("run.directory", f"{directory.path} is a file; a folder is needed")
+    elif not resume and directory.holds_run():
+        findings.error(
+            "run.directory",
+            f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
+        )
+    elif resume and not directory.holds_run():
+        findings.error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
+    elif resume:
+        with findings.refused("run.directory"):
+            require_resumable(directory.read_experiment(), experiment)
+            lines = read_ledger(directory.path) if directory.ledger.is_file() else []
+            if change := changed_tasks(tasks_data(train), lines):
+                findings.warning("tasks.train", change.removeprefix("tasks.train "))
+    return findings
