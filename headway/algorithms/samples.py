@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,16 @@ class SampleArrays:
         if self.weights_s is None:
             return int(np.count_nonzero(self.loss_mask_n))
         return round(float(self.weights_s[sequence_of_token(self)][self.loss_mask_n].sum()))
+
+    @cached_property
+    def numbers_n(self) -> IntArray:
+        """[N] numbers that tokens have in common whose ids and rows are equal."""
+        if not self.token_rows:
+            return self.token_ids_n
+        mixed_n = self.token_ids_n.astype(np.uint64)
+        for rows in self.token_rows.values():
+            mixed_n = mixed_n * np.uint64(1 << 32) + mixed_n + rows.cut([0], [self.tokens]).hashes()
+        return np.unique(mixed_n, return_inverse=True)[1]
 
     @property
     def starts_s(self) -> IntArray:
@@ -284,14 +295,13 @@ def slice_micro_batch(
     )
 
 
-def prefix_tree(arrays: SampleArrays, samples: IntArray, least: int = LEAST_SAVED) -> PrefixTree:
+def prefix_tree(
+    arrays: SampleArrays, samples: IntArray, least: int = LEAST_SAVED, *, with_rows: bool = True
+) -> PrefixTree:
     """The tries of what ``samples`` feed, group by group: prompts, the turns that branches of a rollout share, and
-    tokens with which responses happen to begin. Tokens with other rows beside them are not the same: a replayed one
-    goes to its own experts. ``least``: as of `PrefixTree.build`."""
-    fed, ids_n = arrays.lengths_s[samples] - 1, arrays.token_ids_n
-    for rows in arrays.token_rows.values():
-        hashes_n = rows.cut([0], [arrays.tokens]).hashes()
-        _, ids_n = np.unique(np.stack([ids_n.astype(np.uint64), hashes_n]), axis=1, return_inverse=True)
+    tokens with which responses happen to begin. ``with_rows``: tokens with other rows beside them are not the same, as
+    a replayed one goes to its own experts. ``least``: as of `PrefixTree.build`."""
+    fed, ids_n = arrays.lengths_s[samples] - 1, arrays.numbers_n if with_rows else arrays.token_ids_n
     return PrefixTree.build(ids_n, arrays.starts_s[samples], fed, arrays.groups_s[samples], least)
 
 

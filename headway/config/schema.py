@@ -123,7 +123,7 @@ class GeneratorConfig(Section):
     # Tune: "vllm" for models of a billion weights and more, or several GPUs a replica: docs/vllm.md
     engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
     engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
-    probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved; 0: none, nor trainer against engine
+    probe_every_updates: NonNegative = 1  # vLLM proves one update in so many; 0: no proof, and no agreement check
     exchange_directory: str | None = None  # vllm-server: new weights are written here for it to read; unset: /dev/shm
     # Tune: more of them while the trainer waits (generation-bound); fewer while the generator waits
     devices: ReplicaDevices = ("cpu:0",)  # one replica each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
@@ -201,7 +201,7 @@ class AlgorithmConfig(Section):
     sequence_mask_by: Literal["mean", "sum", "max"] = "mean"  # of log weights: geometric mean, product, any one token
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
     # Tune: true for a mixture that vLLM samples on GPUs: auto leaves it off there
-    routing_replay: Switch = "auto"  # the trainer takes the experts chosen at sampling; auto: where "torch" returns any
+    routing_replay: Switch = "auto"  # the trainer takes the experts chosen at sampling; auto: with the torch engine
     sapo_temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
     sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
     dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio

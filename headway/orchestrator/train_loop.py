@@ -266,10 +266,10 @@ class TrainLoop:
         await run.state.finish_update()
         started = run.clock.now()
         run.meter.update_waited(started - asked_s)
+        scores = None if self._compared else await call_with_restart(run, self._scores, version)
+        started = run.clock.now()
         weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
-        scores = None if self._compared else await call_with_restart(run, self._scores, version)
-        self._compared = True
         run.state.published_version = version
         candidate = await self._evaluations.save_candidate_if_due()
         run.state.update = self._updates.create_task(self._apply(weights, candidate, scores), name=f"update-{version}")
@@ -301,7 +301,8 @@ class TrainLoop:
         run.meter.applied_version = await run.generator.applied_version()
         run.meter.applied(run.clock.now() - started, reports)
         run.state.changed.notify()
-        await require_agreement(run.experiment, run.generator, scores, weights.version, run.event)
+        compared = await require_agreement(run.experiment, run.generator, scores, weights.version, run.event)
+        self._compared = self._compared or compared
         if candidate:
             self._evaluations.start(weights.version, self._updates)
 

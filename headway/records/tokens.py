@@ -161,6 +161,7 @@ class TokenMask(TokenArray[bool]):
 
 
 _MIX = 0x5851F42D4C957F2D  # Knuth's multiplier of a linear congruential generator modulo 2^64
+_ROWS_AT_ONCE = 1 << 14
 
 
 class RowLengths(TokenArray[int]):
@@ -235,11 +236,15 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
 
     def hashes(self) -> NDArray[np.uint64]:
         """A number for each row, [N]: equal rows have equal ones, and others hardly ever."""
-        lengths, values = self.lengths.array.astype(np.int64), self.values
-        firsts, found = np.cumsum(lengths) - lengths, lengths.astype(np.uint64)
-        for column in range(int(lengths.max(initial=0))):
-            at = np.flatnonzero(lengths > column)
-            found[at] = found[at] * np.uint64(_MIX) + values[firsts[at] + column]
+        lengths, data = self.lengths.array.astype(np.int64), self.data.array
+        ends, found = np.cumsum(lengths * self.item_bytes), lengths.astype(np.uint64)
+        for length in np.unique(lengths[lengths > 0]).tolist():  # eight bytes of all rows of a length at once
+            at, size = np.flatnonzero(lengths == length), length * self.item_bytes
+            for some in np.array_split(at, len(at) // _ROWS_AT_ONCE + 1):
+                words = np.zeros((len(some), -(-size // 8)), np.uint64)
+                words.view(np.uint8)[:, :size] = data[(ends[some] - size)[:, None] + np.arange(size)]
+                for word in words.T:
+                    found[some] = found[some] * np.uint64(_MIX) + word
         return found
 
     def table(self, width: int) -> NDArray[np.int32]:
@@ -278,11 +283,12 @@ class ExpertRouting(msgspec.Struct, frozen=True):
 
     def fault(self, rows: TokenRows) -> str:
         """Why these experts can't be this mixture's; "" when they can."""
-        try:
-            table = rows.table(self.width)
-        except ValueError as error:
-            return f"{error}: {self.layers} layers with {self.per_token} experts of a token"
-        if table.size and (highest := int(table.max())) >= self.experts:
+        lengths, values = rows.lengths.array, rows.values
+        if len(wrong := lengths[(lengths != 0) & (lengths != self.width)]):
+            layers = f"{self.layers} layers with {self.per_token} experts of a token"
+            return f"a row of {wrong[0]} numbers where {self.width} are needed: {layers}"
+        known = values[values != np.iinfo(values.dtype).max]
+        if (highest := int(known.max(initial=0))) >= self.experts:
             return f"expert {highest} of a layer that has {self.experts}"
         return ""
 

@@ -350,7 +350,8 @@ class PolicyGradient:
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
         ranks, settings = self.learner.ranks, self.trainer
         sharing = settings.shared_prefix and self.learner.shares_prefixes
-        tree = prefix_tree(arrays, minibatch) if sharing else PrefixTree.apart(lengths)
+        replays = self.learner.routing is not None
+        tree = prefix_tree(arrays, minibatch, with_rows=replays) if sharing else PrefixTree.apart(lengths)
         if settings.packing == "fixed":
             assert settings.micro_batch_samples is not None, "the configuration is refused without it"
             plan = pack_in_order(len(minibatch), settings.micro_batch_samples, ranks.size)

@@ -31,7 +31,7 @@ class RecordedTurn:
     versions: tuple[VersionSpan, ...]
     token_rows: Mapping[str, TokenRows] = field(
         default_factory=dict[str, TokenRows]
-    )  # of tokens read, behind its parents'
+    )  # of the tokens behind those that its parents have rows for
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
     messages: int  # in the request and the answer: its place in a conversation that continues it

@@ -19,15 +19,17 @@ async def trainer_scores(experiment: Experiment, trainer: Trainer) -> ProbeScore
 
 async def require_agreement(
     experiment: Experiment, generator: Generator, scores: ProbeScores | None, version: int, on_event: EventCallback
-) -> None:
+) -> bool:
     """Compare the trainer's ``scores`` of ``version`` with those of every replica, which have applied it, and record
-    the event ``agreement``. Raises EnginesDisagree beyond the limits."""
+    the event ``agreement``. Returns whether there is nothing left to compare: no replica may have answered. Raises
+    EnginesDisagree beyond the limits."""
     if scores is None:
-        return
+        return True
     engines, dtype = await generator.score(scores.ids), experiment.generator.dtype
     found = [disagreement(scores, engine, dtype) for engine in engines]
-    if not found:  # each replica died, and its successor is given the weights anew
-        return
+    if not found:  # each replica died; its successor is given the weights anew
+        on_event(EVENT_AGREEMENT, f"version {version}: no replica answered", version=version, agrees=0, replicas=0)
+        return False
     largest = {name: max(one.largest[name] for one in found) for name in found[0].largest}
     precision = precision_of(
         coarser(scores.precision, dtype, *(engine.precision for engine in engines)), mixture=scores.mixture
@@ -44,3 +46,4 @@ async def require_agreement(
     )
     if wrong:
         raise EnginesDisagree(f"trainer and engine disagree at version {version}: {wrong}")
+    return True

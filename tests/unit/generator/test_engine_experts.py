@@ -69,6 +69,15 @@ def test_experts_are_those_of_a_plain_forward_pass(family: str, deterministic: b
         require_experts(model, list(session.requests[name].prompt_ids), result)
 
 
+def test_a_probe_leaves_no_experts_behind() -> None:
+    """Of a prompt that takes several steps, the first of which compute nothing in the last layer."""
+    model = mixture()
+    session = Session(make_engine(model, prefill_tokens_per_step=4))
+    session.engine.score(tuple(PROMPT * 3))
+    session.submit(request("r", PROMPT * 7, max_tokens=6))
+    require_experts(model, PROMPT * 7, session.run()["r"])
+
+
 def test_experts_of_a_prompt_are_copied_with_its_kv() -> None:
     """To several at once, from a request that computed it a step before."""
     model = mixture()

@@ -259,6 +259,21 @@ def test_a_run_is_compared_at_its_begin_and_after_its_first_update(monkeypatch: 
     assert "allowed in float32 are 0.0001" in events[0].detail
 
 
+def test_replicas_that_do_not_answer_are_asked_after_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = engine_with(monkeypatch, -1.0)
+    score = FakeGenerator.score
+
+    async def dead_at_first(generator: FakeGenerator, ids: tuple[int, ...]) -> list[ProbeScores]:
+        found = await score(generator, ids)
+        return found if generator.version > 1 else []
+
+    monkeypatch.setattr(FakeGenerator, "score", dead_at_first)
+    outcome = simulate(experiment_of(Path("unused"), run={"steps": 4}), spoil=spoil)
+    assert asked == [0, 1, 2]
+    events = [line for line in outcome.lines if getattr(line, "event", "") == "agreement"]
+    assert [(event.data["version"], event.data["replicas"]) for event in events] == [(0, 0), (1, 0), (2, 1)]
+
+
 def test_without_probes_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = engine_with(monkeypatch, -2.0)
     experiment = experiment_of(Path("unused"), run={"steps": 2}, generator={"probe_every_updates": 0})

@@ -56,6 +56,12 @@ def test_rows_survive_every_format(rows: list[list[int]], item_bytes: int) -> No
     assert decoder(list[TokenDelta]).decode(encoder().encode([delta])) == [delta]
 
 
+@given(rows=ROWS, item_bytes=st.sampled_from([1, 2, 4]))
+def test_equal_rows_and_no_others_have_equal_hashes(rows: list[list[int]], item_bytes: int) -> None:
+    hashes = TokenRows.of(rows, item_bytes).hashes().tolist() if rows else []
+    assert [[one == other for other in hashes] for one in hashes] == [[one == other for other in rows] for one in rows]
+
+
 def test_large_rows_travel_beside_a_frames_message() -> None:
     made = TokenRows.of(np.random.default_rng(0).integers(0, 99, (5000, 16), np.uint8))
     chunks = encode(Kind.RESULT, 1, {EXPERTS: made})

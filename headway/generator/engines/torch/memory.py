@@ -23,8 +23,8 @@ class EngineMemory:
         drop: Callable[[], None] = lambda: None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tensors``: those that leave; ``drop`` frees what can be made of them again, as ``loaded`` does once they
-        are back, at other addresses. What ``subscriber`` fetched is dropped too."""
+        """``tensors``: those that leave. ``drop`` frees what was made of them; ``loaded`` makes it anew once they are
+        back, at other addresses. What ``subscriber`` fetched is dropped too."""
         self.directory: str | None = None  # of the file
         self._subscriber, self._tensors = subscriber, tensors
         self._drop_made, self._loaded = drop, loaded

@@ -130,6 +130,8 @@ class ModelRunner:
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield self.cache.all
+        if self.cache.routing is not None:
+            yield self.cache.experts
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
@@ -194,6 +196,9 @@ class ModelRunner:
                 found[path] = states.scores(torch.cat(logits), ids)
         finally:
             self.cache, self._native_decode = kept, decoder
+            for layer in self._layers:
+                if layer.routed:  # experts of the probe, which no cache takes
+                    layer.routed.clear()
         return ProbeScores(ids=ids, precision=str(self.dtype).removeprefix("torch."), paths=found)
 
     def _score_part(self, ids: tuple[int, ...], start: int, update: int, decodes: bool, states: HiddenStates) -> Tensor:
