@@ -222,4 +222,7 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
 
 def _print_findings(findings: list[Finding]) -> None:
     for finding in findings:
-        typer.echo(f"{finding.level}: {finding.key}: {finding.message}", err=finding.level != "info")
+        said = (
+            finding.message if finding.message.startswith(f"{finding.key} = ") else f"{finding.key}: {finding.message}"
+        )
+        typer.echo(f"{finding.level}: {said}", err=finding.level != "info")

@@ -127,6 +127,8 @@ class _Pool:
 
 
 class _Seated:
+    working_s = 0.0
+
     def __init__(self, episodes: Episodes, name: str) -> None:
         for method in ("begin", "restore", "reply", "score", "park", "unpark"):
             setattr(self, method, functools.partial(getattr(episodes, method), name))

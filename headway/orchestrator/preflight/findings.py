@@ -32,7 +32,7 @@ class Findings(list[Finding]):
         try:
             yield
         except ConfigurationError as error:
-            self.error(key, str(error).removeprefix(f"{key} = ").removeprefix(f"{key}: "))
+            self.error(key, str(error).removeprefix(f"{key}: "))
 
     def by_level(self) -> list[Finding]:
         """All findings, errors first."""

@@ -353,7 +353,7 @@ def test_odd_batches(setup: Setup) -> None:
 def test_functions_that_are_not_there(setup: Setup) -> None:
     found = setup.messages(algorithm={"advantage": "nosuch.module:f", "loss": "json:"})
     assert "nosuch.module can't be imported: ModuleNotFoundError" in found["algorithm.advantage"]
-    assert found["algorithm.loss"].startswith("'json:': expected module:function")  # the key is said before it
+    assert found["algorithm.loss"].startswith("algorithm.loss = 'json:': expected module:function")
     found = setup.messages(algorithm={"advantage": "json:laods", "loss": "nosuch.module:f"})
     assert "json has no 'laods'; did you mean 'loads'?" in found["algorithm.advantage"]
     assert "there is no module 'nosuch.module'" in found["algorithm.loss"]
