@@ -42,8 +42,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
     "Llama4Text": dict(
         head_dim=8, attention_chunk_size=16, layer_types=["chunked_attention", "full_attention"], num_local_experts=2,
-        num_experts_per_tok=1, intermediate_size_mlp=48,
+        num_experts_per_tok=1, intermediate_size_mlp=48, attn_temperature_tuning=False,
     ),
+    "OPT": dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.1),  # its layers drop values themselves
 }  # fmt: skip
 ONE_A_ROW: dict[str, dict[str, Any]] = {
     "Qwen3Next": dict(
@@ -89,7 +90,7 @@ def make_seeing_model(folder: Path) -> str:
 
     text = {**SIZES, "head_dim": 8, "sliding_window": 16, "layer_types": _BOTH}
     vision = dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
     )
     config = transformers.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60

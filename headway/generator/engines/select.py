@@ -70,7 +70,7 @@ def _require_whole(settings: EngineSettings) -> None:
     """Raise ConfigurationError for what isn't sampled from a model that transformers implements."""
     if refused := foreign_refused(settings.engine):
         raise ConfigurationError(f"generator.engine = {refused}")
-    adapters = f"an adapter ({', '.join(settings.adapters)})" if settings.adapters else ""
+    adapters = f"model.adapter ({', '.join(settings.adapters)})" if settings.adapters else ""
     for what in (adapters, settings.quantization and f"model.quantization = {settings.quantization!r}"):
         if what:
             raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headway.config.adapter import AdapterConfig, Quantization
 from headway.models.adapter_targets import ALL_LINEAR, BASE, WEIGHTS_FILE, base_digest, stored_metadata
@@ -41,7 +43,7 @@ class HubAdapter:
                 stored_metadata(Path(settings.path), folder)
                 self._peft = PeftModel.from_pretrained(model.module, settings.path, is_trainable=True)
             else:
-                self._peft = get_peft_model(model.module, _lora_config(settings))
+                self._peft = get_peft_model(model.module, _lora_config(settings, model.module))
         self._peft.eval()
         named = self._peft.named_parameters()
         self.parameters: dict[str, nn.Parameter] = {name: one for name, one in named if one.requires_grad}
@@ -115,13 +117,19 @@ class _Without(PackedModel):
             return model.head(x_nd)
 
 
-def _lora_config(settings: AdapterConfig) -> LoraConfig:
+def _lora_config(settings: AdapterConfig, module: PreTrainedModel) -> LoraConfig:
     every = tuple(settings.targets) == (ALL_LINEAR,)
+    outside = None  # of the decoder: of a model that sees, the language model alone is adapted
+    if module.config.get_text_config() is not module.config:
+        decoder = module.get_decoder()
+        name = next(name for name, one in module.named_modules() if one is decoder)
+        outside = f"(?!{re.escape(name)}[.]).*"
     return LoraConfig(
         r=settings.rank or 0,
         lora_alpha=settings.alpha or 0,  # pyright: ignore[reportArgumentType]  # any number
         use_rslora=settings.rslora,
         target_modules=ALL_LINEAR if every else list(settings.targets),
+        exclude_modules=outside,
         target_parameters=list(settings.target_parameters) or None,
         task_type="CAUSAL_LM",
     )
@@ -133,6 +141,6 @@ def _refused(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
-        if isinstance(error, ConfigurationError):
+        if isinstance(error, ConfigurationError | torch.OutOfMemoryError):
             raise
         raise ConfigurationError(f"{what}: PEFT refuses it: {str(error).strip()[:300]}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from headway.models.sizes import ModelSizes, sizes_of
 from headway.records.errors import ConfigurationError
 
 _OTHER_MODALITIES = ("audio_config", "audio_encoder", "speech_config", "vq_config")
+_BY_LENGTH = ("dynamic", "longrope", "su")  # rotary embeddings that change with the longest row of a call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,14 @@ class HubConfig:
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> HubConfig:
         """Read ``path/config.json`` and the shapes of the folder's tensors. Raises ConfigurationError for what the
         installed transformers can't run as a language model, for code in the folder that isn't trusted, and for missing
-        sizes."""
+        sizes. The context ends where rotary embeddings would begin to depend on the longest document of a call."""
         folder = Path(path)
-        require_runnable(folder, read_json(folder / "config.json"), trust_remote_code)
-        return cls(sizes=sizes_of(folder))
+        raw = read_json(folder / "config.json")
+        require_runnable(folder, raw, trust_remote_code)
+        sizes, text = sizes_of(folder), {**raw, **(raw.get("text_config") or {})}
+        given = (one | text for one in ropes_by_length(text))  # without an original length it is the whole context
+        most = min([sizes.max_positions, *filter(None, (one.get("original_max_position_embeddings") for one in given))])
+        return cls(sizes=replace(sizes, max_positions=most))
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens, as `DecoderConfig.flops` counts them;
@@ -76,6 +81,14 @@ class HubConfig:
         """The part of `flops` in products with weights: what their gradients cost as well."""
         active = sum(layer.parameters - layer.idle for layer in self.sizes.layers)
         return 2 * active * tokens + 2 * self.vocabulary_size * self.width * head_tokens
+
+
+def ropes_by_length(text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rotary embeddings of a language model's configuration which change with the longest row of a call, where that
+    is beyond their original length."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    return [one for one in given if (one.get("rope_type") or one.get("type")) in _BY_LENGTH]
 
 
 def implementation_of(path: str | Path, wanted: Implementation | None) -> Implementation:

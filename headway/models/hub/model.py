@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import read_json
 from headway.models.hub.attention import PACKED, packing
-from headway.models.hub.configuration import HubConfig
+from headway.models.hub.configuration import HubConfig, ropes_by_length
 from headway.models.kernels import UnpadDocuments
 from headway.models.loading import TOKENIZER_FILES, parse_dtype
 from headway.models.packed_model import PackedModel
@@ -55,10 +55,15 @@ class HubModel(PackedModel):
         self.module = module
         self.config: HubConfig = config
         # What the module calls for hidden states, and makes logits of: some misname it to transformers.
-        body = module.base_model if module.base_model is not module else getattr(module, "model", None)
+        body = module.base_model if _sees(module) else module.get_decoder()
+        body = getattr(module, "model", None) if body is module else body
         if body is None:
             raise ConfigurationError(f"{type(module).__name__} has no body apart from its head: not supported")
         self._body = (body,)  # in a tuple: its parameters are the module's
+        self.rope_by_length = bool(ropes_by_length(module.config.get_text_config().to_dict()))
+        self._router_logits = getattr(module.config, "output_router_logits", False)  # what the folder says
+        if self._router_logits:
+            module.config.output_router_logits = False
         self.packs = False
         self._checkpoints = False
         self._padding_told = False
@@ -66,7 +71,7 @@ class HubModel(PackedModel):
     @property
     def layers(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The decoder's layers: the first list of as many modules as the configuration has layers."""
-        lists = (one for one in self._body[0].modules() if isinstance(one, nn.ModuleList))
+        lists = (one for one in self.module.get_decoder().modules() if isinstance(one, nn.ModuleList))
         return next((one for one in lists if len(one) == self.config.layers), nn.ModuleList())
 
     @property
@@ -88,20 +93,24 @@ class HubModel(PackedModel):
         if value and not layers:
             name = self.config.model_type
             raise ConfigurationError(f"trainer.gradient_checkpointing = true: transformers' {name} can't; valid: false")
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        for layer in layers:
-            layer.gradient_checkpointing = layer.training = value  # not its parts: dropout stays off
-            layer._gradient_checkpointing_func = again  # pyright: ignore[reportArgumentType]
+        for layer in layers:  # transformers' own switch asks for training mode, and so for dropout
+            vars(layer).pop("forward", None)
+            if value:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         self._checkpoints = value
 
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
         """Hidden states [N, d] after the last norm of documents laid end to end. Raises ValueError when lengths don't
-        add up, and for documents that share a prefix."""
+        add up, for documents that share a prefix, and for one that would change the rotary embeddings of the others."""
         if continues is not None and any(prefix >= 0 for prefix in continues):
             raise ValueError("a model of transformers computes whole documents: none may continue another")
         plan = AttentionPlan.build(lengths, self.device)
         if plan.tokens != ids_n.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
+        if self.rope_by_length and plan.longest > self.config.max_positions:
+            raise ValueError(
+                f"a document of {plan.longest} tokens is beyond the context of {self.config.max_positions}"
+            )
         return self._packed(ids_n, plan) if self.packs else self._by_rows(ids_n, plan)
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
@@ -134,7 +143,13 @@ class HubModel(PackedModel):
         folder of their own, and rename that. ``source``: a model folder whose tokenizer and code are copied along."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        self.module.save_pretrained(folder)
+        if self._router_logits:
+            self.module.config.output_router_logits = True
+        try:
+            self.module.save_pretrained(folder)
+        finally:
+            if self._router_logits:
+                self.module.config.output_router_logits = False
         found = [] if source is None else [Path(source) / name for name in (*TOKENIZER_FILES, *_PROCESSOR_FILES)]
         for file in [*found, *(sorted(Path(source).glob("*.py")) if source is not None else ())]:
             if file.is_file():
@@ -153,11 +168,21 @@ class _Given(BaseModelOutputWithPast):
 def _given(body: Any, hidden: Tensor) -> Iterator[None]:
     """Let ``body`` answer with ``hidden``, so that the module around it computes its head alone."""
     output = _Given(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    body.forward = lambda *args, **kwargs: output
+    own, asked = vars(body).get("forward"), list[None]()
+    body.forward = lambda *args, **kwargs: asked.append(None) or output
     try:
         yield
     finally:
         del body.forward
+        if own is not None:
+            body.forward = own
+    if not asked:
+        raise ConfigurationError(f"logits aren't made of what {type(body).__name__} computes: not supported")
+
+
+def _sees(module: PreTrainedModel) -> bool:
+    """Whether the language model is a part of ``module``, beside what sees."""
+    return module.config.get_text_config() is not module.config
 
 
 def load_hub(
@@ -174,13 +199,23 @@ def load_hub(
     _require_files(folder)
     module = _load(folder, wanted, trust_remote_code).to(torch.device(device))  # pyright: ignore[reportArgumentType]
     module.eval()  # without dropout: the policy that is trained is the one that sampled
-    if hasattr(module.config, "output_router_logits"):
-        module.config.output_router_logits = False
-    if module.config.get_text_config() is not module.config:  # of a model that sees, the language model is trained
+    if getattr(module.config, "vision_config", None) and module.get_decoder() in (module, module.base_model):
+        raise ConfigurationError(
+            f"{folder}: transformers' {type(module).__name__} has no decoder apart from what sees, which would be "
+            "trained as well: not supported"
+        )
+    if _sees(module):  # the language model is trained
         module.requires_grad_(False)
         for part in filter(None, (module.get_decoder(), module.get_output_embeddings())):
             part.requires_grad_(True)
     model = HubModel(module, config)
+    if model.rope_by_length:
+        _log.warning(
+            "%s: beyond %d tokens rotary embeddings depend on the longest document of a call, so that is the longest "
+            "context",
+            config.model_type,
+            config.max_positions,
+        )
     _choose_packing(model)
     return model
 
@@ -199,6 +234,8 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
         kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
         module, told = kind.from_pretrained(folder, output_loading_info=True, **keys)  # pyright: ignore[reportGeneralTypeIssues]
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigurationError(f"{folder}: transformers can't load it: {' '.join(first[:4])}") from error
     finally:
@@ -239,9 +276,17 @@ def _choose_packing(model: HubModel) -> None:
         )
 
 
+def why_not_shifted(module: PreTrainedModel) -> str:
+    """Why each document must begin at the first place of its row; "": it needn't."""
+    tuned = getattr(module.config.get_text_config(), "attn_temperature_tuning", False)
+    return "attn_temperature_tuning goes by a token's place in its row, not by its position" if tuned else ""
+
+
 def _why_not(model: HubModel) -> str:
     """Why documents can't be packed; "": they can."""
     module = model.module
+    if reason := why_not_shifted(module):
+        return reason
     plain = module.config.get_text_config()._attn_implementation
     if plain not in PACKED or not module._can_set_attn_implementation():
         return f"its attention ({plain}) can't be replaced"
@@ -250,12 +295,17 @@ def _why_not(model: HubModel) -> str:
     ids_n = torch.randint(model.config.vocabulary_size, (sum(lengths),), generator=generator).to(model.device)
     try:
         alone_nd = torch.cat([model._hidden(ids[None])[0] for ids in ids_n.split(lengths)])
+        model.head(alone_nd[:1])
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         name, reason = type(module).__name__, f"{type(error).__name__}: {str(error).strip()[:200]}"
         raise ConfigurationError(f"transformers' {name} computes nothing from this folder: {reason}") from error
     try:
         module.set_attn_implementation(PACKED[plain])
         packed_nd = model._packed(ids_n, AttentionPlan.build(lengths, model.device))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever an architecture's code says of a row of documents
         reason = f"it doesn't take packed documents ({type(error).__name__}: {str(error).strip()[:80]})"
     else:

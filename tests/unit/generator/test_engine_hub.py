@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from scratch_folders import scratch_folder
 from tiny_hub import ONE_A_ROW, PACKED, make_hub_model
 from torch import Tensor
 
+from headway.generator.engines.hub.caches import tensors_of
 from headway.generator.engines.hub.engine import HubEngine
 from headway.generator.engines.select import build_engine
 from headway.generator.engines.settings import EngineSettings
@@ -334,6 +336,36 @@ def test_positions_that_depend_on_the_longest_row_are_not_padded(tmp_path) -> No
     assert engine.batching == "equal lengths"
 
 
+def test_positions_counted_by_rows_are_not_padded(tmp_path, caplog) -> None:
+    folder = make_hub_model(tmp_path, "Llama4Text", attn_temperature_tuning=True)
+    engine = HubEngine(load_hub(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
+    assert engine.batching == "equal lengths"
+    assert "rows of different lengths aren't batched: attn_temperature_tuning" in caplog.text
+
+
+def test_why_rows_are_computed_alone_is_logged(monkeypatch, caplog) -> None:
+    def fails(error: Exception) -> None:
+        monkeypatch.setattr("headway.generator.engines.hub.runner.join", Mock(side_effect=error))
+
+    fails(ValueError("no rows"))
+    assert engine_of("Olmo2").batching == "single rows"
+    assert "every row is computed alone: a trial failed (ValueError: no rows)" in caplog.text
+    fails(torch.OutOfMemoryError("none left"))
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        engine_of("Olmo2")
+
+
+def test_padding_counts_as_held() -> None:
+    engine = make_padded(max_context_tokens=40, kv_capacity_tokens=60)
+    session = Session(engine)
+    session.submit(*(request(f"r{n}", range(1, 1 + n), max_tokens=12) for n in (14, 2, 3, 4, 20)))
+    most = 0
+    while engine.step():
+        held = [one.shape[0] * one.shape[2] for batch in engine._batches for one in tensors_of(batch.cache)]
+        most = max(most, *held, engine.statistics().kv_used_tokens)
+    assert 40 < most <= 60
+
+
 def assert_close(result: GenerationResult, expected: Tensor) -> None:
     got = torch.tensor(result.response.logprobs)
     assert got.shape == expected.shape
@@ -362,7 +394,7 @@ def test_chosen_where_headway_has_no_decoder_or_where_asked() -> None:
     [
         ({"engine": "vllm"}, "generator.engine = 'vllm'"),
         ({"engine": "vllm-server"}, "generator.engine = 'vllm-server'"),
-        ({"adapters": {"policy": object()}}, "policy"),
+        ({"adapters": {"policy": object()}}, "model.adapter (policy)"),
         ({"quantization": "4bit"}, "model.quantization"),
     ],
 )

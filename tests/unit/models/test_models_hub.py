@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from safetensors.torch import load_file
 from test_models_families import CASES, random_decoder, reference, small
 from tiny_hub import ONE_A_ROW, PACKED, VOCABULARY, make_hub_model, make_seeing_model
 
+from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
+from headway.models.hub.adapter import HubAdapter
 from headway.models.hub.configuration import implementation_of, read_config
 from headway.models.hub.model import HubModel, load_hub
 from headway.models.loading import adopt_weights, copy_weights, load_model, save_model, weights_of
@@ -109,8 +113,28 @@ def test_of_a_model_that_sees_the_language_model_is_trained(tmp_path: Path) -> N
     assert trained
     assert not any("vision" in name or "multi_modal" in name for name in trained)
     assert len(weights_of(model)) > len(trained)
+    assert set(model.layers.parameters()) < set(model.module.get_decoder().parameters())
     model.save(tmp_path / "saved", folder)
     alone(str(tmp_path / "saved"), ids, "AutoModelForImageTextToText")
+
+
+def test_of_a_model_that_sees_the_language_model_is_adapted(tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path / "m")
+    for targets in (("all-linear",), ("q_proj",)):
+        settings = AdapterConfig(rank=2, alpha=2.0, targets=targets)
+        adapter = HubAdapter(load_hub(folder, "float32", "cpu"), folder, settings, 0)
+        assert adapter.parameters
+        assert all("language_model" in name for name in adapter.parameters)
+
+
+def test_a_model_that_sees_without_a_decoder_of_its_own_is_refused(tmp_path: Path) -> None:
+    from transformers import GitConfig, GitForCausalLM
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = GitConfig(vision_config={**sizes, "image_size": 8, "patch_size": 4}, vocab_size=VOCABULARY, **sizes)
+    GitForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="GitForCausalLM has no decoder apart from what sees"):
+        load_hub(tmp_path, "float32", "cpu")
 
 
 def gradients_in_files(model: PackedModel, folder: Path) -> dict[str, torch.Tensor]:
@@ -180,6 +204,72 @@ def test_an_architecture_without_an_attention_interface_has_a_document_a_row(
     assert "7 % of the first micro-batch is padding" in caplog.text
 
 
+def test_scales_by_a_tokens_place_in_its_row_keep_documents_in_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned = dict(attn_temperature_tuning=True, floor_scale=8, attn_scale=2.0, no_rope_layers=[1, 0])
+    folder = make_hub_model(tmp_path / "m", "Llama4Text", **tuned)
+    model, ids = load_hub(folder, "float32", "cpu"), token_ids()
+    assert "attn_temperature_tuning goes by a token's place in its row" in caplog.text
+    torch.testing.assert_close(logprobs(model(ids, LENGTHS)), alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_contexts_end_where_rotary_embeddings_would_depend_on_the_longest_document(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    folder = make_hub_model(tmp_path / "long", "Phi3", rope_parameters=long, original_max_position_embeddings=40)
+    ids = token_ids()
+    model = load_hub(folder, "float32", "cpu")
+    assert model.config.max_positions == read_config(ModelConfig(path=folder)).max_positions == 40 == max(LENGTHS)
+    assert "beyond 40 tokens rotary embeddings depend on the longest document" in caplog.text
+    torch.testing.assert_close(logprobs(model(ids, LENGTHS)), alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="a document of 41 tokens is beyond the context of 40"):
+        model(ids[:50], [9, 41])
+    changed(folder, rope_parameters=None, rope_scaling={**long, "type": "su", "rope_type": None})
+    assert read_config(ModelConfig(path=folder)).max_positions == 40
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}  # whose original length is the context
+    folder = make_hub_model(tmp_path / "dynamic", "Olmo2", rope_parameters=dynamic, max_position_embeddings=40)
+    model = load_hub(folder, "float32", "cpu")
+    assert model.config.max_positions == 40
+    before = logprobs(model(ids, LENGTHS))
+    torch.testing.assert_close(before, alone(folder, ids)[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(logprobs(model(ids, LENGTHS)), before)
+
+
+def test_a_bodys_own_forward_survives_its_head(tmp_path: Path) -> None:
+    model = load_hub(make_hub_model(tmp_path / "m", "Phi"), "float32", "cpu")
+    body: Any = model.module.model
+    body.forward = own = partial(type(body).forward, body)
+    model(token_ids(), LENGTHS)
+    assert vars(body)["forward"] is own
+
+
+def test_a_saved_config_says_what_the_folders_did(tmp_path: Path) -> None:
+    folder = make_hub_model(tmp_path / "m", "Olmoe", output_router_logits=True, dtype="bfloat16")
+    model = load_hub(folder, "float32", "cpu")
+    for _ in range(2):
+        model.save(tmp_path / "saved")
+    mine, saved = (json.loads((Path(one) / "config.json").read_text()) for one in (folder, tmp_path / "saved"))
+    assert saved == {**mine, "dtype": "float32"}  # that of the tensors
+    assert saved["output_router_logits"] is True
+    assert model.module.config.output_router_logits is False
+
+
+def test_exhausted_memory_is_not_taken_for_a_bad_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, exhausted = make_hub_model(tmp_path / "m", "Phi"), Mock(side_effect=torch.OutOfMemoryError("none left"))
+    model = load_hub(folder, "float32", "cpu")
+    monkeypatch.setattr("headway.models.hub.adapter.get_peft_model", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        HubAdapter(model, folder, AdapterConfig(rank=2, alpha=2.0), 0)
+    hub = "headway.models.hub.model.HubModel"
+    for place in (f"{hub}._packed", f"{hub}._hidden", "transformers.AutoModelForCausalLM.from_pretrained"):
+        monkeypatch.setattr(place, exhausted)
+        with pytest.raises(torch.OutOfMemoryError):
+            load_hub(folder, "float32", "cpu")
+
+
 # --- what is refused -------------------------------------------------------------------------------------
 
 
@@ -235,6 +325,13 @@ def test_a_model_whose_forward_pass_fails_is_refused(tmp_path: Path) -> None:
     save_model(random_decoder(small("gemma2")), tmp_path / "m")  # without a window, which transformers insists on
     with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM computes nothing from this folder: ValueError"):
         load_hub(tmp_path / "m", "float32", "cpu")
+
+
+def test_a_model_whose_head_asks_another_body_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_hub_model(tmp_path / "m", "OPT")
+    monkeypatch.setattr("transformers.OPTForCausalLM.get_decoder", lambda self: self.model)
+    with pytest.raises(ConfigurationError, match="logits aren't made of what OPTModel computes"):
+        load_hub(folder, "float32", "cpu")
 
 
 def test_half_of_the_shards_is_refused(tmp_path: Path) -> None:

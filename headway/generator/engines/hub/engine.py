@@ -157,12 +157,12 @@ class HubEngine(Engine[EngineRequest]):
 
     def _admit(self) -> None:
         """Give free slots to waiting requests while KV tokens and this step's budget of new tokens last."""
-        used, budget = self._kv_tokens + self._rows, self._prefill_tokens_per_step
+        used, budget = (self._table.position[: self._rows] + 1).tolist(), self._prefill_tokens_per_step
         begun: set[Sequence[int]] = set()
         admitted: list[EngineRequest | None] = []
         while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
-            wanted = used + request.tokens + self._rows * HEADROOM_TOKENS
+            wanted = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
             if self._scarce and self._rows and wanted > self.kv_capacity_tokens:
                 break
             ids = request.prompt + request.response
@@ -175,7 +175,7 @@ class HubEngine(Engine[EngineRequest]):
             request.reprefilled = request.reprefilled or bool(request.response)
             self._table.occupy(self._rows, request, self.context_tokens)
             self._rows += 1
-            used += request.tokens
+            used.append(request.tokens)
             admitted.append(request)
         if admitted:
             self._batches.append(_Batch(admitted))
@@ -303,11 +303,9 @@ class HubEngine(Engine[EngineRequest]):
     def _make_room(self) -> None:
         """Preempt the youngest requests until the next step's KV tokens fit."""
         running = [request for request in self._table.requests[: self._rows] if request is not None]
-        used = self._kv_tokens + self._rows
         for request in sorted(running, reverse=True)[:-1]:
-            if used <= self.kv_capacity_tokens:
+            if self._held((self._table.position[: self._rows] + 1).tolist()) <= self.kv_capacity_tokens:
                 return
-            used -= int(self._table.position[request.slot]) + 1
             self._emit(request)
             request.response = self._table.response_ids(request.slot)
             self._vacate(request)
@@ -353,7 +351,7 @@ class HubEngine(Engine[EngineRequest]):
                     if request.interruptible:
                         self._end_running(request, "abort")
             elif mode == "recompute":
-                reprefilled = self._kv_tokens
+                reprefilled = int(self._table.position[: self._rows].sum())
                 self._batches = [_Batch(list(running))]
                 for request in running:
                     request.reprefilled = request.reprefilled or self._table.position[request.slot] > 0
@@ -368,9 +366,9 @@ class HubEngine(Engine[EngineRequest]):
 
     # --- memory, statistics ---------------------------------------------------------------------------------
 
-    @property
-    def _kv_tokens(self) -> int:
-        return int(self._table.position[: self._rows].sum())
+    def _held(self, tokens: list[int]) -> int:
+        """KV tokens that the caches of rows of so many tokens have room for, padding included."""
+        return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -384,4 +382,5 @@ class HubEngine(Engine[EngineRequest]):
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
-        return self._statistics(self._rows, self._kv_tokens, self.kv_capacity_tokens)
+        held = self._held(self._table.position[: self._rows].tolist())
+        return self._statistics(self._rows, held, self.kv_capacity_tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from headway.generator.engines.hub.caches import join, joinable, take
 from headway.models.hidden_states import HiddenStates
-from headway.models.hub.model import HubModel
+from headway.models.hub.model import HubModel, why_not_shifted
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PathScores, ProbeScores
 
+_log = logging.getLogger(__name__)
 Batching = Literal["padded", "equal lengths", "single rows"]
 _CACHES = ("past_key_values", "cache_params")  # names of a cache in forward()
 _ROUGH = 0.03  # two right passes' logits in half precision may differ by this share of the largest ...
-_CLOSE = 1e-5  # ... and in single precision by this
-_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest row of a batch
+_CLOSE = 1e-4  # ... and in single precision by this
 
 
 class HubRunner:
@@ -31,7 +32,8 @@ class HubRunner:
 
     ``batching``: which rows are computed together. "padded": all; "equal lengths": those with as many tokens, where
     states are recurrent or the model takes no mask; "single rows": where the cache is one of the model's own, or
-    ``fixed_shapes``. A trial of a few tokens at the start, together and alone, must agree.
+    ``fixed_shapes``. A trial of a few tokens at the start, together and alone, must agree, else fewer rows are computed
+    together, "single rows" at the least; the log has the reason.
     """
 
     def __init__(self, model: HubModel, fixed_shapes: bool = False) -> None:
@@ -89,19 +91,29 @@ class HubRunner:
 
     @torch.inference_mode()
     def _try_batches(self) -> Batching:
-        """The largest batches whose rows come out as they do alone."""
+        """The largest batches whose rows come out as they do alone; the reason why they aren't larger is logged."""
         cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
-        masked = {"position_ids", "attention_mask"} <= self._taken.keys() and not self._rope_by_length()
-        if masked and joinable(cache, recurrent=False) and self._agree(5, 3):
+        if not (reason := self._why_not_padded(cache) or self._differ(5, 3)):
             return "padded"
-        return "equal lengths" if joinable(cache) and self._agree(4, 4) else "single rows"
+        _log.warning("%s: rows of different lengths aren't batched: %s", self.model.config.model_type, reason)
+        reason = self._differ(4, 4) if joinable(cache) else "its cache is of a class of its own"
+        if not reason:
+            return "equal lengths"
+        _log.warning("%s: every row is computed alone: %s", self.model.config.model_type, reason)
+        return "single rows"
 
-    def _rope_by_length(self) -> bool:
-        rope = getattr(self._module.config.get_text_config(), "rope_parameters", None) or {}
-        return any(isinstance(one, dict) and one.get("rope_type") in _BY_LENGTH for one in (rope, *dict(rope).values()))
+    def _why_not_padded(self, cache: Any) -> str:
+        if not {"position_ids", "attention_mask"} <= self._taken.keys():
+            return "its forward() takes no position_ids or no attention_mask"
+        if self.model.rope_by_length:
+            return "rotary embeddings depend on the longest row"
+        return why_not_shifted(self._module) or (
+            "" if joinable(cache, recurrent=False) else "its cache has more than keys and values"
+        )
 
-    def _agree(self, *lengths: int) -> bool:
-        """Whether rows of these lengths have the same logits in a batch as alone, and when one has left it."""
+    def _differ(self, *lengths: int) -> str:
+        """Why rows of these lengths can't be in a batch; "": they have the same logits there as alone, and when one has
+        left it."""
         rows = [(torch.arange(length)[None] * 7 + length) % self.model.config.vocabulary_size for length in lengths]
         newest = torch.tensor([[1], [2]])
         try:
@@ -112,8 +124,11 @@ class HubRunner:
             first, _ = self.feed(newest[:1], caches[0], lengths[:1])
             second, cache = self.feed(newest[1:], caches[1], lengths[1:])
             third, _ = self.feed(newest[1:], cache, [lengths[1] + 1])
-        except Exception:  # the boundary to a model's own code: whatever it can't do in a batch, it does in single rows
-            return False
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the boundary to a model's own code: what it can't do in a batch, it does alone
+            return f"a trial failed ({type(error).__name__}: {str(error).strip()[:80]})"
         got, expected = torch.cat([both, left]).float(), torch.cat([first, second, third]).float()
         allowed = _CLOSE if first.dtype == torch.float32 else _ROUGH
-        return bool((got - expected).abs().max() <= allowed * expected.abs().max())
+        difference, largest = float((got - expected).abs().max()), float(expected.abs().max())
+        return "" if difference <= allowed * largest else f"logits differ by {difference:.1g} (largest: {largest:.1g})"
