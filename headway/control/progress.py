@@ -20,9 +20,12 @@ class FailedAlike(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 0
     differ: bool = False
 
-    def after(self, failures: Iterable[Failure | None]) -> FailedAlike:
-        """Take in another group, of whose rollouts these are the failures; None: a rollout that didn't fail."""
+    def after(self, failures: Iterable[Failure | None], task_id: str = "") -> FailedAlike:
+        """Take in another group, of whose rollouts these are the failures; None: a rollout that didn't fail.
+        ``task_id``: of its task; causes that differ in that alone are one."""
         found = {"" if f is None or f.infrastructure else f.place or f.cause for f in failures}
+        if task_id:
+            found = {what.replace(task_id, "…") for what in found}
         what = found.pop() if len(found) == 1 else ""
         if self.differ or not what or self.what not in ("", what):
             return FailedAlike(differ=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ class PackedConfig(Protocol):
         ...
 
 
-class PackedModel(nn.Module):
+class PackedModel(nn.Module, ABC):
     """A causal language model that computes documents laid end to end.
 
     `forward_packed` gives each token's hidden state, `head` makes logits of those that are wanted.
@@ -44,21 +45,21 @@ class PackedModel(nn.Module):
     checkpoints_layers: bool  # gradient checkpointing: a layer is computed again in the backward
 
     @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
+    @abstractmethod
+    def device(self) -> torch.device: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        raise NotImplementedError
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
 
+    @abstractmethod
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
         """Hidden states [N, d] of token ids [N], what `head` takes; every document begins at position 0 and sees itself
         alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, x_nd: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, d]."""
-        raise NotImplementedError
 
     def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
         """Logits [N, V] of documents laid end to end."""

@@ -97,7 +97,9 @@ class Collect:
             valid = last.valid
             state.fruitless_rewards[valid[0].reward, all(rollout.solved for rollout in valid)] += 1
         causes = sorted({rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None})[:3]
-        state.failed_alike = state.failed_alike.after(rollout.failure for rollout in last.rollouts)
+        state.failed_alike = state.failed_alike.after(
+            (rollout.failure for rollout in last.rollouts), last.group.task.task_id
+        )
         if state.failed_alike.hopeless(queue.groups_per_step):
             what = f"all rollouts of the first {state.failed_alike.groups} groups failed alike: {causes[0]}"
             run.event(EVENT_NO_PROGRESS, what, groups=state.fruitless_groups, reason=reason)

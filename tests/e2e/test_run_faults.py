@@ -277,13 +277,18 @@ def test_one_run_at_a_time_and_none_is_overwritten(inputs: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: Any, tmp_path: Path) -> None:
-    config = tiny_run.write_experiment(tmp_path, run={"steps": 8}, **inputs)
-    run = tmp_path / "run"
+    exact = {"run": {"steps": 8, "deterministic": True}, "queue": {"budget": 0}}
+    config = tiny_run.write_experiment(tmp_path, **exact, **inputs)
+    run, whole = tmp_path / "run", tmp_path / "whole"
     assert tiny_run.train(config).process.returncode == 0
     older, newest = find_checkpoints(run)
-    before = newest_weights(run)
+    shutil.copytree(run, whole)
+    assert tiny_run.train(config, "--resume", "--run.steps=9").process.returncode == 0
+    expected = newest_weights(run)
+    shutil.rmtree(run)
+    whole.rename(run)
     weights = newest / "model" / "model.safetensors"
-    weights.write_bytes(before[:-100] + bytes(100))
+    weights.write_bytes(weights.read_bytes()[:-100] + bytes(100))
 
     command = tiny_run.train(config, "--resume", "--run.steps=9")
     assert command.process.returncode == 0, command.output
@@ -292,6 +297,7 @@ def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: An
     (restored,) = tiny_run.events_of(run, "restored")
     assert restored.data["replayed"] == 8 - read_state(older).version
     assert tiny_run.audited(run).completed_steps == 9
+    assert newest_weights(run) == expected  # the replay led to the same weights
 
     # Neither is a damaged state.json, nor is it a reason to stop when old checkpoints are counted later.
     (find_checkpoints(run)[-1] / "state.json").write_text("{")

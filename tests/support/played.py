@@ -194,3 +194,9 @@ def play(
         return Played(rollout, policy, pool, backend, clock.now())
 
     return run_virtual(main)
+
+
+def text_of(played: Played) -> str:
+    """The whole rollout as its model reads it."""
+    rollout = played.rollout
+    return chat().tokenizer.decode([*rollout.prompt_ids, *rollout.response_ids], keep_special=True)

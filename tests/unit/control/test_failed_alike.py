@@ -27,6 +27,14 @@ def some_groups(kinds: set[str]) -> st.SearchStrategy[list[list[str]]]:
     return st.tuples(groups, st.integers(1, 10)).map(lambda drawn: drawn[0] * drawn[1])
 
 
+def test_causes_that_differ_in_their_task_alone_are_one() -> None:
+    alike = named = FailedAlike()
+    for number in range(16):
+        failures = [failure(f"ValueError: task {number:016x} has no answer")] * 4
+        alike, named = alike.after(failures), named.after(failures, f"{number:016x}")
+    assert (alike.hopeless(1), named.hopeless(1)) == (False, True)
+
+
 @given(st.sets(st.sampled_from(sorted(KINDS)), min_size=1, max_size=2).flatmap(some_groups), st.integers(1, 20))
 @example([["boom", "bam"]] * 16, 8)
 @example([["boom"], ["bam"]] * 8, 1)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from boxed import Box, Boxed
+from played import play, text_of
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
+from headway.rollout.environments.python_tool import PythonTool
 
 HIDDEN = "from m import f\n\ndef test_it():\n    assert f(1) == 1\n    assert f(2) == 4\n"
 REPAIR = {"files": {"m.py": "f = 1\n" * 100, "x/n.py": ""}, "hidden_tests": {"h": HIDDEN}}
@@ -150,3 +152,29 @@ def test_a_file_keeps_its_mode() -> None:
     ) == ["edited run.sh", "wrote own", "wrote odd", "wrote new"]
     found = {path.rpartition("/")[2]: mode for path, (_, mode) in boxed.box.files.items()}
     assert found == {"run.sh": 0o755, "own": 0o711, "odd": 0o644, "new": 0o644}
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (ExecResult(exit_code=0, stdout=b"42\n"), "42"),
+        (ExecResult(exit_code=0), "[no output]"),
+        (ExecResult(exit_code=1, stderr=b"Traceback\nNameError: x\n"), "Traceback\nNameError: x"),
+        (ExecResult(exit_code=None, signal=9, timed_out=True, stdout=b"a\n"), "a\n[stopped after 5 s]"),
+        (ExecResult(exit_code=None, signal=9, oom=True), "[out of memory]"),
+        (ExecResult(exit_code=None, signal=11), "[signal 11]"),
+        (ExecResult(exit_code=0, stdout=b"x" * 20_000), "characters left out]"),
+    ],
+)
+def test_a_program_and_what_a_model_is_told_of_it(result: ExecResult, told: str) -> None:
+    said = '<tool_call>\n{"name": "python", "arguments": {"code": "print(42)"}}\n</tool_call>'
+    ran: list[Any] = []
+
+    def answer(argv: Any) -> ExecResult:
+        ran.append(argv)
+        return result if len(ran) > 1 else ExecResult(exit_code=0, stdout=b"42\n")
+
+    played = play(PythonTool(), [said, "done"], answer=answer, context_tokens=60_000)
+    assert ran == [["python3", "-c", "print(6 * 7)"], ["python3", "-c", "print(42)"]]
+    assert played.rollout.failure is None
+    assert f"{told}\n</tool_response>" in text_of(played) or told in text_of(played)

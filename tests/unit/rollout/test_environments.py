@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 from endpoint_server import chat
-from played import GROUP, Parts, Played, Policy, play
+from played import GROUP, Parts, Played, Policy, play, text_of
 
 from headway.generator.recording.sessions import Session
 from headway.records.environment import PartialRollout
 from headway.records.rollout import Failure
-from headway.records.sandbox import ExecResult, SandboxError, infrastructure_failure, model_failure
+from headway.records.sandbox import SandboxError, infrastructure_failure, model_failure
 from headway.records.tokens import decoder, encoder
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.environments.python_tool import PythonTool
 from headway.rollout.tools import ToolError
 
 CALL = 'look\n<tool_call>\n{"name": "price", "arguments": {"item": "tea"}}\n</tool_call>'
@@ -60,12 +59,6 @@ class Counting(Environment):
 
     async def resume(self, episode: Episode) -> None:
         self.resumed.append(episode.name)
-
-
-def text_of(played: Played) -> str:
-    """The whole rollout as its model reads it."""
-    rollout = played.rollout
-    return chat().tokenizer.decode([*rollout.prompt_ids, *rollout.response_ids], keep_special=True)
 
 
 def sampled(played: Played) -> str:
@@ -477,32 +470,3 @@ def test_state_must_be_json() -> None:
     failure = play(Odd(), SAID, gate=waiting([])).rollout.failure
     assert failure is not None
     assert "episode.state must hold JSON types alone" in failure.cause
-
-
-# --- the Python tool ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("result", "told"),
-    [
-        (ExecResult(exit_code=0, stdout=b"42\n"), "42"),
-        (ExecResult(exit_code=0), "[no output]"),
-        (ExecResult(exit_code=1, stderr=b"Traceback\nNameError: x\n"), "Traceback\nNameError: x"),
-        (ExecResult(exit_code=None, signal=9, timed_out=True, stdout=b"a\n"), "a\n[stopped after 5 s]"),
-        (ExecResult(exit_code=None, signal=9, oom=True), "[out of memory]"),
-        (ExecResult(exit_code=None, signal=11), "[signal 11]"),
-        (ExecResult(exit_code=0, stdout=b"x" * 20_000), "characters left out]"),
-    ],
-)
-def test_a_program_and_what_a_model_is_told_of_it(result: ExecResult, told: str) -> None:
-    said = '<tool_call>\n{"name": "python", "arguments": {"code": "print(42)"}}\n</tool_call>'
-    ran: list[Any] = []
-
-    def answer(argv: Any) -> ExecResult:
-        ran.append(argv)
-        return result if len(ran) > 1 else ExecResult(exit_code=0, stdout=b"42\n")
-
-    played = play(PythonTool(), [said, "done"], answer=answer, context_tokens=60_000)
-    assert ran == [["python3", "-c", "print(6 * 7)"], ["python3", "-c", "print(42)"]]
-    assert played.rollout.failure is None
-    assert f"{told}\n</tool_response>" in text_of(played) or told in text_of(played)

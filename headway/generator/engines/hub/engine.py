@@ -24,7 +24,7 @@ from headway.generator.engines.hub.runner import HubRunner
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import sample_tokens
 from headway.generator.engines.torch.memory import EngineMemory
-from headway.generator.engines.torch.slot_table import SlotTable
+from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS, SlotTable
 from headway.models.hub.model import HubModel
 from headway.models.loading import adopt_weights, copy_weights
 from headway.records.errors import ConfigurationError
@@ -41,8 +41,6 @@ from headway.records.generation import (
 )
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.shared_memory import Subscriber
-
-HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
 
 
 @dataclass

@@ -20,7 +20,7 @@ from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
-from headway.generator.engines.torch.slot_table import SlotTable
+from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS, SlotTable
 from headway.models.decoder import Decoder
 from headway.models.loading import adopt_weights, copy_weights
 from headway.models.lora import Lora
@@ -39,8 +39,6 @@ from headway.records.generation import (
 from headway.records.tokens import TokenIds
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.shared_memory import Subscriber
-
-HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
 
 
 class _Partial(NamedTuple):

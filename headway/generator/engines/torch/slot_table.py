@@ -14,6 +14,7 @@ from headway.generator.engines.sampling import RowSampling, counter_uniform
 from headway.records.tokens import SAMPLED, TokenIds
 
 UNLIMITED = 2**31 - 1
+HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
 
 
 class SlotTable:
