@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headway.config.load import validate_experiment
 from headway.orchestrator.preflight.check import check
+from headway.orchestrator.preflight.demonstrations import demonstrated
 from headway.records.check_report import Finding
+from headway.records.task import Task
 
 pytestmark = pytest.mark.real
 
@@ -177,10 +180,39 @@ def test_the_answers_of_demonstrations_are_played(
     )
 
 
-def test_answers_to_other_tasks_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_tasks_that_are_not_known_whole_are_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("def score(task, response):\n    return 0.0\n")
     more = demonstrations(tmp_path, 64, "2")
     (found,) = find(tmp_path, monkeypatch, row={"prompt": "1+2=", "answer": "3"}, more=more, name="mine:score")[:1]
-    assert (found.level, "by the answers in sft.data to other tasks" in found.message) == ("warning", True)
+    assert (found.level, "to tasks that may lack what it needs" in found.message) == ("warning", True)
     (tmp_path / "mine.py").write_text("def score(task, response):\n    return float(response == task.answer)\n")
     assert find(tmp_path, monkeypatch, row={"prompt": "1+2=", "answer": "3"}, more=more, name="mine:score") == []
+
+
+def test_demonstrations_are_attempts_at_tasks_that_are_known(tmp_path: Path) -> None:
+    """Tasks with further columns are known by their prompts alone, others can be made of a prompt."""
+    experiment = validate_experiment(
+        {
+            "run": {"directory": "r"},
+            "model": {"path": "m"},
+            "tasks": {"train": {"path": "t.jsonl"}},
+            **demonstrations(tmp_path, 3, "2"),
+        },
+        "test",
+    )
+
+    def tried(*tasks: Task) -> tuple[list[tuple[str, str]], bool]:
+        attempts, sure = demonstrated(experiment, {"train": tasks}, "?")
+        return [(one.task.prompt, one.answers[0]["content"]) for one in attempts], sure
+
+    own, other = [("1+1=", "2")] * 3, Task(task_id="b", prompt="3+3=")
+    assert tried(other) == ([*own, ("1+1=", "?")], True)
+    assert tried(msgspec.structs.replace(other, answer="6")) == ([*own, ("3+3=", "6"), ("1+1=", "?")], False)
+    assert tried(msgspec.structs.replace(other, answer="6", metadata={"n": 1})) == (
+        [("3+3=", "2"), ("3+3=", "?")],
+        False,
+    )
+    known = Task(task_id="a", prompt="1+1=", metadata={"n": 1})
+    assert tried(known, other) == ([*own, ("1+1=", "?")], True)

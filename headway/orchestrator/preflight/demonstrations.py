@@ -34,12 +34,13 @@ def demonstrated(
     experiment: Experiment, tasks: Mapping[str, Sequence[Task]], nothing: str
 ) -> tuple[list[Attempt], bool]:
     """Attempts with the answers of the first demonstrations of ``sft.data``, if that is a file, each at the one of
-    ``tasks`` (by split) with its prompt, else at a training task; then some reference answers, and at last ``nothing``.
-    And whether each demonstration's task was known. None where there are no demonstrations, or they can't be read,
-    which `headway sft` says; those with calls of tools are left out."""
+    ``tasks`` (by split) with its prompt, or else at a task of that alone; then some reference answers, and at last
+    ``nothing``. And whether each demonstration's task is known whole. None where there are no demonstrations, or they
+    can't be read, which `headway sft` says; those with calls of tools are left out. Where tasks have more than prompt
+    and answer, one whose task isn't known is no attempt but for the first, which is then at a training task."""
     source, train, attempts, sure = experiment.sft.data, tasks["train"], list[Attempt](), True
     known = {task.prompt: task for found in tasks.values() for task in found}
-    bare = not any(task.answer or task.metadata for task in known.values())  # a task is its prompt
+    more, bare = any(one.metadata for one in train), not any(one.answer or one.metadata for one in train)
     try:
         for where, row in islice(read_demonstrations(source), _MOST) if source and source.source == "jsonl" else ():
             pair = isinstance(row, Pair)
@@ -48,13 +49,15 @@ def demonstrated(
             if not answers or any(one.get("tool_calls") for one in answers):
                 continue
             prompt = next((one["content"] for one in messages if one["role"] == "user"), "")
-            task = known.get(prompt) or (Task(task_id=where, prompt=prompt) if bare else None)
-            sure = sure and task is not None
-            attempts.append(Attempt(task=task or train[len(attempts) % len(train)], answers=answers))
+            sure = sure and (bare or prompt in known)
+            if prompt in known or not more or not attempts:
+                unknown = train[0] if more else Task(task_id=where, prompt=prompt)
+                attempts.append(Attempt(task=known.get(prompt, unknown), answers=answers))
     except ConfigurationError:
         return [], False
     if attempts:
-        attempts += [Attempt(task=one, answers=(answer_of(one.answer),)) for one in train[:_FEW] if one.answer]
+        told = [one for one in train[:_FEW] if one.answer and (sure or not more)]
+        attempts += [Attempt(task=one, answers=(answer_of(one.answer),)) for one in told]
         attempts.append(Attempt(task=attempts[0].task, answers=(answer_of(nothing),)))
     return attempts, sure
 
@@ -64,7 +67,7 @@ def look_at_rewards(key: str, function: str, rewards: Sequence[float], sure: boo
     are many and to their own tasks (``sure``), else a warning. Returns whether they were enough to tell."""
     count, alike = len(rewards) - 1, len({*rewards}) <= 1
     if alike and count >= _FEW:
-        by = "by the answers in sft.data" + ("" if sure else " to other tasks")
+        by = "by the answers in sft.data" + ("" if sure else ", to tasks that may lack what it needs")
         found = f"{function} gives {count} attempts, {by}, the reward {rewards[0]:g}, and one without content as well"
         add = findings.error if sure and count >= _MOST else findings.warning
         add(key, f"{found}: if nothing earns another, nothing can be learned. Look at what it compares")
