@@ -133,7 +133,7 @@ class Pay(Environment):
 @pytest.mark.parametrize(
     ("body", "level", "message"),
     [
-        ("pass", "info", "played 1 episode of tasks.train: reply x3, score 0.0"),
+        ("pass", "info", "played 1 episode of tasks.train: reply x3, score 0"),
         ("{}['boom']", "error", "one episode of tasks.train failed: KeyError: 'boom' (PLACE:6 in reply)"),
         ("import os; os._exit(3)", "error", "one episode of tasks.train: environment-0 died: exited with code 3"),
     ],
@@ -173,7 +173,7 @@ def test_the_answers_of_demonstrations_are_played(
     more = {"environment": {"name": f"{name}:Pay"}, "sft": {"data": str(tmp_path / "sft.jsonl")}}
     found = check_of(tmp_path, monkeypatch, {"prompt": "Play."}, more, name="exact")
     told = [finding for finding in found if finding.key.startswith("environment")]
-    played = "played 1 episode of tasks.train, with the answers of a demonstration of sft.data: reply x3, score 0.0"
+    played = "played 1 episode by a demonstration of sft.data: reply x3, score 0"
     assert [finding.message for finding in told if finding.key == "environment"] == [played]
     assert [(one.level, one.message.startswith(message)) for one in told if one.key == "environment.name"] == (
         [(level, True)] if message else []

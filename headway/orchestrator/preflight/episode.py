@@ -47,23 +47,24 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
     (attempts, sure), first = demonstrated(experiment, tasks, "?"), tasks["train"][0]
     told = attempts[0] if attempts else Attempt(task=first, answers=(answer_of(first.answer or "?"),))
     judges = rewards_itself(experiment) and not uses_sandboxes(experiment)  # a sandbox for each would take long
-    others = attempts if judges else []
+    others, what = attempts if judges else [], "of tasks.train"
+    if attempts:
+        what = "by a demonstration of sft.data"
     try:
         played, rewards = asyncio.run(_play_all(experiment, told, others))
     except TimeoutError:
-        findings.warning("environment", f"one episode of tasks.train wasn't over within {_LIMIT_S:g} s")
+        findings.warning("environment", f"one episode {what} wasn't over within {_LIMIT_S:g} s")
     except HeadwayError as error:
-        findings.error("environment", f"one episode of tasks.train: {error}")
+        findings.error("environment", f"one episode {what}: {error}")
     else:
         if isinstance(played, str):
-            by = ", with the answers of a demonstration of sft.data" if attempts else ""
-            findings.info("environment", f"played 1 episode of tasks.train{by}: {played}")
+            findings.info("environment", f"played 1 episode {what}: {played}")
             if len(rewards) == len(others):
                 look_at_rewards("environment.name", f"{experiment.environment.name}.score", rewards, sure, findings)
         elif played.infrastructure:
-            findings.warning("environment", f"one episode of tasks.train failed: {played.cause}")
+            findings.warning("environment", f"one episode {what} failed: {played.cause}")
         else:
-            findings.error("environment", f"one episode of tasks.train failed: {played.cause}")
+            findings.error("environment", f"one episode {what} failed: {played.cause}")
     return findings
 
 
@@ -93,7 +94,7 @@ async def _play_all(
         await pool.stop()
     if isinstance(ended, Failure):
         return ended, rewards
-    return f"reply x{replies}, {ended if isinstance(ended, str) else f'score {ended.reward}'}", rewards
+    return f"reply x{replies}, {ended if isinstance(ended, str) else f'score {ended.reward:.3g}'}", rewards
 
 
 async def _play(pool: EnvironmentPool, name: str, attempt: Attempt, seed: int) -> tuple[int, _Ended]:
