@@ -193,7 +193,7 @@ def judge_balance(
 
 
 def _limits(steps: Sequence[StepRecord]) -> str:
-    """What the steps have measured that both sides wait for, the largest shares first, in a sentence."""
+    """Say in a sentence what the steps have measured that both sides wait for, the largest shares first."""
 
     def total(name: str) -> float:
         return sum(attrgetter(name)(step) for step in steps)

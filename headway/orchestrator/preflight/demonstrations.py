@@ -18,7 +18,7 @@ _FEW = 8  # attempts of which less conclude nothing; reference answers that are 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class DemonstratedTask:
     """Answers to a task: messages, as in OpenAI's chat API, at least one."""
 
     task: Task
@@ -32,13 +32,13 @@ def answer_of(text: str) -> dict[str, Any]:
 
 def demonstrated(
     experiment: Experiment, tasks: Mapping[str, Sequence[Task]], nothing: str
-) -> tuple[list[Attempt], bool]:
+) -> tuple[list[DemonstratedTask], bool]:
     """Attempts with the answers of the first demonstrations of ``sft.data``, if that is a file, each at the one of
     ``tasks`` (by split) with its prompt, or else at a task of that alone; then some reference answers, and at last
     ``nothing``. And whether each demonstration's task is known whole. None where there are no demonstrations, or they
     can't be read, which `headway sft` says; those with calls of tools are left out. Where tasks have more than prompt
     and answer, one whose task isn't known is no attempt but for the first, which is then at a training task."""
-    source, train, attempts, sure = experiment.sft.data, tasks["train"], list[Attempt](), True
+    source, train, attempts, sure = experiment.sft.data, tasks["train"], list[DemonstratedTask](), True
     known = {task.prompt: task for found in tasks.values() for task in found}
     more, bare = any(one.metadata for one in train), not any(one.answer or one.metadata for one in train)
     try:
@@ -52,13 +52,13 @@ def demonstrated(
             sure = sure and (bare or prompt in known)
             if prompt in known or not more or not attempts:
                 unknown = train[0] if more else Task(task_id=where, prompt=prompt)
-                attempts.append(Attempt(task=known.get(prompt, unknown), answers=answers))
+                attempts.append(DemonstratedTask(task=known.get(prompt, unknown), answers=answers))
     except ConfigurationError:
         return [], False
     if attempts:
         told = [one for one in train[:_FEW] if one.answer and (sure or not more)]
-        attempts += [Attempt(task=one, answers=(answer_of(one.answer),)) for one in told]
-        attempts.append(Attempt(task=attempts[0].task, answers=(answer_of(nothing),)))
+        attempts += [DemonstratedTask(task=one, answers=(answer_of(one.answer),)) for one in told]
+        attempts.append(DemonstratedTask(task=attempts[0].task, answers=(answer_of(nothing),)))
     return attempts, sure
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.demonstrations import Attempt, answer_of, demonstrated, look_at_rewards
+from headway.orchestrator.preflight.demonstrations import DemonstratedTask, answer_of, demonstrated, look_at_rewards
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.sandboxes import SANDBOXES, uses_sandboxes
 from headway.records.errors import ConfigurationError, HeadwayError
@@ -45,7 +45,7 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
     if refused or not tasks.get("train") or ":" not in experiment.environment.name:
         return findings
     (attempts, sure), first = demonstrated(experiment, tasks, "?"), tasks["train"][0]
-    told = attempts[0] if attempts else Attempt(task=first, answers=(answer_of(first.answer or "?"),))
+    told = attempts[0] if attempts else DemonstratedTask(task=first, answers=(answer_of(first.answer or "?"),))
     judges = rewards_itself(experiment) and not uses_sandboxes(experiment)  # a sandbox for each would take long
     others, what = attempts if judges else [], "of tasks.train"
     if attempts:
@@ -69,7 +69,7 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
 
 
 async def _play_all(
-    experiment: Experiment, told: Attempt, others: Sequence[Attempt]
+    experiment: Experiment, told: DemonstratedTask, others: Sequence[DemonstratedTask]
 ) -> tuple[str | Failure, list[float]]:
     """Play ``told`` and say what it came to; then the ``others`` at once: the rewards of those that got one, if all
     ended in time. Raises TimeoutError, and HeadwayError where the worker fails."""
@@ -97,7 +97,7 @@ async def _play_all(
     return f"reply x{replies}, {ended if isinstance(ended, str) else f'score {ended.reward:.3g}'}", rewards
 
 
-async def _play(pool: EnvironmentPool, name: str, attempt: Attempt, seed: int) -> tuple[int, _Ended]:
+async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, seed: int) -> tuple[int, _Ended]:
     """Play an attempt, with its last answer again and again; returns the replies, and how it ended."""
     replies, rewards, answers = 0, 0.0, attempt.answers
     async with pool.seated(name) as lease:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.demonstrations import Attempt, demonstrated, look_at_rewards
+from headway.orchestrator.preflight.demonstrations import DemonstratedTask, demonstrated, look_at_rewards
 from headway.orchestrator.preflight.episode import may_reward, rewards_itself
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.task_sets import named_verifiers
@@ -71,7 +71,7 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
 
 
 async def _score(
-    experiment: Experiment, firsts: Mapping[tuple[str, str, str], Task], attempts: Sequence[Attempt]
+    experiment: Experiment, firsts: Mapping[tuple[str, str, str], Task], attempts: Sequence[DemonstratedTask]
 ) -> tuple[dict[tuple[str, str, str], list[Verdict]], list[Verdict]]:
     """Verdicts on the reference answer, where there is one, and an empty one to the tasks; on ``attempts``."""
     from headway.rollout.verification.client import VerifierPool
