@@ -139,8 +139,9 @@ def check(
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
 
-    Leaves nothing in the run's folder. Looks at the nodes of [cluster] when they join, as they do for a run; agents
-    that you started then wait for the run.
+    Leaves nothing in the run's folder. A model that headway sft will make, and a run that --resume would go on with,
+    are warnings. Looks at the nodes of [cluster] when they join, as they do for a run; agents that you started then
+    wait for the run.
 
     Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
 

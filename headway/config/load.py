@@ -34,7 +34,7 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigurationError(f"no such configuration file: {file}") from None
+        raise ConfigurationError(f"no such configuration file: {file}{_elsewhere(file)}") from None
     except IsADirectoryError:
         raise ConfigurationError(f"{file} is a folder; a TOML file is needed") from None
     except OSError as error:
@@ -42,6 +42,15 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
     return validate(overridden(raw, overrides, schema), str(file), schema)
+
+
+def _elsewhere(file: Path) -> str:
+    """Where a relative path was looked for, and a folder below that has such a file."""
+    if file.is_absolute():
+        return ""
+    here = Path.cwd()
+    near = sorted(folder.name for folder in here.iterdir() if (folder / file).is_file())
+    return f", looked for in {here}; cd {near[0] if near else 'to the folder that has it'} first"
 
 
 def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[Experiment]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from headway.records.errors import BooksUnbalanced
-from headway.records.rollout import ENDINGS, Boundary, Ending
+from headway.records.rollout import BOUNDARIES, ENDINGS, Boundary, Ending
 
 
 class Books:
@@ -41,6 +41,12 @@ class Books:
     def open_groups(self) -> tuple[int, ...]:
         """Groups with an open member, ascending by admission."""
         return tuple(self._open)
+
+    @property
+    def data(self) -> dict[str, int]:
+        """Data of a ledger event: rollouts under each ending's name, failures as ``failed_at_BOUNDARY``."""
+        failures = {f"failed_at_{boundary}": self.failures[boundary] for boundary in BOUNDARIES}
+        return {ending: self.endings[ending] for ending in ENDINGS} | failures
 
     def admit(self, group: int, size: int) -> None:
         """Open the ``size`` rollouts of a group. Raises BooksUnbalanced when its index was used before."""

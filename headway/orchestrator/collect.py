@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headway.algorithms.groups.filters import GroupFilters
-from headway.control.progress import mostly_solved, same_reward
+from headway.control.progress import FailedAlike, mostly_solved, same_reward
 from headway.control.stalls import LOOPS
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
@@ -37,6 +37,7 @@ class Collect:
         self._generated = generated
         self._leaving = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
         self._told: set[str] = set()  # hooks whose failure is in the ledger
+        self._failed_alike = FailedAlike(groups_per_step=run.experiment.queue.groups_per_step)
 
     async def loop(self) -> None:
         """Runs until cancelled."""
@@ -63,11 +64,12 @@ class Collect:
         end_leavers(run, finished)
         run.parking.forget(group.index)
         run.meter.finished(finished, accepted=outcome.ending is None, meta=judged.meta)
+        failures = [rollout.failure for rollout in finished.rollouts]
+        self._failed_alike = self._failed_alike.after(failures, group.task, accepted=outcome.ending is None)
         if outcome.ending is None:
             run.state.finish_group(finished, run.clock.now())
             run.state.fruitless_groups = 0
             run.state.fruitless_rewards.clear()
-            run.state.failed_alike = run.state.failed_alike.after(())
         else:
             run.state.close_group(group.index)
             end_finished(run, finished, outcome.ending, outcome.reason)
@@ -90,19 +92,15 @@ class Collect:
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
         """Report that group after group ends untrained; raises NoProgress after ``queue.give_up_after_batches``, and
-        soon where all rollouts of the run fail alike."""
+        soon where nearly all rollouts fail alike."""
         run, state, queue = self._run, self._run.state, self._run.experiment.queue
         state.fruitless_groups += 1
         if reason == "zero_variance":
             valid = last.valid
             state.fruitless_rewards[valid[0].reward, all(rollout.solved for rollout in valid)] += 1
         causes = sorted({rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None})[:3]
-        state.failed_alike = state.failed_alike.after(
-            (rollout.failure for rollout in last.rollouts), last.group.task.task_id
-        )
-        if state.failed_alike.hopeless(queue.groups_per_step):
-            what = f"all rollouts of the first {state.failed_alike.groups} groups failed alike: {causes[0]}"
-            run.event(EVENT_NO_PROGRESS, what, groups=state.fruitless_groups, reason=reason)
+        if what := self._failed_alike.hopeless:
+            run.event(EVENT_NO_PROGRESS, what, groups=state.fruitless_groups, reason=reason, **state.books.data)
             raise NoProgress(what)
         batches, rest = divmod(state.fruitless_groups, queue.groups_per_step)
         hopeless = batches >= queue.give_up_after_batches
@@ -116,7 +114,8 @@ class Collect:
         what = f"{state.fruitless_groups} groups in a row {how}, the last one as {ending} ({reason})"
         what += "".join(f"; {cause}" for cause in causes)
         what += f"; {same_reward(alike)} ({troubleshooting('Most groups are filtered')})" if alike else ""
-        run.event(name, what, groups=state.fruitless_groups, reason=reason)
+        counts = state.books.data if hopeless else {}
+        run.event(name, what, groups=state.fruitless_groups, reason=reason, **counts)
         if hopeless:
             raise NoProgress(f"{what}; queue.give_up_after_batches = {queue.give_up_after_batches}")
 

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.control.estimates import clustered_standard_error, pass_at
+from headway.control.progress import failure_kind
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
@@ -110,6 +112,7 @@ def evaluation_record(
         reward_mean=sum(rollout.reward for rollout in valid) / count,
         length_mean=sum(rollout.response_tokens for rollout in valid) / count,
         failed=len(rollouts) - len(valid),
+        failure_cause=_common_cause(rollouts, tasks),
         judge_tokens=sum(rollout.judge_tokens for rollout in rollouts),
         judge_cost=sum(rollout.judge_cost for rollout in rollouts),
         duration_s=duration_s,
@@ -118,6 +121,14 @@ def evaluation_record(
         by_source=source_scores((tasks[rollout.group].source, rollout) for rollout in rollouts),
         kernels=kernel_shares(rollouts),
     )
+
+
+def _common_cause(rollouts: Sequence[Rollout], tasks: Sequence[Task]) -> str:
+    """The cause of a failure of the most frequent kind; "" where none failed."""
+    failed = [(one.failure, tasks[one.group]) for one in rollouts if one.failure is not None]
+    causes = {failure_kind(failure, task): failure.cause for failure, task in failed}
+    most = Counter(failure_kind(failure, task) for failure, task in failed).most_common(1)
+    return causes[most[0][0]] if most else ""
 
 
 def reached(experiment: Experiment, version: int, solve_rate: float) -> str:
@@ -166,12 +177,13 @@ class Evaluations:
             await run.generator.update_weights(weights)
             run.meter.applied_version = version
         last = await self.held("validation", "after")
-        rate = last.solve_rate if last is not None and last.samples else -1.0
+        judged = last is not None and not last.mostly_failed
+        rate = last.solve_rate if last is not None and judged else -1.0
         if last is not None and self.best_version is not None and self.best_solve_rate > rate:
             await run.generator.update_weights(await call_with_restart(run, self._publish_best, version))
         else:
             await self._save_candidate(version)
-            self._keep(version, rate if last is not None and last.samples else None)
+            self._keep(version, rate if judged else None)
         await self.held("test", "after")
 
     async def _publish_best(self) -> PublishedWeights:
@@ -238,7 +250,7 @@ class Evaluations:
 
     async def _validate(self, version: int) -> None:
         record = await self._evaluate("validation", "during", self._run.evaluation_tasks["validation"])
-        if record.samples and record.solve_rate > self.best_solve_rate:
+        if not record.mostly_failed and record.solve_rate > self.best_solve_rate:
             self._keep(version, record.solve_rate)
         self._run.state.changed.notify()  # it may have reached the target
 

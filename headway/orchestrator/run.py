@@ -23,10 +23,9 @@ from headway.orchestrator.stop_loop import StopLoop
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
-from headway.records.rollout import ENDINGS
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.supervision import supervise
-from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
+from headway.telemetry.ledger import EVENT_BOOKS, EVENT_COUNTED, EVENT_END, EVENT_RESUME, EVENT_START
 
 
 class Run:
@@ -71,6 +70,8 @@ class Run:
         run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
         reopen_groups(run)
         restore_records(run, version if recorded is None else min(recorded, version))
+        if counts := ", ".join(f"{count:,} {ending}" for ending, count in run.state.books.endings.items()):
+            run.event(EVENT_COUNTED, f"until now {counts}", **run.state.books.data)
         try:
             replayed, samples = await restore_trainer(run, until=version)
             weights, scores = await run.trainer.publish(version), await trainer_scores(run.experiment, run.trainer)
@@ -140,14 +141,13 @@ class Run:
             books.check(**run.buffer.rollout_counts())
         except BooksUnbalanced as error:
             problems.append(str(error))
-        endings = {ending: books.endings.get(ending, 0) for ending in ENDINGS}
         run.event(
             EVENT_BOOKS,
             "; ".join(problems) or "balanced",
             balanced=int(not problems),
             open=books.open_rollouts,
             admitted=books.admitted,
-            **endings,
+            **books.data,
         )
         if problems:
             raise BooksUnbalanced("the books don't balance: " + "; ".join(problems))

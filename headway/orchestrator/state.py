@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.control.books import Books
-from headway.control.progress import FailedAlike
 from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout
@@ -94,7 +93,6 @@ class RunState:
     fruitless_groups: int = 0  # that ended untrained since a group was last accepted
     fruitless_rewards: Counter[tuple[float, bool]] = field(default_factory=Counter[tuple[float, bool]])  # ... the same
     # reward for all attempts, and whether it is solved
-    failed_alike: FailedAlike = field(default_factory=FailedAlike)  # all rollouts that this process made
     fruitless_batches_said: int = 0  # the most batches of them that a no_progress event has named
     skipped_steps: int = 0  # in a row
     parkings: int = 0  # members parked since the last step

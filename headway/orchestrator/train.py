@@ -135,7 +135,8 @@ async def _train(
 
 def _reached(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
     """Why a run that has ended has nothing to do as it is configured now, and how it would; "" where it has."""
-    judged = [line.solve_rate for line in evaluations(lines) if line.split == "validation" and line.phase != "before"]
+    during = [one for one in evaluations(lines) if one.split == "validation" and one.phase != "before"]
+    judged = [one.solve_rate for one in during if not one.mostly_failed]
     why = reached(experiment, recorded_steps(lines), max(judged, default=-1.0)) if is_finished(lines) else ""
     larger = "--evaluation.stop_at_solve_rate=…, or none," if "stop_at" in why else "--run.steps=…"
     return why and f"{why} already, nothing was trained; a larger {larger} goes on"

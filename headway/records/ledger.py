@@ -261,13 +261,28 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     pass_at: dict[str, PassAt] = {}  # k -> pass@k over its tasks
     reward_mean: float
     length_mean: float
-    failed: int = 0
+    failed: int = 0  # attempts beside the ``samples``; they count in no rate
+    failure_cause: str = ""  # of one of the most frequent kind
     judge_tokens: int = 0  # of language models that judged it
     judge_cost: float = 0.0
     duration_s: float = 0.0
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
     kernels: dict[str, KernelShare] = {}  # compiles, correct, faster; {}: no kernels were judged
+
+    @property
+    def mostly_failed(self) -> bool:
+        """Whether half of the attempts failed, or more: the solve rate, of the others alone, decides nothing then."""
+        return self.failed >= self.samples
+
+    @property
+    def failures_text(self) -> str:
+        """The failed attempts in words, say "91 of 96 attempts failed: CAUSE"; "" without any."""
+        if not self.failed:
+            return ""
+        warning = "MOST FAILED, and count in no rate: " if self.mostly_failed else ""
+        cause = f": {self.failure_cause}" if self.failure_cause else ""
+        return f"{warning}{self.failed:,} of {self.failed + self.samples:,} attempts failed{cause}"
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):
@@ -297,6 +312,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 0.0
     solve_rate_before: float | None = None
     solve_rate_after: float | None = None
+    version_after: int | None = None  # of the weights that this is the solve rate of: the best ones by validation
+    failed_before: str = ""  # attempts that failed in these evaluations, in words: they count in no rate; "": none
+    failed_after: str = ""
     best_version: int | None = None
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0

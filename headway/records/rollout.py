@@ -20,6 +20,7 @@ from headway.records.tokens import (
 )
 
 Boundary = Literal["model", "environment", "sandbox", "reward", "engine"]
+BOUNDARIES: tuple[Boundary, ...] = ("model", "environment", "sandbox", "reward", "engine")
 Ending = Literal["trained", "filtered", "pruned", "discarded", "overdue", "failed"]
 ENDINGS: tuple[Ending, ...] = ("trained", "filtered", "pruned", "discarded", "overdue", "failed")
 

@@ -125,7 +125,7 @@ def step_line(state: LiveState) -> str:
     parts = [
         f"step {step.version}/{state.experiment.run.steps}",
         duration(step.time_s) + (f" ({duration(left)} left)" if left is not None else ""),
-        f"solve {score(step.measured_solve_rate)}",
+        f"solve {score(step.measured_solve_rate)}" + _failed(step),
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
         f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
@@ -139,17 +139,27 @@ def step_line(state: LiveState) -> str:
     return " · ".join(parts)
 
 
+def _failed(step: StepRecord) -> str:
+    failed = sum(step.failures.values())
+    return f" ({failed:,} failed)" if failed else ""
+
+
 def evaluation_line(record: EvaluationRecord) -> str:
     versions = (
         f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
     )
-    failed = f", {record.failed} failed" if record.failed else ""
+    if record.phase == "after":  # the best weights are judged then, which need not be the last
+        last = record.last_version == record.step
+        versions += ", the last" if last else f", the best by validation of {record.step}"
+    failed = f"; {record.failures_text}" if record.failed else ""
     rate = score(record.solve_rate if record.samples else None, record.standard_error)
     sources = "".join(f"; {label} {shown_score(source)}" for label, source in record.by_source.items())
     rate += "".join(f", {shown}" for shown in shown_pass_at(record.pass_at))
     kernels = "".join(f"; {name} {shown}" for name, shown in shown_kernels(record.kernels).items())
+    judged = f" of {record.samples:,}" if record.failed and record.samples else ""
     return (
-        f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed}){sources}{kernels}"
+        f"{record.split} {record.phase}: solve rate {rate}{judged} ({record.tasks} tasks, {versions})"
+        f"{failed}{sources}{kernels}"
     )
 
 
@@ -293,7 +303,7 @@ def _learning(state: LiveState, step: StepRecord) -> Text:
     if state.before is not None:
         details.append(f"before {state.before.solve_rate:.3f}")
     return Text.assemble(
-        f"solve rate {score(step.measured_solve_rate)} ",
+        f"solve rate {score(step.measured_solve_rate)}{_failed(step)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
         "\n" + " · ".join(details),
     )

@@ -214,7 +214,7 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             f"{record.tasks:,}",
             f"{record.samples:,}",
             *(_scores(record) if record.samples else ("–", "–", "–", "–")),
-            f"{record.failed:,}",
+            f"{record.failed:,}" + (f": {record.failure_cause}" if record.failure_cause else ""),
             duration(record.duration_s),
         ]
         rows.append(row)

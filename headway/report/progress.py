@@ -145,7 +145,7 @@ class SftProgress:
         if "steps" in measured:
             self._bar(float(measured["step"]), float(measured["steps"]))
         # An evaluation is rare and of interest: it is printed at once.
-        if self._now() - self._printed_s >= LINE_EVERY_S or "solve_rate" in measured:
+        if self._now() - self._printed_s >= LINE_EVERY_S or not {"solve_rate", "failed"}.isdisjoint(measured):
             self._printed_s = self._now()
             self._print()
 
@@ -156,12 +156,12 @@ class SftProgress:
     def _line(self, measured: Mapping[str, Any]) -> str:
         rest = dict(measured)
         step, steps = rest.pop("step", None), rest.pop("steps", None)
-        kernels = shown_kernels(rest.pop("kernels", {}))
+        kernels, failed = shown_kernels(rest.pop("kernels", {})), rest.pop("failed", "")
         parts = [f"step {step}" + (f"/{steps}" if steps else "")] if step is not None else []
         for name, value in rest.items():
             shown = quantity(value) if isinstance(value, float) else str(value)
             parts.append(f"{name.replace('_', ' ')} {shown}")
-        parts += [f"{name} {shown}" for name, shown in kernels.items()]
+        parts += [f"{name} {shown}" for name, shown in kernels.items()] + ([failed] if failed else [])
         return " · ".join(parts)
 
     def _print(self) -> None:

@@ -29,8 +29,12 @@ def summary_rows(summary: RunSummary) -> Rows:
     rows |= {
         "steps": f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
         "samples trained": f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)",
-        "solve rate": f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after",
+        "solve rate": f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after"
+        + (f", of version {summary.version_after:,}" if summary.version_after is not None else ""),
     }
+    failed = {"before": summary.failed_before, "after": summary.failed_after}
+    if any(failed.values()):
+        rows["failed"] = "; ".join(f"{phase}: {text}" for phase, text in failed.items() if text)
     if summary.best_version is not None:
         rows["best version"] = f"{summary.best_version:,}"
     elif summary.finished and not summary.simulated:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_MOSTLY_SOLVED, EVENT_NO_PROGRESS
 from headway.telemetry.pages import troubleshooting
-from headway.telemetry.summary import books_event, evaluations, held_evaluation
+from headway.telemetry.summary import books_event, evaluations, failures, held_evaluation
 
 Balance = Literal[
     "matched",
@@ -33,6 +33,7 @@ Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 MATCHED_WAIT = 0.10  # a side that waits less than this share of the time counts as busy
 CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, above which one side is the bottleneck
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
+_NOT_MEASURED = "Not measured, too many attempts failed"
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +83,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Budget broken": self.staleness_within_budget is False,
             "Not learning": self.learning in ("worse", "no measurable change"),
             "Books that don't balance": self.books_text.startswith("NOT BALANCED"),
-            "Rollouts that failed": bool(self.failures) or self.untrained_reason == "too_few_valid",
+            "Rollouts that failed": bool(self.failures)
+            or self.untrained_reason == "too_few_valid"
+            or self.learning_text.startswith(_NOT_MEASURED),
             "Most groups are filtered": self.untrained_reason == "zero_variance",
             "No progress": self.untrained_reason not in ("", "too_few_valid", "zero_variance"),
         }
@@ -100,11 +103,12 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
             summary.generator_lent_ratio,
             environment_share(steps),
         )
+        balance_text += f" {_limits(steps)}" if balance == "other-bound" else ""
     else:
         balance, balance_text = "unknown", "No training step is recorded yet."
     within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
     learning, change, error, learning_text = judge_learning(lines)
-    failures, untrained = _failures(steps), _untrained(lines)
+    failed, untrained = failures(lines), _untrained(lines)
     alarm = untrained is not None and untrained.event == EVENT_NO_PROGRESS
     nothing = "Nothing that a step recorded, but no step is made." if alarm else "Nothing."
     return Judgement(
@@ -118,8 +122,8 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         solve_rate_change_error=error,
         learning_text=learning_text,
         books_text=_books_text(lines, summary),
-        failures=failures,
-        failures_text=" ".join(filter(None, (_failures_text(failures, summary), incident_text(lines)))) or nothing,
+        failures=failed,
+        failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or nothing,
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
         changes_text=change_sentence(lines),
@@ -151,9 +155,10 @@ def judge_balance(
 
     In this order: devices shared -> time-shared (``lent``: share of the time the trainer had the generator's devices;
     while they generate the trainer waits); budget 0 -> synchronous (both sides wait by design); both below
-    MATCHED_WAIT -> matched; trainer waits CLEAR_DIFFERENCE more -> generation-bound; generator does ->
-    training-bound; both wait alike, a lot -> something else limits both. But where `environments_bind` (with
-    ``environment``, the share of the rollouts' time in their environments) -> environment-bound.
+    MATCHED_WAIT -> matched; both more than IDLE -> something else limits both, the environments where
+    `environments_bind` (with ``environment``, the share of the rollouts' time in them) -> environment-bound; trainer
+    waits CLEAR_DIFFERENCE more -> generation-bound; generator does -> training-bound; both less than IDLE -> matched;
+    else something else limits both.
     """
     numbers = f"the trainer waits {trainer_wait:.0%} of the time, the generator {generator_wait:.0%}"
     if lent > 0:
@@ -171,22 +176,42 @@ def judge_balance(
             "(tools, sandboxes). More of them at once (queue.max_concurrent_rollouts, sandbox.live) or quicker "
             "environments would speed this run up; more generators would not."
         )
-    if trainer_wait - generator_wait > CLEAR_DIFFERENCE:
+    neither = trainer_wait > IDLE and generator_wait > IDLE  # a side that waits so much isn't what the other waits for
+    if trainer_wait - generator_wait > CLEAR_DIFFERENCE and not neither:
         return "generation-bound", (
             f"Generation-bound: {numbers}. More generator capacity (replicas, slots, devices) or shorter responses "
             "would speed this run up; a faster trainer would not."
         )
-    if generator_wait - trainer_wait > CLEAR_DIFFERENCE:
+    if generator_wait - trainer_wait > CLEAR_DIFFERENCE and not neither:
         return "training-bound", (
             f"Training-bound: {numbers}. Finished groups wait for the trainer and the staleness budget holds "
             "admission back; more trainer capacity would speed this run up, more generators would not."
         )
     if trainer_wait < IDLE and generator_wait < IDLE:
         return "matched", f"Matched: {numbers}. Neither side is clearly the bottleneck."
-    return "other-bound", (
-        f"Bound by neither model: {numbers}, both a lot. Look at verification, publishing, evaluation and the "
-        "orchestrator, or at a staleness budget too small for the longest responses."
-    )
+    return "other-bound", f"Bound by neither model: {numbers}, both a lot."
+
+
+def _limits(steps: Sequence[StepRecord]) -> str:
+    """Say in a sentence what the steps have measured that both sides wait for, the largest shares first."""
+
+    def total(name: str) -> float:
+        return sum(attrgetter(name)(step) for step in steps)
+
+    step_s, generating_s = max(1e-9, total("step_s")), max(1e-9, total("flow.generating_s"))
+    shares = {
+        "rollouts were {} of their time on the way between processes": total("flow.environment_hop_s") / generating_s,
+        "rollouts were {} of their time in their environments": environment_share(steps),
+        "the orchestrator computed for {} of the time": total("orchestrator_cpu_s") / step_s,
+        "responses were {} of the time with a verifier": total("verify_s") / step_s,
+        "the trainer waited {} for the oldest groups, at the budget's edge": total("flow.straggler_wait_s") / step_s,
+        "the trainer waited {} for its weights to be applied": total("flow.update_wait_s") / step_s,
+        "publishing took {}": total("publish_s") / step_s,
+    }
+    found = sorted(((share, text) for text, share in shares.items() if share > MATCHED_WAIT), reverse=True)[:3]
+    if not found:
+        return "None of what a step measures limits them: evaluations, or processes that share cores, are left."
+    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in found) + "."
 
 
 def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
@@ -231,6 +256,12 @@ def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None,
         f"{first.last_version}) → {last.solve_rate:.3f} ± {last.standard_error:.3f} (version {last.last_version}), "
         f"change {change:+.3f} ± {error:.3f}"
     )
+    failed = "".join(
+        f"; {when}: {one.failures_text}" for when, one in (("before", first), ("after", last)) if one.failed
+    )
+    numbers += failed
+    if first.mostly_failed or last.mostly_failed:
+        return "unknown", None, None, f"{_NOT_MEASURED}: {numbers}."
     if abs(change) <= SIGNIFICANT_Z * error or change == 0:
         return "no measurable change", change, error, f"No measurable change: {numbers}."
     if change > 0:
@@ -257,13 +288,6 @@ def _training_trend(lines: Sequence[LedgerLine]) -> str:
         f"No two evaluations to compare. On the training tasks the solve rate went from {first:.3f} (first fifth of "
         f"the steps) to {last:.3f} (last fifth)."
     )
-
-
-def _failures(steps: Sequence[StepRecord]) -> dict[str, int]:
-    totals = Counter[str]()
-    for step in steps:
-        totals.update(step.failures)
-    return {boundary: count for boundary, count in totals.items() if count}
 
 
 def _books_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:

@@ -24,8 +24,10 @@ FILE_NAME = "ledger.jsonl"
 # Events whose names the readers know. Any other name is shown unchanged.
 EVENT_START = "start"  # a run started; data: count (tasks) and digest (tasks_digest) of its training tasks
 EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones; data as above
-EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
-EVENT_NO_PROGRESS = "no_progress"  # groups end untrained, one after another; data: groups, the last one's reason
+EVENT_BOOKS = "books"  # data: balanced 0/1, open, and the books' counts (`Books.data`)
+EVENT_COUNTED = "counted"  # of a resumed run, before its next step: what ended so far; data: the books' counts
+EVENT_NO_PROGRESS = "no_progress"  # groups end untrained, one after another; data: groups, the last one's reason,
+# and where the run ends of it the books' counts
 EVENT_MOSTLY_SOLVED = "mostly_solved"  # ... because their tasks are solved already; data as above
 EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode; of
 # what it recommends the keys of the experiment with their values
@@ -117,7 +119,8 @@ def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigurationError(f"{run_dir} holds no run: there is no {path}") from None
+        here = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigurationError(f"{run_dir} holds no run: there is no {path}{here}") from None
     whole, _ = _parse(data, path)
     return resolve_replays(whole)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
-from headway.records.rollout import ENDINGS
+from headway.records.rollout import BOUNDARIES, ENDINGS
 from headway.telemetry.ledger import (
     EVENT_BEST,
     EVENT_BOOKS,
+    EVENT_COUNTED,
     EVENT_END,
     EVENT_LAST_KEPT,
+    EVENT_NO_PROGRESS,
     EVENT_RESUME,
     EVENT_SIMULATED,
     EVENT_START,
 )
+
+_COUNTING = (EVENT_BOOKS, EVENT_COUNTED, EVENT_NO_PROGRESS)  # events that may have the books' counts
 
 
 def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
@@ -31,17 +35,20 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
     samples = sum(step.samples for step in timed)
     wait_s = sum(step.trainer_wait_s for step in steps)
     books = books_event(lines)
-    endings = _endings(steps, books)
+    ended = endings(lines)
     end = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
     return RunSummary(
         finished=is_finished(lines),
         ended=end.detail if end is not None and end.event == EVENT_END else "",
         steps=recorded_steps(steps),
         untimed_steps=recorded_steps(steps) - len({step.version for step in timed}),
-        samples_trained=max(sum(step.samples for step in steps if not step.skipped), endings.get("trained", 0)),
+        samples_trained=max(sum(step.samples for step in steps if not step.skipped), ended.get("trained", 0)),
         duration_s=duration_s(lines),
         solve_rate_before=_solve_rate(lines, "before"),
         solve_rate_after=_solve_rate(lines, "after"),
+        version_after=None if (after := held_evaluation(lines, "after")) is None else after.last_version,
+        failed_before=_failed(lines, "before"),
+        failed_after=_failed(lines, "after"),
         best_version=_best_version(lines),
         trainer_wait_ratio=_share(wait_s, total_s),
         generator_wait_ratio=_share(sum(step.generator_wait_ratio * step.step_s for step in steps), total_s),
@@ -55,7 +62,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
             sum(step.effective_production_per_s * step.step_s for step in steps), total_s
         ),
         trained_per_s=_share(samples, total_s),
-        endings=endings,
+        endings=ended,
         simulated=last_event(lines, EVENT_SIMULATED) is not None,
     )
 
@@ -139,6 +146,13 @@ def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
     return None if record is None else record.solve_rate
 
 
+def _failed(lines: Sequence[LedgerLine], phase: str) -> str:
+    """Failed attempts of the evaluation whose solve rate is told, or of those that measured nothing, in words."""
+    told = held_evaluation(lines, phase)
+    of_phase = [told] if told is not None else [one for one in evaluations(lines) if one.phase == phase]
+    return next(filter(None, (record.failures_text for record in of_phase)), "")
+
+
 def _best_version(lines: Sequence[LedgerLine]) -> int | None:
     last = last_event(lines, EVENT_LAST_KEPT, EVENT_BEST)
     if last is None or last.event != EVENT_BEST or "version" not in last.data:
@@ -146,14 +160,28 @@ def _best_version(lines: Sequence[LedgerLine]) -> int | None:
     return int(last.data["version"])
 
 
-def _endings(steps: Sequence[StepRecord], books: EventRecord | None) -> dict[str, int]:
-    """Counts by ending: from the closed books where they have them, else summed over the steps."""
-    if books is not None and any(ending in books.data for ending in ENDINGS):
-        return {ending: int(books.data.get(ending, 0)) for ending in ENDINGS if books.data.get(ending, 0)}
+def endings(lines: Sequence[LedgerLine]) -> dict[str, int]:
+    """Rollouts by ending, of all processes of the run."""
+    return _counted(lines, {ending: ending for ending in ENDINGS}, lambda step: step.endings)
+
+
+def failures(lines: Sequence[LedgerLine]) -> dict[str, int]:
+    """Rollouts that failed themselves, by boundary, of all processes of the run."""
+    return _counted(lines, {f"failed_at_{one}": one for one in BOUNDARIES}, lambda step: step.failures)
+
+
+def _counted(
+    lines: Sequence[LedgerLine], names: Mapping[str, str], of_step: Callable[[StepRecord], Mapping[str, int]]
+) -> dict[str, int]:
+    """Counts by name: those of the last event that has the books' counts (``names``: its data -> name), and of the
+    steps recorded after it; a process that made no step is in no other line."""
     totals = Counter[str]()
-    for step in steps:
-        totals.update(step.endings)
-    return dict(totals)
+    for line in lines:
+        if isinstance(line, StepRecord):
+            totals.update(of_step(line))
+        elif isinstance(line, EventRecord) and line.event in _COUNTING and not names.keys().isdisjoint(line.data):
+            totals = Counter({name: int(line.data.get(key, 0)) for key, name in names.items()})
+    return {name: count for name, count in totals.items() if count}
 
 
 def _share(part: float, whole: float) -> float:

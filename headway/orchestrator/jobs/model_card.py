@@ -50,7 +50,8 @@ def write_run_card(folder: str | Path, run_dir: str | Path, price: float | None 
 
 def write_sft_card(folder: str | Path, base: str, data: str, result: Mapping[str, Any]) -> bool:
     """Write the card of a model that `headway sft` trained; ``result``: its figures. False: as `write_run_card`."""
-    names = ("step", "epochs", "loss_mean", "held_out_loss", "solve_rate", "standard_error", "kept", "time_s", "ended")
+    learned = ("step", "epochs", "loss_mean", "held_out_loss", "solve_rate", "standard_error", "failed")
+    names = (*learned, "kept", "time_s", "ended")
     rows = {"data": f"`{_code(data)}`", **mapping_rows({name: result[name] for name in names if name in result})}
     body = ["Trained on demonstrations. Every number here was measured in that training.", _rows_table(rows)]
     return _write(Path(folder), base, ["sft"], body)
@@ -116,15 +117,15 @@ def _version_of(folder: Path) -> int | None:
 
 def _evaluation_table(records: list[EvaluationRecord]) -> str:
     lines = [
-        "| split | when | weights | tasks | attempts | solve rate | 95 % interval |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| split | when | weights | tasks | attempts judged | failed | solve rate | 95 % interval |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for record in records:
         low, high = (record.solve_rate + sign * _Z * record.standard_error for sign in (-1, 1))
         versions = f"version {record.first_version}" + ("" if record.held else f" to {record.last_version}")
         lines.append(
             f"| {record.split} | {record.phase} training | {versions} | {record.tasks:,} | {record.samples:,} | "
-            f"{record.solve_rate:.3f} | {max(0.0, low):.3f} to {min(1.0, high):.3f} |"
+            f"{record.failed:,} | {record.solve_rate:.3f} | {max(0.0, low):.3f} to {min(1.0, high):.3f} |"
         )
     return "\n".join(lines)
 

@@ -39,10 +39,11 @@ _SHOWN = (
     "effective_token_share",
     "solve_rate",
     "standard_error",
+    "failed",
     "kernels",
     "ended",
 )
-_SCORES = ("solve_rate", "standard_error", "kernels")
+_SCORES = ("solve_rate", "standard_error", "failed", "kernels")
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 1000  # demonstrations, where training ends by epochs
 
 Progress = Callable[[dict[str, Any]], None]
@@ -118,7 +119,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
             await scorer.start(stack)
         started, result = clock.now(), dict[str, Any](data.counts) | {"held_out": held_out}
         total, epoch = settings.total_steps(count - held_out), (count - held_out) / settings.batch_sequences
-        step, lowest, lowest_step = 0, math.inf, 0
+        step, lowest, lowest_step, reached = 0, math.inf, 0, 0.0
         scores, kept = dict[str, Any](), dict[str, Any]()  # of the last evaluation; of the model that is written
         evaluations: list[dict[str, Any]] = []
         while step < total:
@@ -132,8 +133,9 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
                 await scorer.generator.update_weights(weights)
                 record = await scorer.score("during", step)
                 found = _scores(record)
-                scores = found or scores
+                scores = found if record.samples else scores
                 report |= found
+                reached = 0.0 if record.mostly_failed else record.solve_rate
                 evaluations.append({"step": step, "loss_mean": report["loss_mean"], **found})
             if held_out and report["version"] and (step == total or step // epoch > (step - chunk) // epoch):
                 report["held_out_loss"] = loss = await trainer.call("held_out_loss")
@@ -148,7 +150,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
             if "ended" in report:
                 break
             target = settings.stop_at_solve_rate
-            if target is not None and report.get("solve_rate", 0.0) >= target:
+            if target is not None and reached >= target:
                 result["ended"] = f"the solve rate has reached sft.stop_at_solve_rate = {target:g}"
                 break
             if settings.time_limit_s is not None and clock.now() - started >= settings.time_limit_s:
@@ -168,11 +170,12 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
 
 
 def _scores(record: EvaluationRecord) -> dict[str, Any]:
-    """Scores of the model by an evaluation; {} where every attempt failed, and nothing was measured."""
+    """Scores of the model by an evaluation, none where every attempt failed; ``failed``: how many did, and why."""
+    failed = {"failed": record.failures_text} if record.failed else {}
     if not record.samples:
-        return {}
+        return failed
     scores = {"solve_rate": record.solve_rate, "standard_error": record.standard_error}
-    return scores | ({"kernels": record.kernels} if record.kernels else {})
+    return scores | failed | ({"kernels": record.kernels} if record.kernels else {})
 
 
 def _metrics(report: Mapping[str, Any]) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -21,24 +20,22 @@ from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
-from headway.orchestrator.preflight.episode import episode_findings, may_reward, rewards_itself
+from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.functions import function_findings, require_kernel_services
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
-from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
+from headway.orchestrator.preflight.verifier import verifier_findings
+from headway.orchestrator.task_sets import SPLITS, generated_apart, require_template
 from headway.records.check_report import Finding
-from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
-from headway.records.rollout import Verdict
+from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.tasks.sources import overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.tokenizer import Tokenizer
-
-_START_VERIFIER_S = 60.0  # a verifier's imports may be heavy
 
 
 @dataclass
@@ -47,18 +44,23 @@ class _Inputs:
 
     experiment: Experiment
     resume: bool
+    ahead: bool
     model: DecoderConfig | HubConfig | None = None
     tokenizer: Tokenizer | None = None
     tasks: dict[str, list[Task]] | None = None  # split -> tasks
 
 
-def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = True) -> list[Finding]:
+def check(
+    experiment: Experiment, *, resume: bool = False, smoke_test: bool = True, ahead: bool = False
+) -> list[Finding]:
     """Look for everything that would stop or spoil the run, before it starts; errors first.
 
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
-    scores one response. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
+    scores some responses. ``ahead``: other steps may come before the run's start, so a model that `headway sft` will
+    make and a run that ``--resume`` goes on with are warnings. Writes nothing to the run's folder. Never raises for bad
+    input: that is what it reports.
     """
-    inputs, findings = _Inputs(experiment, resume), Findings()
+    inputs, findings = _Inputs(experiment, resume, ahead), Findings()
     for look in (
         _model,
         _reference,
@@ -95,6 +97,13 @@ _LOWEST_ADAPTER_RATE = 3e-5
 
 def _model(inputs: _Inputs, findings: Findings) -> None:
     folder = Path(inputs.experiment.model.path)
+    if inputs.ahead and comes_of_sft(inputs.experiment):
+        findings.warning(
+            "model.path",
+            f"{folder} isn't there yet: headway sft makes it (sft.output), in a project make run; what depends on the "
+            "model isn't looked at",
+        )
+        return
     with findings.refused("model.path"):
         inputs.model = read_config(inputs.experiment.model)
     if inputs.model is None:
@@ -108,6 +117,13 @@ def _model(inputs: _Inputs, findings: Findings) -> None:
             f"max_prompt_tokens + max_response_tokens = {longest} is beyond the model's context of "
             f"{inputs.model.max_positions} tokens",
         )
+
+
+def comes_of_sft(experiment: Experiment) -> bool:
+    """Whether the run's model is what `headway sft` will write, and hasn't yet."""
+    folder = Path(experiment.model.path)
+    made = bool(experiment.sft.output) and Path(experiment.sft.output).resolve() == folder.resolve()
+    return made and not folder.exists()
 
 
 def _reference(inputs: _Inputs, findings: Findings) -> None:
@@ -388,7 +404,9 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _run_directory(inputs: _Inputs, findings: Findings) -> None:
-    findings += directory_findings(inputs.experiment, inputs.resume, (inputs.tasks or {}).get("train", ()))
+    findings += directory_findings(
+        inputs.experiment, inputs.resume, (inputs.tasks or {}).get("train", ()), ahead=inputs.ahead
+    )
 
 
 def _cluster(inputs: _Inputs, findings: Findings) -> None:
@@ -419,66 +437,8 @@ def _environment(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _episode(inputs: _Inputs, findings: Findings) -> None:
-    findings += episode_findings(inputs.experiment, (inputs.tasks or {}).get("train"), findings)
+    findings += episode_findings(inputs.experiment, inputs.tasks or {}, findings)
 
 
 def _verifier(inputs: _Inputs, findings: Findings) -> None:
-    """Score the reference answer and a wrong one to one task of each split, in the process the run would use."""
-    if not inputs.tasks:
-        return
-    tasks: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
-    for split, found in inputs.tasks.items():
-        for task in found:
-            tasks.setdefault((split, task.source, task.verifier), task)
-    asked = {name for _, _, name in tasks}
-    for name in inputs.experiment.verifiers:
-        if name not in asked:
-            findings.warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
-    try:
-        verdicts = asyncio.run(_smoke_test(inputs.experiment, tasks))
-    except TimeoutError:
-        late = f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
-        return findings.error("verifier.name", late)
-    except RemoteError as error:  # the worker's own words, without the names of the process and the exception
-        return findings.error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
-    except HeadwayError as error:
-        return findings.error("verifier.name" if asked <= {""} else "verifiers", str(error))
-    for (split, source, name), found in verdicts.items():
-        key = f"tasks.{split}.verifier" if name else "verifier.name"
-        several = len(getattr(inputs.experiment.tasks, split)) > 1
-        whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
-        broken = [verdict.failure for verdict in found if verdict.failure is not None]
-        if broken and len(found) == 1 and may_reward(inputs.experiment):  # it may never be asked
-            why = "; so do rollouts that nothing else rewards"
-            if not rewards_itself(inputs.experiment):
-                findings.info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
-        elif broken:
-            findings.error(key, f"fails on the first task {whose}: {broken[0].cause}")
-        elif len(found) > 1 and not found[0].solved:
-            findings.info(
-                key,
-                f"doesn't accept the bare reference answer of the first task {whose}; fine if it wants more around it",
-            )
-
-
-async def _smoke_test(
-    experiment: Experiment, tasks: Mapping[tuple[str, str, str], Task]
-) -> dict[tuple[str, str, str], list[Verdict]]:
-    from headway.rollout.verification.client import VerifierPool
-    from headway.runtime.clock import RealClock
-    from headway.runtime.workers import LocalLauncher
-
-    clock = RealClock()
-    one = experiment.verifier.model_copy(update={"workers": 1})
-    named = named_verifiers(experiment, {"": tasks.values()})
-    pool = VerifierPool(LocalLauncher(clock), one, clock, named=named, retries=0)
-    try:
-        async with asyncio.timeout(_START_VERIFIER_S):
-            await pool.start()
-        verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
-        for place, task in tasks.items():
-            responses = [task.answer, ""] if task.answer else [""]
-            verdicts[place] = await pool.verify(task, responses)
-        return verdicts
-    finally:
-        await pool.stop()
+    findings += verifier_findings(inputs.experiment, inputs.tasks or {})

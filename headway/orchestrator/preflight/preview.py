@@ -11,7 +11,7 @@ from headway.control.tuning.forecast import RunShape, forecast
 from headway.control.tuning.ledger_model import shape_of
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, lent_replicas
-from headway.orchestrator.preflight.check import check
+from headway.orchestrator.preflight.check import check, comes_of_sft
 from headway.orchestrator.preflight.cluster import node_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
@@ -33,11 +33,12 @@ def preview(
     on_findings: Callable[[list[Finding]], None] = lambda findings: None,
 ) -> CheckReport:
     """Check, size, look at the nodes (``deep``: model files there byte by byte), calibrate (None seconds: don't),
-    forecast. ``on_findings`` gets what is found before any worker is started, and again what is found later. With an
-    error among it nothing more is started. Raises what ``calibrate`` raises when a worker fails."""
-    findings = Findings(check(experiment, resume=resume))
+    forecast; nothing but check while the model is still to be made. ``on_findings`` gets what is found before any
+    worker is started, and again what is found later. With an error among it nothing more is started. Raises what
+    ``calibrate`` raises when a worker fails."""
+    findings = Findings(check(experiment, resume=resume, ahead=True))
     on_findings(findings)
-    if any(finding.level == "error" for finding in findings):
+    if any(finding.level == "error" for finding in findings) or comes_of_sft(experiment):
         return CheckReport(findings=findings)
     on_nodes = node_findings(experiment, deep=deep, on_progress=on_progress)
     on_findings(on_nodes.by_level())

@@ -13,10 +13,17 @@ from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import read_ledger
 
 
-def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Task]) -> Findings:
+def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Task], *, ahead: bool = False) -> Findings:
     """Errors of the run's folder, and a warning where a resume has other training tasks; ``train``: those that were
-    read, none where they couldn't be."""
+    read, none where they couldn't be. ``ahead``: a run that is there is looked at as its resume would."""
     findings, directory = Findings(), RunDirectory(experiment.run.directory)
+    if ahead and not resume and directory.holds_run():
+        resume = True
+        findings.warning(
+            "run.directory",
+            f"{directory.path} already holds a run: headway train --resume, in a project make run, goes on with it; "
+            "another directory, in a project make clean run, begins anew",
+        )
     holder = directory.holder()
     if holder is not None:
         findings.error("run.directory", f"{directory.path} is in use by process {holder}")

@@ -187,7 +187,8 @@ def _final(run: ComparedRun, price: float | None) -> dict[str, str]:
         if record.samples:
             versions = f"version {record.last_version}" if record.held else f"to version {record.last_version}"
             rate = score(record.solve_rate, record.standard_error)
-            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks, {versions})"
+            failed = f"; {record.failures_text}" if record.failed else ""
+            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks, {versions}{failed})"
     for axis in ("tokens", "dollars"):
         if axis in run.places:
             rows[f"{axis}, to the last step"] = quantity(max(run.places[axis].values()))

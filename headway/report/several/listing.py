@@ -203,7 +203,8 @@ def _solve_rate(
     """(solve rate, its standard error, of what): of the last evaluation that measured something, else of training."""
     for line in reversed(lines):
         if isinstance(line, EvaluationRecord) and line.samples:
-            return line.solve_rate, line.standard_error, f"{line.split} {line.phase}"
+            failed = f", {line.failed:,} of {line.failed + line.samples:,} failed" if line.failed else ""
+            return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed}"
     if (best := _object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
         return float(best), None, "best"
     rate = weighted_mean(recent, lambda step: step.solve_rate, lambda step: step.samples) if recent else None

@@ -53,7 +53,8 @@ def _numbers(run: WatchedRun, tail: RunTail, price: float | None) -> dict[str, s
     for record in tail.evaluations.values():  # the last of each kind stays
         if record.samples:
             rate = score(record.solve_rate, record.standard_error)
-            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks)"
+            failed = f"; {record.failures_text}" if record.failed else ""
+            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks{failed})"
     rows["samples trained"] = quantity(float(np.nansum(tail.column("samples"))))
     rows["tokens trained"] = quantity(float(np.nansum(tail.column("tokens"))))
     if (cost := tail.cost(price)) is not None:

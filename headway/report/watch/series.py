@@ -131,7 +131,7 @@ def evaluations(tail: RunTail, axis: str, price: float | None) -> list[dict[str,
     records = [record for record in tail.evaluations.values() if record.samples]
     at = [(record.first_version + record.last_version) / 2 for record in records]
     versions, places = np.append(0.0, tail.column("version")), np.append(0.0, tail.places(axis, price))
-    fields = ("split", "phase", "solve_rate", "standard_error", "tasks")
+    fields = ("split", "phase", "solve_rate", "standard_error", "tasks", "failures_text")
     return [
         {"x": x, **{field: getattr(record, field) for field in fields}}
         for record, x in zip(records, np.interp(at, versions, places).tolist(), strict=True)

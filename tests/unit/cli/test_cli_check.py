@@ -449,6 +449,25 @@ def test_a_directory_that_holds_a_run_or_is_in_use(setup: Setup) -> None:
     assert "is a file" in setup.messages(run={"directory": str(setup.folder / "file")})["run.directory"]
 
 
+def test_what_another_step_will_make_is_no_error_ahead_of_the_run(setup: Setup) -> None:
+    nowhere = str(setup.folder / "sft")
+
+    def found(level: str, **changes: dict[str, Any]) -> dict[str, str]:
+        looked = check(setup.experiment(**changes), smoke_test=False, ahead=True)
+        return {finding.key: finding.message for finding in looked if finding.level == level}
+
+    coming = {"model": {"path": nowhere}, "sft": {"data": "sft.jsonl", "output": nowhere}}
+    assert "headway sft makes it" in found("warning", **coming)["model.path"]
+    assert found("error", **coming) == {}
+    assert "no such folder" in found("error", model={"path": nowhere})["model.path"]
+    with RunDirectory(setup.folder / "run") as run:
+        run.begin(setup.experiment(), resume=False)
+        assert "in use by process" in found("error")["run.directory"]
+    assert "--resume, in a project make run, goes on" in found("warning")["run.directory"]
+    assert found("error") == {}
+    assert "run.seed" in found("error", run={"seed": 5})["run.directory"]
+
+
 def test_errors_come_first(setup: Setup) -> None:
     found = setup.find(rollout={"group_size": 1}, trainer={"micro_batch_tokens": 100}, tasks={"test": None})
     assert [f.level for f in found] == sorted([f.level for f in found], key=["error", "warning", "info"].index)

@@ -96,6 +96,28 @@ def test_what_the_tasks_changed_is_made_again(template: str, here: Path) -> None
     assert steps() == ["init-model", "headway.cli.main sft"]
 
 
+@pytest.mark.parametrize("template", PROJECTS)
+def test_a_run_that_began_on_other_tasks_is_refused_before_the_cold_start(template: str, here: Path) -> None:
+    assert cli.main(["new", "demo", "--template", template]) == 0
+    (here / "demo/tasks").mkdir()
+    (here / "demo/runs/rl").mkdir(parents=True)
+    (here / "demo/runs/rl/config.json").write_text("{}")
+    (here / "python").write_text("#!/bin/sh\necho ran $*\n")
+    (here / "python").chmod(0o755)
+
+    def run(tasks_s: float, begun_s: float) -> subprocess.CompletedProcess[str]:
+        os.utime(here / "demo/tasks", (tasks_s, tasks_s))
+        os.utime(here / "demo/runs/rl/config.json", (begun_s, begun_s))
+        make = ["make", "run", f"PYTHON={here}/python"]
+        return subprocess.run(make, cwd=here / "demo", capture_output=True, text=True)
+
+    ended = run(4e9, 3e9)
+    assert ended.returncode == 2
+    assert "error: tasks/ has been written since the run in runs/rl began: make clean run" in ended.stdout
+    assert "init-model" not in ended.stdout
+    assert "init-model" in run(3e9, 4e9).stdout
+
+
 def test_another_python_is_told_so(here: Path) -> None:
     assert cli.main(["new", "demo"]) == 0
     (here / "python").write_text("#!/bin/sh\nexit 1\n")

@@ -29,6 +29,19 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
         load_experiment(loop)
 
 
+def test_a_file_that_is_elsewhere_is_looked_for_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as alone:
+        load_experiment("experiment.toml")
+    here = f"no such configuration file: experiment.toml, looked for in {tmp_path}; cd "
+    assert str(alone.value) == f"{here}to the folder that has it first"
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "experiment.toml").write_text("")
+    with pytest.raises(ConfigurationError) as below:
+        load_experiment("experiment.toml")
+    assert str(below.value) == f"{here}letters first"
+
+
 def test_advantages_and_losses_match_implementations() -> None:
     assert set(schema.ADVANTAGES) == {
         *advantages.ADVANTAGES,

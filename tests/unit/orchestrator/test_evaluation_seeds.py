@@ -1,4 +1,4 @@
-"""Held-out splits are sampled independently of each other, and alike in every evaluation of one."""
+"""Held-out splits are sampled independently of each other, and alike in every evaluation of one; what one decides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.evaluation import Evaluations
+from headway.orchestrator.state import Signal
 from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
+from headway.records.ledger import EvaluationRecord
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
 from headway.rollout.makers.single_turn import SingleTurn
@@ -54,3 +58,35 @@ def test_splits_number_their_tasks_alike_and_yet_draw_different_numbers(tmp_path
     validation, test, again = run_virtual(main)
     assert len({*validation, *test}) == 16
     assert test == again
+
+
+@pytest.mark.parametrize(("failing", "kept"), [(4, []), (3, [1.0])])
+def test_an_evaluation_of_which_half_failed_makes_no_version_the_best(
+    tmp_path: Path, failing: int, kept: list[float]
+) -> None:
+    async def main(clock: Clock) -> tuple[list[float], str]:
+        generator, tokenizer, experiment = FakeGenerator(clock), PlainTokenizer(), experiment_of(tmp_path)
+        await generator.start()
+        judged: list[EvaluationRecord] = []
+        run: Any = SimpleNamespace(
+            clock=clock,
+            directory=tmp_path,
+            evaluation_tasks={"validation": [Task(task_id=str(i), prompt=str(i)) for i in range(8)]},
+            experiment=experiment,
+            meter=SimpleNamespace(applied_version=0),
+            record=judged.append,
+            rollouts=SingleTurn(TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=0)),
+            state=SimpleNamespace(version=0, changed=Signal()),
+            time_s=clock.now,
+            tokenizer=tokenizer,
+            verifier=FakeVerifier(lambda task, _: float("nan") if int(task.task_id) < failing else 1.0, clock),
+        )
+        evaluations, rates = Evaluations(run), list[float]()
+        evaluations._keep = lambda version, solve_rate: rates.append(solve_rate or 0.0)
+        await evaluations._validate(0)
+        return rates, judged[0].failures_text
+
+    found, text = run_virtual(main)
+    assert found == kept
+    assert f"{failing} of 8 attempts failed: the reward is nan" in text
+    assert text.startswith("MOST FAILED") == (not kept)

@@ -54,7 +54,7 @@ def test_card_of_a_run_has_what_was_measured_of_its_weights(run: Path) -> None:
     assert found["US dollars, until this version"] == "0.41"  # two devices, 0.2036 s
     assert found["algorithm.loss"] == "`decoupled_ppo`"
     assert found["tasks, train"] == "`tasks.jsonl`"
-    assert "| validation | after training | version 4 | 12 | 12 | 0.833 | 0.613 to 1.000 |" in text
+    assert "| validation | after training | version 4 | 12 | 12 | 0 | 0.833 | 0.613 to 1.000 |" in text
     assert "| validation | during training | version 2 |" not in text  # of other weights
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import resolve_replays
-from headway.telemetry.summary import summarise
+from headway.telemetry.summary import endings, failures, summarise
 from headway.trainer.fake import FakeTrainer
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 
@@ -174,9 +175,28 @@ def test_attempts_that_all_get_one_reward_are_said_with_it():
         run_of(queue, reward=lambda task, response: 1.0)
 
 
-def test_rollouts_that_all_fail_alike_end_the_run_early():
-    with pytest.raises(NoProgress, match=r"all rollouts of the first 16 groups failed alike: the reward is nan"):
-        run_of({"give_up_after_batches": 1000}, reward=lambda task, response: float("nan"))
+@pytest.mark.parametrize("works", [0, 25])
+def test_rollouts_that_nearly_all_fail_alike_end_the_run_early(works: int):
+    calls = itertools.count(1)
+
+    def reward(task: object, response: str) -> float:
+        return float("nan") if not works or next(calls) % works else 1.0
+
+    with pytest.raises(
+        NoProgress, match=r"\d of the 64 rollouts of the last 16 groups failed alike: the reward is nan"
+    ):
+        run_of({"give_up_after_batches": 1000}, reward=reward)
+
+
+def test_failures_of_a_process_that_made_no_step_are_counted():
+    """Ten groups fail, then all is well; the process is killed before its first step."""
+    calls = itertools.count()
+    outcome = run_of(kills_s=(0.6,), reward=lambda task, response: float("nan") if next(calls) < 40 else 1.0)
+    failed = outcome.endings["failed"]
+    assert sum(sum(step.failures.values()) for step in outcome.steps) < failed
+    for lines in (outcome.lines, [line for line in outcome.lines if line is not outcome.event("books")]):
+        assert failures(lines) == {"reward": failed}
+        assert endings(lines)["failed"] == failed
 
 
 def test_a_verifier_that_always_fails_is_named():

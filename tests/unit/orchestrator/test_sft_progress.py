@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_run import evaluation
 from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
@@ -18,6 +18,8 @@ from headway.orchestrator.jobs import sft
 from headway.orchestrator.jobs.sft_data import SftTokens
 from headway.orchestrator.nodes import machines
 from headway.records.errors import ConfigurationError, NoProgress
+from headway.records.ledger import EvaluationRecord
+from headway.report.progress import SftProgress
 from headway.trainer.checkpoints import CheckpointState, write_folder
 
 
@@ -114,11 +116,11 @@ def test_what_a_save_left_when_it_was_killed_is_cleared_away(tmp_path: Path, tra
     assert (tmp_path / "out.tmp" / "model.safetensors").read_text() == "somebody's"
 
 
-def judge(monkeypatch: pytest.MonkeyPatch, *rates: float | None) -> None:
-    """Have evaluations find these solve rates, one after another; None: every attempt fails."""
+def judge(monkeypatch: pytest.MonkeyPatch, *rates: float | None, failed: int = 0) -> None:
+    """Have evaluations of 8 attempts find these solve rates, one after another; None: every attempt fails."""
     records = [
-        SimpleNamespace(samples=0 if rate is None else 8, solve_rate=rate or 0.0, standard_error=0.1, kernels={})
-        for rate in rates
+        evaluation("during", 5, rate or 0.0, samples=8 - ill, failed=ill, failure_cause="KeyError: 'x'")
+        for rate, ill in ((rate, 8 if rate is None else failed) for rate in rates)
     ]
 
     class Scorer:
@@ -129,7 +131,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, *rates: float | None) -> None:
 
         async def update_weights(self, weights: object) -> None: ...
 
-        async def score(self, phase: str, step: int) -> SimpleNamespace:
+        async def score(self, phase: str, step: int) -> EvaluationRecord:
             return records.pop(0)
 
     monkeypatch.setattr(sft, "Scorer", Scorer)
@@ -145,6 +147,22 @@ def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
     result = sft.run_sft(given, on_progress=shown.append)
     assert [line.get("solve_rate") for line in shown[1:]] == [0.25, None]
     assert result["solve_rate"] == 0.25
+
+
+def test_a_solve_rate_of_a_few_attempts_ends_nothing_and_is_shown_with_those_that_failed(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge(monkeypatch, 1.0, 1.0, failed=7)
+    trainer.applied = 10
+    shown: list[dict[str, Any]] = []
+    given = experiment(tmp_path, steps=10, evaluate_every_steps=5, stop_at_solve_rate=0.9)
+    result = sft.run_sft(given, on_progress=shown.append)
+    assert result["step"] == 10
+    said = "MOST FAILED, and count in no rate: 7 of 8 attempts failed: KeyError: 'x'"
+    assert (result["failed"], shown[-1]["failed"]) == (said, said)
+    assert SftProgress(quiet=True)._line(shown[-1]).endswith(f"solve rate 1 · standard error 0 · {said}")
+    judge(monkeypatch, 1.0, failed=3)
+    assert sft.run_sft(given)["step"] == 5
 
 
 def test_training_ends_when_the_held_out_loss_rises_and_keeps_the_lowest(

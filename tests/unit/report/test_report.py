@@ -26,6 +26,7 @@ from headway.report.page import report
 from headway.report.plots import PLOTS, PlotData, render
 from headway.report.run_view import as_json, view_run
 from headway.report.series import Series, metric, smoothed
+from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.metrics import scalars
@@ -46,7 +47,9 @@ from headway.telemetry.summary import evaluations, summarise
         (0.18, 0.12, 4, "matched"),
         (0.50, 0.45, 4, "other-bound"),
         (0.22, 0.15, 4, "other-bound"),
-        (0.60, 0.35, 4, "generation-bound"),
+        (0.60, 0.19, 4, "generation-bound"),
+        (0.60, 0.35, 4, "other-bound"),
+        (0.45, 0.57, 4, "other-bound"),
         (0.55, 0.45, 0, "synchronous"),
         (0.45, 0.02, None, "generation-bound"),
     ],
@@ -98,6 +101,37 @@ def test_balance_mirrors(a: float, b: float) -> None:
     mirror = {"generation-bound": "training-bound", "training-bound": "generation-bound"}
     one, other = judge_balance(a, b, 4)[0], judge_balance(b, a, 4)[0]
     assert mirror.get(one, one) == other
+
+
+def test_where_both_sides_wait_the_report_says_what_was_measured_of_it() -> None:
+    waits: dict[str, float] = {"trainer_wait_ratio": 0.45, "generator_wait_ratio": 0.57}
+    quiet = {"orchestrator_cpu_s": 0.0, "verify_s": 0.0, "publish_s": 0.0}
+    flow = QueueFlow(generating_s=10.0, environment_s=4.5, environment_hop_s=4.2, straggler_wait_s=0.25)
+
+    def text(**changes: object) -> str:
+        steps: list[LedgerLine] = [
+            step_record(s, trainer_wait_s=0.45, step_s=1.0, **waits, **{**quiet, **changes}) for s in range(4)
+        ]
+        return judge(steps, summarise(steps), 4).balance_text
+
+    assert text(flow=flow).endswith(
+        "both a lot. The steps measured: rollouts were 42% of their time on the way between processes; the trainer "
+        "waited 25% for the oldest groups, at the budget's edge."
+    )
+    assert "the orchestrator computed for 60% of the time" in text(flow=flow, orchestrator_cpu_s=0.6)
+    assert "None of what a step measures" in text(flow=QueueFlow(generating_s=10.0))
+
+
+def test_evaluations_that_mostly_failed_measure_no_learning() -> None:
+    failing = {"samples": 5, "failed": 91, "failure_cause": "KeyError: 'x'"}
+    lines = [evaluation("before", 0, 0.4), evaluation("after", 9, 1.0, **failing)]
+    learning, change, _, text = judge_learning(lines)
+    assert (learning, change) == ("unknown", None)
+    assert text.startswith("Not measured, too many attempts failed: solve rate on 500")
+    assert "after: MOST FAILED, and count in no rate: 91 of 96 attempts failed: KeyError: 'x'" in text
+    assert "docs/troubleshooting.md#rollouts-that-failed" in judged(lines, 4).pages
+    assert "91 of 96" in summary_rows(summarise(lines))["failed"]
+    assert judge_learning([lines[0], evaluation("after", 9, 1.0, failed=2)])[0] == "improved"
 
 
 def test_learning_needs_two_standard_errors() -> None:

@@ -300,7 +300,13 @@ def test_summary_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     summary = summarise(synthetic_lines(20))
     out = Screen()
     print_summary(summary, "runs/x", out.console)
-    for words in ("0.452 before → 0.930 after", "trainer 25.0%", "balanced", "headway report runs/x", "1,280 trained"):
+    for words in (
+        "0.452 before → 0.930 after, of version 20",
+        "trainer 25.0%",
+        "balanced",
+        "headway report runs/x",
+        "1,280 trained",
+    ):
         assert words in out.text
     print_json(summary)
     assert json.loads(capsys.readouterr().out)["solve_rate_after"] == 0.93
@@ -309,8 +315,15 @@ def test_summary_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_evaluation_and_mapping() -> None:
     out = Screen()
     print_rows(mapping_rows({"final_loss": 0.123456, "dropped": 3}), console=out.console)
-    line = evaluation_line(evaluation("after", 9, 0.75, failed=2))
-    assert "solve rate 0.750 ± 0.019 (500 tasks, version 9, 2 failed)" in line
+    line = evaluation_line(evaluation("after", 9, 0.75, failed=2, failure_cause="KeyError: 'x'"))
+    assert (
+        "solve rate 0.750 ± 0.019 of 500 (500 tasks, version 9, the last); 2 of 502 attempts failed: KeyError" in line
+    )
+    assert "(500 tasks, version 7, the best by validation of 9)" in evaluation_line(
+        evaluation("after", 9, 0.75, first_version=7, last_version=7)
+    )
+    rare = evaluation_line(evaluation("before", 0, 1.0, samples=5, failed=91, failure_cause="KeyError: 'x'"))
+    assert rare.endswith("; MOST FAILED, and count in no rate: 91 of 96 attempts failed: KeyError: 'x'")
     assert "final loss   0.1235" in out.text
 
 

@@ -110,7 +110,7 @@ export async function show(root, params, context) {
         { name: run.name, colour: colourOf(indexOf(run.id)), ...run.series[of.names[0]], low: null, high: null, x: xOf(run) })),
       points: of.names[0] === SOLVED ? answer.runs.flatMap((run) => (run.evaluations ?? []).filter((e) => Number.isFinite(e.solve_rate)).map((e) => ({
         x: e.x, y: e.solve_rate, error: e.standard_error, colour: colourOf(indexOf(run.id)),
-        text: `${run.name}, ${e.split} ${e.phase}: ${e.solve_rate.toFixed(3)} ± ${(e.standard_error ?? 0).toFixed(3)}` }))) : [],
+        text: `${run.name}, ${e.split} ${e.phase}: ${e.solve_rate.toFixed(3)} ± ${(e.standard_error ?? 0).toFixed(3)}${e.failures_text && `; ${e.failures_text}`}` }))) : [],
     }));
     if (handles.length === specs.length && handles.every((handle, number) => handle.title === specs[number].title)) {
       handles.forEach((handle, number) => handle.set(specs[number]));

@@ -123,7 +123,7 @@ export async function show(root, params, context) {
   function evaluations() {
     return (answer.evaluations ?? []).filter((of) => Number.isFinite(of.solve_rate)).map((of) => ({
       x: of.x, y: of.solve_rate, error: of.standard_error, label: of.split, colour: SPLITS[of.split] ?? "--c6",
-      text: `${of.split} ${of.phase}: ${score(of.solve_rate, of.standard_error)} (${plural(of.tasks, "task")})`,
+      text: `${of.split} ${of.phase}: ${score(of.solve_rate, of.standard_error)} (${plural(of.tasks, "task")})${of.failures_text && `; ${of.failures_text}`}`,
     }));
   }
 
