@@ -4,7 +4,7 @@ To a reader each is a tuple of Python numbers; in memory, in frames and in the b
 4 bytes an id, 4 a log-probability, 1 a mask value.
 
 Beside tokens may stand *rows* of numbers, as engines return them and the trainer reads them again: the experts of each
-token. A row belongs to a token that a model read: row i to token i of the whole sequence, its prompt included. Tokens
+token, or the ids that it was sampled among. Row i belongs to token i of the whole sequence, its prompt included. Tokens
 behind the last row, and those whose row is empty, have none. A call is asked for those that its caller hasn't got
 (``rows_known``), so that rows of calls that extend one another are joined, and a token keeps its first.
 """
@@ -22,7 +22,11 @@ from numpy.typing import DTypeLike, NDArray
 
 SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with its log-probability, as deltas have it
 
-EXPERTS = "experts"  # kind of rows: ids of the experts that a token went through, layer after layer
+# Kinds of rows: ids of the experts that a token went through when it was read, layer after layer, of which the last one
+# sampled has none yet; and the vocabulary ids that a token was sampled among by top-p and top-k, ascending: empty for
+# one that was given, or sampled among the whole vocabulary or all that its grammar allows.
+EXPERTS = "experts"
+KEPT = "kept"
 
 T = TypeVar("T", int, float, bool, covariant=True)
 
