@@ -107,7 +107,6 @@ def assemble(
         begin_gate=parking.begin,
         requests=actors.generator,
         watch_of=watch_of,
-        constraints=experiment.algorithm.allow_truncated_sampling,
         routing=replayed_routing(experiment),
     )
     waits = actors.waits or Waits(clock.now)

@@ -37,7 +37,7 @@ class CallableTool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """What a request demands of its answer: JSON of a schema, calls of these tools alone, or either.
+    """A request's demand on its answer: JSON of a schema, calls of these tools alone, or either.
 
     Calls that are not ``forced`` may be left out: the answer is a text then.
     """

@@ -33,7 +33,7 @@ def text_format(*kinds: str) -> Field:
 
     def checked(name: str, value: Any) -> AskedSchema | None:
         kind = value.get("type") if isinstance(value, Mapping) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             valid = " and ".join(repr({"type": kind}) for kind in kinds)
             raise RequestRefused(f"{name} = {shown(value)}: valid are {valid}", param=name)
         if kind == "text":
@@ -107,7 +107,7 @@ def _name(place: str, value: Mapping[str, Any]) -> str:
 
 
 def constraint(values: Values, key: str, text: AskedSchema | None) -> Constraint | None:
-    """What a request demands of its answer; None: nothing. ``values``: of its fields ``tools`` (as `CallRequest` took
+    """The constraint that a request puts on its answer; None: none. ``values``: of its fields ``tools`` (as `CallRequest` took
     them, so each has a name), ``tool_choice`` and, where the API has it, ``parallel_tool_calls``; ``key``: of a tool's
     schema. Raises RequestRefused: a tool that there isn't, a schema that is none."""
     choice: Choice = values["tool_choice"]

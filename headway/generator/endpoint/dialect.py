@@ -117,8 +117,8 @@ class Dialect(ABC):
 
     @abstractmethod
     def constraint(self, values: Values) -> Constraint | None:
-        """What the values of a request that was converted demand of its answer; None: nothing. Raises RequestRefused
-        naming the field."""
+        """Constraint on the answer, of the field values of a request that `request` took; None: none. Raises
+        RequestRefused naming the field."""
 
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """All fields of this API's requests that have an effect or are refused."""

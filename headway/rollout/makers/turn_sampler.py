@@ -103,7 +103,6 @@ class TurnSampler:
     begin_gate: BeginGate | None = None  # asked before every request
     requests: RequestControl | None = None  # the generator, where members are stopped or their lengths read
     watch_of: WatchOf | None = None  # asked once for each call
-    constraints: bool = True  # answers may be constrained by grammars
     routing: ExpertRouting | None = None  # the shape of the experts that engines return; None: they return none
     _open: dict[tuple[int, int], list[MemberProgress]] = field(init=False, default_factory=dict)  # calls by member
 
@@ -121,10 +120,8 @@ class TurnSampler:
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> TurnSampler:
         """A sampler at ``temperature`` (None: the settings') that shares this one's generator and gates. Its calls are
-        not watched, and may be constrained."""
-        return dataclasses.replace(
-            self, request_prefix=request_prefix, temperature=temperature, watch_of=None, constraints=True
-        )
+        not watched."""
+        return dataclasses.replace(self, request_prefix=request_prefix, temperature=temperature, watch_of=None)
 
     def name(self, group: Group, member: int) -> str:
         """Name of a member's rollout, unique among all samplers of a run: ``GROUP-MEMBER`` behind the prefix."""
