@@ -98,7 +98,9 @@ class ConversationAttempt(ABC):
             self._failed.set_result(failure)
 
     async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's."""
+        """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's. Raises RequestRefused for
+        a grammar that can't be trained on."""
+        self._sampler.require_grammar(wanted.grammar)
         self.note(1)
         told(PartialResponse())
         before, partial = self.parkings, self.take_begun()  # which sets parkings
@@ -113,6 +115,7 @@ class ConversationAttempt(ABC):
             max_tokens=wanted.max_tokens,
             stop=wanted.stop,
             rows_known=wanted.rows_known,
+            grammar=wanted.grammar,
             environment_version=self._oldest_version,
             resume_gate=self.gate,
             watch=Watch(1, told),
