@@ -57,6 +57,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str  # of its random numbers; no other answer of its rollout has the same
     client: ClientSampling = ClientSampling()
     adapter: str = ""  # as in GenerationRequest
+    grammar: str = ""  # as in SamplingParameters
     rows_known: int = 0  # as in GenerationRequest
 
 

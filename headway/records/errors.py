@@ -53,7 +53,7 @@ class ExpertsMismatch(HeadwayError):
 
 
 class KeptSetMismatch(HeadwayError):
-    """A recorded kept set, or grammar, by which a token can't have been sampled: its log-probability isn't to be had."""
+    """A recorded kept set, or grammar, by which a token can't have been sampled: it has no log-probability."""
 
     page = "docs/objectives.md#samples-of-a-part-of-the-vocabulary"
 

@@ -39,6 +39,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # any of these ends the response (it is kept as its last token)
     stop: tuple[str, ...] = ()  # any of these strings in the decoded response ends it
     seed: int = 0  # key of the counter-based generator: (seed, position) -> one uniform number
+    grammar: str = ""  # text of the grammar that the response matches (tokens/grammar.py); "": none
+    kept_sets: int = 0  # > 0: log-probabilities over what each token was sampled among, returned up to so many ids
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,8 +59,8 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ConstrainedRuns = dict[str, tuple[tuple[int, int], ...]]
-"""Texts of grammars, each with the runs [first, behind) of response tokens that it constrained, every one an answer from
-its first token on."""
+"""Texts of grammars, each with the runs [first, behind) of response tokens that it constrained. A run is an answer,
+from its first token on."""
 
 
 class CallTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -1,7 +1,7 @@
 """Kept sets: the ids that tokens were sampled among, stored beside them or computed again from their grammars.
 
-Legend: ``_n`` one value per token of the batch, ``_m`` per token that carries loss, ``_c`` per token of a chunk of these,
-``_u`` per different mask of grammars, ``b`` bytes of such a mask, ``v`` vocabulary.
+Legend: ``_n`` one value per token of the batch, ``_m`` per token that carries loss, ``_c`` per token of a chunk of
+these, ``_u`` per different mask of grammars, ``b`` bytes of such a mask, ``v`` vocabulary.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class KeptSets:
             vocabulary=self._vocabulary,
             masses_m=torch.zeros(len(targets_m), device=device),
             tokens=int(((lengths_m > 0) | (numbers_m >= 0)).sum()),
-            ids=len(values) + sum(self._sizes[number] for number in numbers_m[numbers_m >= 0].tolist()),
+            ids=len(values) + int(np.array(self._sizes, np.int64)[numbers_m[numbers_m >= 0]].sum()),
             constrained=int((runs_m >= 0).sum()),
         )
 

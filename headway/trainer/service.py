@@ -25,8 +25,8 @@ from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRe
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
-from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
+from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
 from headway.trainer.policy import PolicyGradient
@@ -238,7 +238,7 @@ class TrainerService(ModelService):
         pinned = Path(path) / GRAMMAR_FILE
         if pinned.is_file() and (theirs := pinned.read_text()) != GRAMMAR_VERSION:
             raise ConfigurationError(
-                f"{path} is of a run whose constrained answers were sampled with {theirs}, and {GRAMMAR_VERSION}, which is "
+                f"{path} is of a run whose constrained answers were sampled with {theirs}; {GRAMMAR_VERSION}, which is "
                 f"installed, may read their grammars otherwise: install {theirs}"
             )
         try:

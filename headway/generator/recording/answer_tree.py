@@ -83,6 +83,7 @@ class CallRequest:
     stop: tuple[str, ...] = ()
     seed: int | None = None  # the client's; distinguishes calls of one rollout only
     adapter: str = ""  # that answers; "": the model that is served
+    grammar: str = ""  # that answers match; "": none
 
     @property
     def param(self) -> str:

@@ -145,6 +145,7 @@ class InflightCall:
                 client=client,
                 adapter=call.request.adapter,
                 rows_known=rows_known(call.planned.parent),
+                grammar=call.request.grammar,
             )
             result = await sample(wanted, told)
             if not self._goes_on(choice, result.response):
