@@ -3,7 +3,7 @@
     python benchmarks/truncated_sampling.py --seeds 3 --steps 600
 
 For each seed the quickstart's cold start, and from it two runs of RL: one plain, one with rollout.top_p = 0.95 whose
-kept sets are replayed in the trainer. Both are evaluated on their most likely answers. Prints a line for each run and, as
+kept sets are replayed in the trainer. Both are evaluated on their likeliest answers. Prints a line for each run and, as
 the last line, one JSON object, means over the seeds: of the solve rate on the held-out test after the run
 (`held_out_plain`, `held_out_truncated`) and of the truncated runs' divergence between engine and trainer, as it was
 (`k3_replayed`) and as it would be of log-probabilities over the whole vocabulary (`k3_unreplayed`). Limits: two cores;

@@ -56,8 +56,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()  # strings that end it
     purpose: str  # of its random numbers; no other answer of its rollout has the same
     client: ClientSampling = ClientSampling()
-    adapter: str = ""  # as in GenerationRequest
     grammar: str = ""  # as in SamplingParameters
+    adapter: str = ""  # as in GenerationRequest
     rows_known: int = 0  # as in GenerationRequest
 
 

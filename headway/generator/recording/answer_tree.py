@@ -81,9 +81,9 @@ class CallRequest:
     choices: int = 1  # n
     max_tokens: int | None = None  # of each response; None: as many as are left
     stop: tuple[str, ...] = ()
+    grammar: str = ""  # as in SamplingParameters
     seed: int | None = None  # the client's; distinguishes calls of one rollout only
     adapter: str = ""  # that answers; "": the model that is served
-    grammar: str = ""  # that answers match; "": none
 
     @property
     def param(self) -> str:

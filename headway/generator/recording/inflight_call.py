@@ -143,9 +143,9 @@ class InflightCall:
                 stop=call.request.stop,
                 purpose=call.purposes[choice],
                 client=client,
+                grammar=call.request.grammar,
                 adapter=call.request.adapter,
                 rows_known=rows_known(call.planned.parent),
-                grammar=call.request.grammar,
             )
             result = await sample(wanted, told)
             if not self._goes_on(choice, result.response):

@@ -98,9 +98,7 @@ class ConversationAttempt(ABC):
             self._failed.set_result(failure)
 
     async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's.
-        Raises RequestRefused for a grammar that can't be trained on."""
-        self._sampler.require_grammar(wanted.grammar)
+        """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's."""
         self.note(1)
         told(PartialResponse())
         before, partial = self.parkings, self.take_begun()  # which sets parkings

@@ -14,7 +14,6 @@ import numpy as np
 
 from headway.config import schema
 from headway.records.clients import Stop, TextCodec, Watch
-from headway.records.conversations import RequestRefused
 from headway.records.counted import all_finite, sampled_mask
 from headway.records.environment import PartialRollout
 from headway.records.generation import (
@@ -107,7 +106,7 @@ class TurnSampler:
     requests: RequestControl | None = None  # the generator, where members are stopped or their lengths read
     watch_of: WatchOf | None = None  # asked once for each call
     routing: ExpertRouting | None = None  # the shape of the experts that engines return; None: they return none
-    kept_sets: int | None = None  # as in SamplingParameters, 0 refuses grammars; None: nothing trains on its samples
+    kept_sets: int | None = None  # as in SamplingParameters, 0: no grammars either; None: nothing trains on its samples
     _open: dict[tuple[int, int], list[MemberProgress]] = field(init=False, default_factory=dict)  # calls by member
 
     def __post_init__(self) -> None:
@@ -175,13 +174,10 @@ class TurnSampler:
         failure = Failure(boundary="environment", cause=cause, infrastructure=False)
         return MemberProgress(call).rollout(self.clock.now(), failure)
 
-    def require_grammar(self, grammar: str) -> None:
-        """Raise RequestRefused for an answer by ``grammar`` that would be trained on where that isn't allowed."""
-        if grammar and self.kept_sets == 0:
-            raise RequestRefused(
-                "a constrained answer (response_format, tool_choice, strict tools) is trained on only with "
-                "algorithm.allow_truncated_sampling = true, which replays what the grammar allowed"
-            )
+    @property
+    def constraints(self) -> bool:
+        """Whether answers may be constrained by grammars."""
+        return self.kept_sets != 0
 
     async def sample(self, call: ModelCall) -> Rollout:
         """The response to ``call`` as a rollout, finished or failed but not verified; raises nothing but cancellation.

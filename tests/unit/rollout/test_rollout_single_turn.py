@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from headway.config import schema
 from headway.generator.fake import FakeGenerator
 from headway.records.clients import Watch
-from headway.records.conversations import RequestRefused
 from headway.records.environment import PartialRollout
 from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
@@ -307,16 +306,13 @@ def test_a_grammar_goes_to_the_engine_and_into_the_record():
     async def main(clock: Clock) -> None:
         engine = Engine(clock, finish(response("hi", eos=True)))
         sampler = TurnSampler(engine.generate, Letters(), schema.RolloutConfig(), clock, run_seed=1, kept_sets=9)
-        sampler.require_grammar("g")
         rollout = await sampler.sample(msgspec.structs.replace(ModelCall.first(group(), 0), grammar="g"))
         assert rollout.grammars == {"g": ((0, 3),)}
         [asked] = engine.requests
         assert (asked.sampling.grammar, asked.sampling.kept_sets) == ("g", 9)
-        dataclasses.replace(sampler, kept_sets=None).require_grammar("g")  # evaluation
-        refusing = dataclasses.replace(sampler, kept_sets=0)
-        refusing.require_grammar("")
-        with pytest.raises(RequestRefused, match=r"algorithm\.allow_truncated_sampling = true"):
-            refusing.require_grammar("g")
+        assert sampler.constraints
+        assert dataclasses.replace(sampler, kept_sets=None).constraints  # evaluation
+        assert not dataclasses.replace(sampler, kept_sets=0).constraints
 
     run_virtual(main)
 
