@@ -4,10 +4,9 @@ To a reader each is a tuple of Python numbers; in memory, in frames and in the b
 4 bytes an id, 4 a log-probability, 1 a mask value.
 
 Beside tokens may stand *rows* of numbers, as engines return them and the trainer reads them again: the experts of each
-token that a model read, the vocabulary ids that a sampled one was sampled among. Row i belongs to token i of the whole
-sequence, its prompt included. Tokens behind the last row, and those whose row is empty, have none. A call is asked for
-those that its caller hasn't got (``rows_known``), so that rows of calls that extend one another are joined, and a token
-keeps its first.
+token, or the ids that it was sampled among. Row i belongs to token i of the whole sequence, its prompt included. Tokens
+behind the last row, and those whose row is empty, have none. A call is asked for those that its caller hasn't got
+(``rows_known``), so that rows of calls that extend one another are joined, and a token keeps its first.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ from numpy.typing import DTypeLike, NDArray
 
 SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with its log-probability, as deltas have it
 
-EXPERTS = "experts"  # kind of rows: ids of the experts that a token went through, layer after layer
-KEPT = "kept"  # kind of rows: ids that a token was sampled among, ascending; an empty row: no set was recorded
+# Kinds of rows: ids of the experts that a token went through when it was read, layer after layer, which the last token of a
+# response has none of; and the vocabulary ids that a token was sampled among by top-p and top-k, ascending. One that was
+# given, or sampled among the whole vocabulary or all that its grammar allows, has an empty row of those.
+EXPERTS = "experts"
+KEPT = "kept"
 
 T = TypeVar("T", int, float, bool, covariant=True)
 
