@@ -223,8 +223,8 @@ class AlgorithmConfig(Section):
     overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out
     overlong_buffer_tokens: Positive | None = None  # penalty: over these last tokens it rises; default: a fifth of all
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0  # penalty: reward taken from a response at the limit
-    # Tune: true for rollout.top_p or top_k, and for agents that ask for JSON or a named tool: docs/objectives.md
-    allow_truncated_sampling: bool = False  # train on them: the trainer replays what each token had to choose of
+    # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
+    allow_truncated_sampling: bool = False  # train on samples of a part of the vocabulary, which is then replayed
     # Tune: raise it where rollouts are refused by it, at a high temperature or top_p near 1: 2 or 4 bytes an id
     kept_set_tokens: Positive = 1024  # most ids of one token that are stored; with more, its rollout fails
 
