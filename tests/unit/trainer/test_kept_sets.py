@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def service(model: str, **sections: Any) -> TrainerService:
+def service(model: str, /, **sections: Any) -> TrainerService:
     sections["rollout"] = {"temperature": TEMPERATURE, "max_response_tokens": 16, **sections.get("rollout", {})}
     return TrainerService(Context, experiment=make_experiment(model, Path("/nowhere"), **sections), run_id="test")
 
@@ -170,7 +170,13 @@ def test_metrics_count_the_ids_and_the_constrained_tokens(model: str) -> None:
 
 def test_every_pass_is_over_the_same_sets(model: str) -> None:
     """The reference (here the model itself), the proximal policy and the importance masks."""
-    algorithm = {"kl_coefficient": 0.1, "kl_in": "reward", "proximal": "recompute", "sequence_mask": [0.99, 1.01]}
+    algorithm = {
+        "kl_coefficient": 0.1,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+        "proximal": "recompute",
+        "sequence_mask": [0.99, 1.01],
+    }
     metrics = service(model, algorithm=algorithm).train_step(lay_out(sampled(model))).metrics
     assert abs(metrics["kl_reference"]) < 1e-8
     assert metrics["behaviour_weight_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -317,7 +323,7 @@ def test_sets_without_their_tokens_end_the_step_by_name(model: str) -> None:
 def test_a_checkpoint_pins_the_library_that_reads_grammars(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = {"environment": {"name": "agent", "code": "a:b"}, "algorithm": {"allow_truncated_sampling": True}}
+    agent = {"environment": {"name": "agent", "agent": "a:b"}, "algorithm": {"allow_truncated_sampling": True}}
     trainer = service(model, **agent)
     path = tmp_path / "checkpoints" / "step_00000000"
     trainer.save_checkpoint(str(path), {})
