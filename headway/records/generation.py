@@ -39,8 +39,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # any of these ends the response (it is kept as its last token)
     stop: tuple[str, ...] = ()  # any of these strings in the decoded response ends it
     seed: int = 0  # key of the counter-based generator: (seed, position) -> one uniform number
-    # What the response matches, as `tokens.grammar` reads it; "": anything. Where it may end, the tokenizer's stop tokens
-    # are allowed, and end it.
+    # What the response matches, as `tokens.grammar` reads it; "": anything. Where it may end, the tokenizer's stop
+    # tokens are allowed, and end it.
     grammar: str = ""
     # Above 0: log-probabilities are over the set that each token was sampled among, and the sets of top-p and top-k are
     # returned as rows (`records.tokens.KEPT`); one of more ids ends the request. 0: over the full vocabulary.

@@ -22,9 +22,9 @@ from numpy.typing import DTypeLike, NDArray
 
 SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with its log-probability, as deltas have it
 
-# Kinds of rows: ids of the experts that a token went through when it was read, layer after layer, which the last token of a
-# response has none of; and the vocabulary ids that a token was sampled among by top-p and top-k, ascending. One that was
-# given, or sampled among the whole vocabulary or all that its grammar allows, has an empty row of those.
+# Kinds of rows: ids of the experts that a token went through when it was read, layer after layer, of which the last one
+# sampled has none yet; and the vocabulary ids that a token was sampled among by top-p and top-k, ascending: empty for
+# one that was given, or sampled among the whole vocabulary or all that its grammar allows.
 EXPERTS = "experts"
 KEPT = "kept"
 

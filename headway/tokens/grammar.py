@@ -74,7 +74,7 @@ class Matcher:
         self.inner = inner
         self.tokens = 0  # so far
         self.finished = False  # it ended with a stop token
-        self._words = words
+        self.words = words  # of its masks
         self._stop_ids = stop_ids
 
     @property
@@ -84,7 +84,7 @@ class Matcher:
 
     def allowed(self) -> NDArray[np.uint32]:
         """The mask of the tokens that may follow, [w]. Raises GrammarRefused where there is none."""
-        masks = np.empty((1, self._words), np.uint32)
+        masks = np.empty((1, self.words), np.uint32)
         for error in fill_masks([(self, 0)], masks).values():
             raise error
         return masks[0]
@@ -127,22 +127,32 @@ class Grammars:
         if found is None:
             with self._compiling:
                 found = self._kept(text) or self._keep(text, self._compile(text))
-        if isinstance(found, GrammarRefused):
-            raise GrammarRefused(*found.args)
-        return Matcher(found.deep_copy(), self.words, self.stop_ids)
+        return self._opened(found)
 
-    def start(self, text: str) -> Future[Matcher]:
-        """`matcher` in a thread of its own, one grammar after another, behind all other work of the machine."""
-        if self._kept(text) is not None:
+    def start(self, text: str, ids: Sequence[int] = ()) -> Future[Matcher]:
+        """`matcher`, behind the tokens ``ids``, in a thread of its own: one grammar after another, and behind the
+        machine's other work. At once where the grammar is kept and nothing is to be followed."""
+        if not ids and (found := self._kept(text)) is not None:
             future: Future[Matcher] = Future()
             try:
-                future.set_result(self.matcher(text))
+                future.set_result(self._opened(found))
             except GrammarRefused as error:
                 future.set_exception(error)
             return future
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "grammars", _yield_to_others)
-        return self._pool.submit(self.matcher, text)
+        return self._pool.submit(self._followed, text, ids)
+
+    def _followed(self, text: str, ids: Sequence[int]) -> Matcher:
+        matcher = self.matcher(text)
+        for token in ids:
+            matcher.advance(token)
+        return matcher
+
+    def _opened(self, found: LLMatcher | GrammarRefused) -> Matcher:
+        if isinstance(found, GrammarRefused):
+            raise GrammarRefused(*found.args)
+        return Matcher(found.deep_copy(), self.words, self.stop_ids)
 
     def __len__(self) -> int:
         """Grammars that are kept."""
@@ -250,7 +260,8 @@ def _limits() -> LLParserLimits:
 
 
 def _yield_to_others() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    """Give this thread a tenth of the core that others compute on."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 # --- what is wrong with a grammar ---------------------------------------------------------------------------------
