@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -54,17 +55,46 @@ def json_grammar(schema: Mapping[str, Any] | bool | None = None) -> str:
     return f"start: {json_part(schema)}\n"
 
 
-def json_part(schema: Mapping[str, Any] | bool | None = None) -> str:
-    """A JSON schema as a part of a grammar in llguidance's dialect of Lark. Raises GrammarRefused as `json_grammar`."""
+def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool = False) -> str:
+    """A JSON schema as a part of a grammar in llguidance's dialect of Lark. ``lenient``: keywords that it doesn't know
+    are ignored. Raises GrammarRefused as `json_grammar`."""
     schema = _ANY if schema is None else schema
     if not isinstance(schema, Mapping | bool):
         raise GrammarRefused(f"a JSON schema is an object or a boolean, not {type(schema).__name__}")
     if not isinstance(schema, bool) and "x-guidance" not in schema:
-        schema = {**schema, "x-guidance": {"whitespace_pattern": _SPACES}}
+        schema = {**schema, "x-guidance": {"whitespace_pattern": _SPACES, **({"lenient": True} if lenient else {})}}
     try:
-        return f"%json {json.dumps(schema, allow_nan=False, separators=(',', ':'))}"
+        return f"%json {json.dumps(_narrowed(schema), allow_nan=False, separators=(',', ':'))}"
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarRefused(f"the JSON schema is no JSON: {error}") from None
+
+
+def _narrowed(schema: Any) -> Any:
+    """The schema with exclusive bounds of a number that are less than 1 apart moved inwards by a millionth of that: the
+    library would take such a bound itself, and any number where they are equal."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            found[key] = {name: _narrowed(part) for name, part in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            found[key] = [_narrowed(part) for part in value]
+        else:
+            found[key] = _narrowed(value) if key in _SCHEMAS else value
+    over, under = found.get("exclusiveMinimum"), found.get("exclusiveMaximum")
+    low = max((n for n in (over, found.get("minimum")) if _is_number(n)), default=-math.inf)
+    high = min((n for n in (under, found.get("maximum")) if _is_number(n)), default=math.inf)
+    if 0 <= high - low < 1 and (low == over or high == under):
+        step = max((high - low) * 1e-6, 1e-12)
+        for exclusive in ("exclusiveMinimum", "exclusiveMaximum"):
+            found.pop(exclusive, None)
+        found |= {"minimum": low + step * (low == over), "maximum": high - step * (high == under)}
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Matcher:
