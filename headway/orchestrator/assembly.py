@@ -108,6 +108,7 @@ def assemble(
         requests=actors.generator,
         watch_of=watch_of,
         routing=replayed_routing(experiment),
+        kept_sets=experiment.kept_sets,
     )
     waits = actors.waits or Waits(clock.now)
     meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)

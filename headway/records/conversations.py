@@ -193,6 +193,7 @@ def rollout_of(
         response_mask=trunk.response_mask,
         versions=trunk.versions,
         token_rows=trunk.token_rows,
+        grammars=trunk.grammars,
         turn_ends=trunk.turn_ends,
         finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
         branches=tuple(others),

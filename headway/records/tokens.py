@@ -204,6 +204,11 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         return cls(lengths, RowBytes.view(values.astype(f"<u{item_bytes}").view(RowBytes.dtype)), item_bytes)
 
     @classmethod
+    def empty(cls, count: int) -> TokenRows:
+        """``count`` rows without a number."""
+        return cls(RowLengths.filled(0, count))
+
+    @classmethod
     def joined(cls, parts: Iterable[TokenRows]) -> TokenRows:
         """The rows of all ``parts``, one after another."""
         parts = [part for part in parts if len(part)]
@@ -235,8 +240,14 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
             first, end = (min(int(at), len(self)) for at in (start, start + length))
             data = self.data[int(ends[first]) * self.item_bytes : int(ends[end]) * self.item_bytes]
             runs.append(TokenRows(self.lengths[first:end], data, self.item_bytes))
-            runs.append(TokenRows(RowLengths.filled(0, int(length) - (end - first))))
+            runs.append(TokenRows.empty(int(length) - (end - first)))
         return TokenRows.joined(runs)
+
+    def take(self, at: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The lengths of the rows at the places ``at``, [M], and their numbers, row after row."""
+        ends, lengths = np.cumsum(self.lengths.array, dtype=np.int64)[at], self.lengths.array[at].astype(np.int64)
+        shifts = np.repeat(ends - np.cumsum(lengths), lengths)
+        return lengths, self.values[np.arange(len(shifts)) + shifts]
 
     def hashes(self) -> NDArray[np.uint64]:
         """A number for each row, [N]: equal rows have equal ones, and others hardly ever."""
@@ -295,6 +306,12 @@ class ExpertRouting(msgspec.Struct, frozen=True):
         if (highest := int(known.max(initial=0))) >= self.experts:
             return f"expert {highest} of a layer that has {self.experts}"
         return ""
+
+
+def outside_kept(lengths: NDArray[np.int64], values: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.int64]:
+    """Indices of the rows, as `TokenRows.take` gives them, that are kept sets without the token of ``ids``, [M]."""
+    held = np.repeat(np.arange(len(ids)), lengths)[values == np.repeat(ids, lengths)]
+    return np.flatnonzero((lengths > 0) & (np.bincount(held, minlength=len(ids)) == 0))
 
 
 _KINDS = frozenset((TokenIds, TokenLogprobs, TokenMask, RowLengths, RowBytes))
