@@ -364,13 +364,28 @@ void decode(float* x, const Layer* layers, int64_t count, const float* cos, cons
     }
 }
 
+// The first token whose cumulative mass exceeds `left`; `totals`: the masses' sums in blocks of BLOCK.
+constexpr int64_t BLOCK = 256;
+int64_t invert(const float* mass, const float* totals, int64_t vocabulary, double left) {
+    int64_t b = 0, token = -1, blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    while (b + 1 < blocks && left >= double(totals[b])) left -= double(totals[b++]);
+    for (int64_t i = b * BLOCK; i < std::min(vocabulary, (b + 1) * BLOCK); ++i) {
+        if (mass[i] > 0) token = i;  // rounding may leave something over: then it is the last one with mass
+        left -= double(mass[i]);
+        if (left < 0 && mass[i] > 0) break;
+    }
+    if (token < 0)  // the block's mass was all before the rounding: the last token with any
+        for (int64_t i = 0; i < vocabulary; ++i)
+            if (mass[i] > 0) token = i;
+    return token < 0 ? vocabulary - 1 : token;  // a row of NaN
+}
+
 // Inverse-CDF sampling: the first token whose cumulative mass exceeds uniform x total, and its log-softmax(z / T).
 template <class T>
 void sample(const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows,
             int64_t vocabulary) {
     static thread_local std::vector<float> mass;
-    const int64_t block = 256;
-    int64_t blocks = (vocabulary + block - 1) / block;
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
     if (int64_t(mass.size()) < vocabulary + blocks) mass.resize(vocabulary + blocks);
     float* totals = mass.data() + vocabulary;
     for (int64_t row = 0; row < rows; ++row, logits += vocabulary) {
@@ -383,29 +398,141 @@ void sample(const T* logits, const float* temperature, const double* uniform, fl
         largest = largest / divisor;
         double total = 0;
         for (int64_t b = 0; b < blocks; ++b) {
-            int64_t end = std::min(vocabulary, (b + 1) * block);
+            int64_t end = std::min(vocabulary, (b + 1) * BLOCK);
             float sum = 0;
-            for (int64_t i = b * block; i < end; ++i) {
+            for (int64_t i = b * BLOCK; i < end; ++i) {
                 mass[i] = exp_negative(load(logits + i) / divisor - largest);
                 sum += mass[i];
             }
             totals[b] = sum;
             total += double(sum);
         }
-        double left = uniform[row] * total;
-        int64_t b = 0, token = -1;
-        while (b + 1 < blocks && left >= double(totals[b])) left -= double(totals[b++]);
-        for (int64_t i = b * block; i < std::min(vocabulary, (b + 1) * block); ++i) {
-            if (mass[i] > 0) token = i;  // rounding may leave something over: then it is the last one with mass
-            left -= double(mass[i]);
-            if (left < 0 && mass[i] > 0) break;
-        }
-        if (token < 0)  // the block's mass was all before the rounding: the last token with any
-            for (int64_t i = 0; i < vocabulary; ++i)
-                if (mass[i] > 0) token = i;
-        token = token < 0 ? vocabulary - 1 : token;  // a row of NaN
+        int64_t token = invert(mass.data(), totals, vocabulary, uniform[row] * total);
         out[row] = float(token);
         out[rows + row] = float(double(load(logits + token) / divisor - largest) - std::log(total));
+    }
+}
+
+// The most likely tokens, of equal ones the first: those of a mass above `least`, and of this mass up to the id `last`.
+struct Kept {
+    float least;
+    int64_t last, count;
+    double mass;
+    bool has(float m, int64_t id) const { return m > least || (m == least && id <= last); }
+};
+
+// Masses up to 1 in 64 buckets an octave, the largest in the first; what is below 2^-16 shares the last one.
+constexpr int BUCKETS = 1024;
+inline int bucket(float mass) {
+    int32_t bits;
+    std::memcpy(&bits, &mass, 4);
+    return std::min(BUCKETS - 1, std::max(0, 0x3F800000 - bits) >> 17);
+}
+
+// The tokens of a mass above `floor` that are kept from the largest on, while they are fewer than `most` and their mass
+// less than `goal`. `sums`, `counts`: of the buckets of these tokens.
+Kept cut(const float* mass, int64_t vocabulary, float floor, const double* sums, const int32_t* counts, int64_t most,
+         double goal) {
+    static thread_local std::vector<std::pair<float, int64_t>> edge;  // minus the mass, and the id
+    Kept kept = {floor, -1, 0, 0};
+    for (int b = 0; b < BUCKETS; ++b) {
+        if (kept.count + counts[b] < most && kept.mass + sums[b] < goal) {
+            kept.count += counts[b];
+            kept.mass += sums[b];
+            continue;
+        }
+        edge.clear();
+        for (int64_t i = 0; i < vocabulary; ++i)
+            if (mass[i] > floor && bucket(mass[i]) == b) edge.emplace_back(-mass[i], i);
+        std::sort(edge.begin(), edge.end());
+        for (auto& one : edge) {
+            if (kept.count >= most || kept.mass >= goal) break;
+            kept = {-one.first, one.second, kept.count + 1, kept.mass + double(-one.first)};
+        }
+        break;
+    }
+    return kept;
+}
+
+// Sampling of the `count` rows `which` among a part of the vocabulary: what the grammar's mask has (words of row i; null:
+// all), of these the top_k most likely (0: all), and of these the fewest most likely ones whose mass is top_p of theirs. A
+// greedy row takes the most likely. With `most` > 0 the log-probability is over this part, and a truncated row's ids are
+// appended to `sets` if they are no more; `sizes`: how many they are, -1: not truncated.
+template <class T>
+void sample_kept(const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows,
+                 int64_t vocabulary, const int64_t* which, int64_t count, const uint32_t* masks, const uint8_t* greedy,
+                 const double* top_p, const int64_t* top_k, const int64_t* most, int32_t* sets, int64_t* sizes) {
+    static thread_local std::vector<float> mass;
+    static thread_local std::vector<int32_t> ids;
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, words = (vocabulary + 31) / 32;
+    mass.resize(words * 32 + blocks);
+    float* totals = mass.data() + words * 32;
+    double sums[BUCKETS];
+    int32_t counts[BUCKETS];
+    for (int64_t n = 0; n < count; ++n) {
+        int64_t row = which[n], token = -1;
+        const T* z = logits + row * vocabulary;
+        float divisor = temperature ? temperature[row] : 1.0f, largest = -INFINITY, whole = -INFINITY;
+        for (int64_t i = 0; i < vocabulary; ++i) {
+            mass[i] = load(z + i) / divisor;
+            whole = mass[i] > whole ? mass[i] : whole;
+        }
+        if (masks)
+            for (int64_t w = 0; w < words; ++w) {
+                uint32_t bits = masks[n * words + w];
+                for (int64_t j = 0; bits != 0xFFFFFFFFu && j < 32; ++j)
+                    mass[w * 32 + j] = bits >> j & 1 ? mass[w * 32 + j] : -INFINITY;
+            }
+        for (int64_t i = 0; i < vocabulary; ++i) largest = mass[i] > largest ? mass[i] : largest;
+        for (int64_t i = 0; greedy[n] && token < 0 && i < vocabulary; ++i)
+            if (mass[i] == largest) token = i;
+        double total = 0, everything = 0;
+        for (int64_t b = 0; b < blocks; ++b) {
+            float sum = 0;
+            for (int64_t i = b * BLOCK; i < std::min(vocabulary, (b + 1) * BLOCK); ++i)
+                sum += mass[i] = exp_negative(mass[i] - largest);
+            totals[b] = sum;
+            everything = total += double(sum);
+        }
+        sizes[n] = -1;
+        if (!greedy[n] && (top_p[n] < 1 || top_k[n] < vocabulary)) {
+            // Without top_k, what is lighter than this is none of the heaviest of mass top_p: all such together aren't
+            // the rest of the mass.
+            float floor = top_k[n] < vocabulary ? 0.0f : float(0.99 * (1 - top_p[n]) * total / double(vocabulary));
+            std::memset(sums, 0, sizeof sums);
+            std::memset(counts, 0, sizeof counts);
+            for (int64_t i = 0; i < vocabulary; ++i)
+                if (mass[i] > floor) {
+                    int b = bucket(mass[i]);
+                    sums[b] += double(mass[i]);
+                    ++counts[b];
+                }
+            Kept kept = {0, vocabulary, 0, total};
+            if (top_k[n] < vocabulary) kept = cut(mass.data(), vocabulary, floor, sums, counts, top_k[n], INFINITY);
+            if (top_p[n] < 1)
+                kept = cut(mass.data(), vocabulary, floor, sums, counts, top_k[n], top_p[n] * kept.mass);
+            ids.clear();
+            for (int64_t i = 0; i < vocabulary; ++i)
+                if (mass[i] > 0 && kept.has(mass[i], i)) ids.push_back(int32_t(i));
+            total = 0;
+            for (int32_t i : ids) total += double(mass[i]);
+            double left = uniform[row] * total;
+            for (int32_t i : ids) {
+                token = i;
+                if ((left -= double(mass[i])) < 0) break;
+            }
+            sizes[n] = int64_t(ids.size());
+            if (sizes[n] <= most[n]) sets = std::copy(ids.begin(), ids.end(), sets);
+        }
+        token = token < 0 ? invert(mass.data(), totals, vocabulary, uniform[row] * total) : token;
+        if (masks && !most[n]) {
+            everything = 0;
+            for (int64_t i = 0; i < vocabulary; ++i) everything += double(exp_negative(load(z + i) / divisor - whole));
+        }
+        total = most[n] ? total : everything;
+        largest = most[n] ? largest : whole;
+        out[row] = float(token);
+        out[rows + row] = float(double(load(z + token) / divisor - largest) - std::log(total));
     }
 }
 
@@ -417,7 +544,7 @@ struct Export {
 #define BOTH(NAME) \
     {#NAME "_float32", reinterpret_cast<void*>(NAME<float>)}, {#NAME "_bfloat16", reinterpret_cast<void*>(NAME<bf16>)}
 const Export exports[] = {
-    BOTH(rms_norm), BOTH(norm_rotate), BOTH(gated_silu), BOTH(attention), BOTH(sample),
+    BOTH(rms_norm), BOTH(norm_rotate), BOTH(gated_silu), BOTH(attention), BOTH(sample), BOTH(sample_kept),
     FLOAT32(pack), FLOAT32(linear), FLOAT32(decode),
     FLOAT32(rms_norm_backward), FLOAT32(norm_rotate_backward), FLOAT32(gated_silu_backward),
 };
