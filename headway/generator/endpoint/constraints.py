@@ -107,9 +107,9 @@ def _name(place: str, value: Mapping[str, Any]) -> str:
 
 
 def constraint(values: Values, key: str, text: AskedSchema | None) -> Constraint | None:
-    """The constraint that a request puts on its answer; None: none. ``values``: of its fields ``tools`` (as `CallRequest` took
-    them, so each has a name), ``tool_choice`` and, where the API has it, ``parallel_tool_calls``; ``key``: of a tool's
-    schema. Raises RequestRefused: a tool that there isn't, a schema that is none."""
+    """The constraint that a request puts on its answer; None: none. ``values``: of its fields ``tools`` (as
+    `CallRequest` took them, so each has a name), ``tool_choice`` and, where the API has it, ``parallel_tool_calls``;
+    ``key``: of a tool's schema. Raises RequestRefused: a tool that there isn't, a schema that is none."""
     choice: Choice = values["tool_choice"]
     tools = [_inner(f"tools[{number}]", tool, "function") for number, tool in enumerate(values["tools"] or ())]
     names = [function["name"] for _, function in tools]

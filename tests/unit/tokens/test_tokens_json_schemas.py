@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -17,6 +18,8 @@ from scratch_folders import scratch_folder
 from headway.tokens.grammar import GrammarRefused, Grammars, json_grammar
 from headway.tokens.tokenizer import Tokenizer
 
+SUITE: Any = json.loads((Path(__file__).parents[2] / "fixtures/json_schema_suite.json").read_text())
+
 
 @cache
 def tokenizer() -> Tokenizer:
@@ -26,6 +29,22 @@ def tokenizer() -> Tokenizer:
 @cache
 def grammars() -> Grammars:
     return Grammars(tokenizer())
+
+
+def test_the_json_schema_test_suite() -> None:
+    """Of its groups, those whose schema is taken: nothing invalid may be sampled. What is valid and can't be has its
+    keys in another order than the schema, or a number in another form (1.0 for 1), or isn't of a ``format``."""
+    wrong, unwritten, cases = list[Any](), list[Any](), 0
+    for described, schema, tests in SUITE["taken"]:
+        grammar = json_grammar(schema)
+        for data, valid in tests:
+            cases += 1
+            text = json.dumps(data, ensure_ascii=False)
+            if is_allowed(grammars(), tokenizer(), grammar, text) != valid:
+                (unwritten if valid else wrong).append((described, text))
+    assert wrong == []
+    assert len(unwritten) <= 22, unwritten
+    assert (len(SUITE["taken"]), SUITE["groups"], cases, SUITE["cases"]) == (164, 368, 589, 1257)
 
 
 def test_whatever_is_sampled_is_valid_for_200_random_schemas() -> None:
