@@ -188,13 +188,15 @@ class SlotTable:
                 endings[request] = Ending(request, "error", why, refused=True)
             else:
                 request.kept.append(ids)
-        for request in self._watched - endings.keys():
-            token = int(tokens[request.slot])
+        sampled_ids = tokens.tolist() if self._watched else []
+        for request in self._watched:
+            if request in endings:
+                continue
+            token = sampled_ids[request.slot]
             if request.stop_strings is not None and request.stop_strings.push(token):
                 stopped[request.slot] = True
-            if request.matcher is not None:
-                request.matcher.advance(token)
-                stopped[request.slot] |= request.matcher.finished
+            if request.matcher is not None and request.matcher.advance(token):
+                stopped[request.slot] = True
         for request in endings:
             self.position[request.slot] -= 1
         for slot in np.flatnonzero(stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
