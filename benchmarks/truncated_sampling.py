@@ -45,7 +45,7 @@ def measured(folder: Path, seed: int, name: str, keys: list[str]) -> dict[str, A
     steps = [line.metrics for line in lines if isinstance(line, StepRecord)]
     tests = {line.phase: line for line in lines if isinstance(line, EvaluationRecord) and line.split == "test"}
     found: dict[str, Any] = {"seed": seed, "run": name, "steps": len(steps)}
-    found |= {phase: round(tests[phase].solve_rate, 4) for phase in ("before", "after")}
+    found |= {phase: round(test.solve_rate, 4) for phase, test in tests.items()}
     for metric in FIGURES:
         values = [metrics[metric] for metrics in steps if metric in metrics]
         found[metric] = round(fmean(values), 6) if values else None
