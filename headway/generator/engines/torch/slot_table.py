@@ -155,14 +155,14 @@ class SlotTable:
         return RowSampling(uniform_n, temperature_n, kept), refused
 
     def _masks(self, which: np.ndarray) -> tuple[np.ndarray | None, dict[EngineRequest, GrammarRefused]]:
+        if not (matched := np.flatnonzero(self.matched[which])).size:
+            return None, {}
         rows: list[tuple[Matcher, int]] = []
         requests: dict[int, EngineRequest] = {}
-        for row, slot in enumerate(which.tolist()):
+        for row, slot in zip(matched.tolist(), which[matched].tolist(), strict=True):
             if (request := self.requests[slot]) is not None and request.matcher is not None:
                 rows.append((request.matcher, row))
                 requests[row] = request
-        if not rows:
-            return None, {}
         masks = np.full((len(which), rows[0][0].words), _ALL)
         errors = fill_masks(rows, masks)
         masks[list(errors)] = _ALL
