@@ -122,9 +122,13 @@ class Matcher:
         return masks[0]
 
     def advance(self, token: int) -> bool:
-        """Append a token; whether it ended the response. Raises GrammarRefused for one that isn't allowed here."""
+        """Append a token; whether it ended the response. Raises GrammarRefused for one that isn't allowed here, and
+        where following it takes more than the library's limits."""
         if self.finished or not self.inner.consume_token(token):
-            raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
+            why = _message(self.inner.get_error())
+            if self.finished or "satisfy the grammar" in why:
+                raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
+            raise GrammarRefused(f"grammar, at place {self.tokens} of the response: {why}")
         self.tokens += 1
         self.finished = token in self._stop_ids
         return self.finished

@@ -165,7 +165,6 @@ class SlotTable:
                 requests[row] = request
         masks = np.full((len(which), rows[0][0].words), _ALL)
         errors = fill_masks(rows, masks)
-        masks[list(errors)] = _ALL
         return masks, {requests[row]: error for row, error in errors.items()}
 
     def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
@@ -180,6 +179,18 @@ class SlotTable:
         for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
             if (request := self.requests[slot]) is not None and request not in endings:
                 endings[request] = Ending(request, "error", "the model's output is not finite")
+        sampled_ids = tokens.tolist() if self._watched else []
+        for request in self._watched:
+            if request in endings:
+                continue
+            token = sampled_ids[request.slot]
+            if request.stop_strings is not None and request.stop_strings.push(token):
+                stopped[request.slot] = True
+            try:
+                if request.matcher is not None and request.matcher.advance(token):
+                    stopped[request.slot] = True
+            except GrammarRefused as error:  # of its limits: the token is one of the mask's
+                endings[request] = Ending(request, "error", str(error), refused=True)
         for slot, ids in sets.items():
             if (request := self.requests[slot]) is None or request in endings:
                 continue
@@ -188,15 +199,6 @@ class SlotTable:
                 endings[request] = Ending(request, "error", why, refused=True)
             else:
                 request.kept.append(ids)
-        sampled_ids = tokens.tolist() if self._watched else []
-        for request in self._watched:
-            if request in endings:
-                continue
-            token = sampled_ids[request.slot]
-            if request.stop_strings is not None and request.stop_strings.push(token):
-                stopped[request.slot] = True
-            if request.matcher is not None and request.matcher.advance(token):
-                stopped[request.slot] = True
         for request in endings:
             self.position[request.slot] -= 1
         for slot in np.flatnonzero(stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
