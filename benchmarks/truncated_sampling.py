@@ -40,12 +40,12 @@ def measured(folder: Path, seed: int, name: str, keys: list[str]) -> dict[str, A
     shutil.rmtree(run, ignore_errors=True)
     splits = [f"--tasks.{split}.path={folder}/tasks/{split}.jsonl" for split in ("train", "validation", "test")]
     words = ["train", folder / "experiment.toml", "--quiet", f"--model.path={folder}/sft", f"--run.directory={run}"]
-    headway(*words, f"--run.seed={seed}", *splits, *keys, log=folder / "log")
+    headway(*words, f"--run.seed={seed}", *splits, *keys, log=folder.with_suffix(".log"))
     lines = read_ledger(run)
     steps = [line.metrics for line in lines if isinstance(line, StepRecord)]
     tests = {line.phase: line for line in lines if isinstance(line, EvaluationRecord) and line.split == "test"}
     found: dict[str, Any] = {"seed": seed, "run": name, "steps": len(steps)}
-    found |= {phase: round(tests[phase].solve_rate, 4) for phase in ("before", "after")}
+    found |= {phase: round(test.solve_rate, 4) for phase, test in tests.items()}
     for metric in FIGURES:
         values = [metrics[metric] for metrics in steps if metric in metrics]
         found[metric] = round(fmean(values), 6) if values else None
@@ -66,8 +66,8 @@ def main() -> None:
     for seed in range(arguments.seeds):
         folder = arguments.directory.absolute() / f"seed-{seed}"
         if not (folder / "sft").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            headway("quickstart", folder, "--seed", seed, "--cold-start-only", log=folder / "log")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            headway("quickstart", folder, "--seed", seed, "--cold-start-only", log=folder.with_suffix(".log"))
         keys = [f"--run.steps={arguments.steps}", "--evaluation.temperature=0", *extra]
         runs += [measured(folder, seed, "plain", keys), measured(folder, seed, "truncated", [*keys, *truncated])]
 

@@ -80,8 +80,7 @@ def assemble(
     ``stack`` closes it. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
-    # With surplus that is discarded no batch ever waits for what is unfinished.
-    policy = "drop" if queue.surplus == "discard" else queue.overdue
+    policy = "drop" if queue.surplus == "discard" else queue.overdue  # no batch waits for surplus that is discarded
     selectable = OpenGroups(
         queue.groups_per_step, queue.budget, policy, in_order=experiment.run.deterministic and not queue.budget
     )

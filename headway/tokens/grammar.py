@@ -7,6 +7,7 @@ Shapes: n rows, w words of 32 bits, v vocabulary; bit i of a mask, from the lowe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -37,6 +38,7 @@ _SHORT = 200  # characters of the library's messages that are shown
 _MOST_PLACES = 500  # parts of a schema that are tried to find the one at fault
 _PARALLEL_ROWS = 8  # fewer masks are computed one after another: handing them out costs more
 _DEAD_END = "no token of the vocabulary goes on as the grammar wants"
+_MOST_THREADS = 8
 _ANY = {"type": "object"}
 _LIMIT = re.compile("fuel|too (big|large|complex)|max is|Unable to determine|limit")
 _SHARED = ("$defs", "definitions")  # of the whole schema: its parts refer to them
@@ -119,12 +121,17 @@ class Matcher:
             raise error
         return masks[0]
 
-    def advance(self, token: int) -> None:
-        """Append a token. Raises GrammarRefused for one that the grammar doesn't allow here."""
+    def advance(self, token: int) -> bool:
+        """Append a token; whether it ended the response. Raises GrammarRefused for one that isn't allowed here, and
+        where following it takes more than the library's limits."""
         if self.finished or not self.inner.consume_token(token):
-            raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
+            why = _message(self.inner.get_error())
+            if self.finished or "satisfy the grammar" in why:
+                raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
+            raise GrammarRefused(f"grammar, at place {self.tokens} of the response: {why}")
         self.tokens += 1
         self.finished = token in self._stop_ids
+        return self.finished
 
 
 class Grammars:
@@ -241,15 +248,15 @@ def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -
     for each row, by number, where nothing may follow: its mask is undefined."""
     assert masks.flags.c_contiguous
     row_bytes = masks.shape[1] * masks.itemsize
-    if len(rows) >= _PARALLEL_ROWS:
-        inner = [(matcher.inner, row) for matcher, row in rows]
-        _threads().unsafe_compute_mask_ptr(inner, masks.ctypes.data, row_bytes, len(masks))
+    start, threads = masks.ctypes.data, _threads() if len(rows) >= _PARALLEL_ROWS else None
+    if threads is not None:
+        threads.unsafe_compute_mask_ptr([(one.inner, row) for one, row in rows], start, row_bytes, len(masks))
     else:
         for matcher, row in rows:
-            matcher.inner.unsafe_compute_mask_ptr(masks.ctypes.data + row * row_bytes, row_bytes)
-    errors: dict[int, GrammarRefused] = {}
+            matcher.inner.unsafe_compute_mask_ptr(start + row * row_bytes, row_bytes)
+    errors, some = dict[int, GrammarRefused](), masks.any(1)
     for matcher, row in rows:
-        if matcher.finished or matcher.inner.is_error() or not masks[row].any():
+        if matcher.finished or matcher.inner.is_error() or not some[row]:
             why = _message(matcher.inner.get_error())
             why = (
                 why or "the response has ended" if matcher.finished else why or "no token goes on as the grammar wants"
@@ -274,14 +281,11 @@ def allowed_ids(mask: NDArray[np.uint32]) -> NDArray[np.int32]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).astype(np.int32)
 
 
-_pools: list[LLExecutor] = []
-
-
-def _threads() -> LLExecutor:
-    """The threads in which many masks are computed, as many as this process has cores."""
-    if not _pools:
-        _pools.append(LLExecutor(min(8, len(os.sched_getaffinity(0)))))
-    return _pools[0]
+@functools.cache
+def _threads() -> LLExecutor | None:
+    """The threads in which many masks are computed, as many as this process has cores; None: it has one."""
+    cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return LLExecutor(cores) if cores > 1 else None
 
 
 def _limits() -> LLParserLimits:

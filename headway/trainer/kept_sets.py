@@ -73,7 +73,8 @@ class KeptSets:
         if int(values.max(initial=0)) >= self._vocabulary:
             raise KeptSetMismatch(f"a kept set has id {values.max()} in a vocabulary of {self._vocabulary}")
         if len(wrong := outside_kept(lengths_m, values, ids_m)):
-            raise self._mismatch(targets_m[wrong[0]], f"token {ids_m[wrong[0]]} isn't in the kept set recorded for it")
+            at, token = int(targets_m[wrong[0]]), ids_m[wrong[0]]
+            raise self._mismatch(at, f"token {token} isn't in the kept set recorded for it")
         runs_m = self._run_n[targets_m]
         for run in np.unique(runs_m[(lengths_m == 0) & (runs_m >= 0)]).tolist():
             if self._mask_n[self.arrays.grammars[run][1]] < 0:

@@ -72,14 +72,15 @@ class Sampled(NamedTuple):
         """Tokens and log-probabilities on the host, and by row the set to return, or the size of one too large."""
         tokens, sets = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
         if self.kept is not None and self.sizes is not None and self.ids is not None:
-            returned = (self.kept.most > 0) & (self.sizes >= 0) & (self.sizes <= self.kept.most)
-            ids, end = self.ids[: int(self.sizes[returned].sum())].cpu().numpy().copy(), 0
-            asked = (self.kept.rows.tolist(), self.sizes.tolist(), self.kept.most.tolist())
-            for row, size, most in zip(*asked, strict=True):
-                if most and size > most:
-                    sets[row] = size
-                elif most and size >= 0:
-                    sets[row], end = ids[end : end + size], end + size
+            rows, most, sizes = (one.cpu().numpy() for one in (self.kept.rows, self.kept.most, self.sizes))
+            for n in np.flatnonzero((most > 0) & (sizes > most)):
+                sets[int(rows[n])] = int(sizes[n])
+            returned = np.flatnonzero((most > 0) & (sizes >= 0) & (sizes <= most))
+            ends = sizes[returned].cumsum()
+            if len(ends):
+                ids, first = self.ids[: int(ends[-1])].cpu().numpy().copy(), 0
+                for row, end in zip(rows[returned].tolist(), ends.tolist(), strict=True):
+                    sets[row], first = ids[first:end], end
         return tokens[0].astype(np.int64), tokens[1], sets
 
 

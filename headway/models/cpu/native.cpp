@@ -380,6 +380,32 @@ int64_t invert(const float* mass, const float* totals, int64_t vocabulary, doubl
     return token < 0 ? vocabulary - 1 : token;  // a row of NaN
 }
 
+// The masses of logits relative to the largest, their sums in blocks, and the sum of all. `mass` may be `z`.
+template <class T>
+inline double weigh(const T* z, int64_t count, float divisor, float largest, float* mass, float* totals) {
+    double total = 0;
+    for (int64_t b = 0; b * BLOCK < count; ++b) {
+        int64_t end = std::min(count, (b + 1) * BLOCK);
+        float sum = 0;
+        for (int64_t i = b * BLOCK; i < end; ++i) {
+            mass[i] = exp_negative(load(z + i) / divisor - largest);
+            sum += mass[i];
+        }
+        totals[b] = sum;
+        total += double(sum);
+    }
+    return total;
+}
+
+template <class T> inline float largest_of(const T* z, int64_t count) {
+    float largest = -INFINITY;
+    for (int64_t i = 0; i < count; ++i) {
+        float value = load(z + i);
+        largest = value > largest ? value : largest;
+    }
+    return largest;
+}
+
 // Inverse-CDF sampling: the first token whose cumulative mass exceeds uniform x total, and its log-softmax(z / T).
 template <class T>
 void sample(const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows,
@@ -390,23 +416,8 @@ void sample(const T* logits, const float* temperature, const double* uniform, fl
     float* totals = mass.data() + vocabulary;
     for (int64_t row = 0; row < rows; ++row, logits += vocabulary) {
         float divisor = temperature ? temperature[row] : 1.0f;
-        float largest = -INFINITY;
-        for (int64_t i = 0; i < vocabulary; ++i) {
-            float z = load(logits + i);
-            largest = z > largest ? z : largest;
-        }
-        largest = largest / divisor;
-        double total = 0;
-        for (int64_t b = 0; b < blocks; ++b) {
-            int64_t end = std::min(vocabulary, (b + 1) * BLOCK);
-            float sum = 0;
-            for (int64_t i = b * BLOCK; i < end; ++i) {
-                mass[i] = exp_negative(load(logits + i) / divisor - largest);
-                sum += mass[i];
-            }
-            totals[b] = sum;
-            total += double(sum);
-        }
+        float largest = largest_of(logits, vocabulary) / divisor;
+        double total = weigh(logits, vocabulary, divisor, largest, mass.data(), totals);
         int64_t token = invert(mass.data(), totals, vocabulary, uniform[row] * total);
         out[row] = float(token);
         out[rows + row] = float(double(load(logits + token) / divisor - largest) - std::log(total));
@@ -418,41 +429,82 @@ struct Kept {
     float least;
     int64_t last, count;
     double mass;
-    bool has(float m, int64_t id) const { return m > least || (m == least && id <= last); }
 };
 
-// Masses up to 1 in 64 buckets an octave, the largest in the first; what is below 2^-16 shares the last one.
-constexpr int BUCKETS = 1024;
-inline int bucket(float mass) {
-    int32_t bits;
-    std::memcpy(&bits, &mass, 4);
-    return std::min(BUCKETS - 1, std::max(0, 0x3F800000 - bits) >> 17);
-}
+// The heaviest tokens of a row, found by buckets of like mass: 16 an octave, the heaviest in the first; what is below 2^-16
+// shares the last one.
+struct Heaviest {
+    static constexpr int BUCKETS = 256;
+    std::vector<float> mass;  // of the candidates
+    std::vector<int32_t> id, bucket;
+    std::vector<std::pair<float, int64_t>> edge;  // minus the mass, and the id
+    double sums[BUCKETS];
+    int32_t counts[BUCKETS];
+    int64_t size = 0;
 
-// The tokens of a mass above `floor` that are kept from the largest on, while they are fewer than `most` and their mass
-// less than `goal`. `sums`, `counts`: of the buckets of these tokens.
-Kept cut(const float* mass, int64_t vocabulary, float floor, const double* sums, const int32_t* counts, int64_t most,
-         double goal) {
-    static thread_local std::vector<std::pair<float, int64_t>> edge;  // minus the mass, and the id
-    Kept kept = {floor, -1, 0, 0};
-    for (int b = 0; b < BUCKETS; ++b) {
-        if (kept.count + counts[b] < most && kept.mass + sums[b] < goal) {
-            kept.count += counts[b];
-            kept.mass += sums[b];
-            continue;
+    // Take the tokens of a mass above `floor` as candidates.
+    void take(const float* masses, int64_t vocabulary, float floor) {
+        mass.resize(vocabulary + 1);
+        id.resize(vocabulary + 1);
+        bucket.resize(vocabulary + 1);
+        size = 0;
+        for (int64_t i = 0; i < vocabulary; ++i) {
+            mass[size] = masses[i];
+            id[size] = int32_t(i);
+            size += masses[i] > floor;
         }
-        edge.clear();
-        for (int64_t i = 0; i < vocabulary; ++i)
-            if (mass[i] > floor && bucket(mass[i]) == b) edge.emplace_back(-mass[i], i);
-        std::sort(edge.begin(), edge.end());
-        for (auto& one : edge) {
-            if (kept.count >= most || kept.mass >= goal) break;
-            kept = {-one.first, one.second, kept.count + 1, kept.mass + double(-one.first)};
+        std::fill(sums, sums + BUCKETS, 0.0);
+        std::fill(counts, counts + BUCKETS, 0);
+        for (int64_t i = 0; i < size; ++i) {
+            int32_t bits;
+            std::memcpy(&bits, &mass[i], 4);
+            bucket[i] = std::min(BUCKETS - 1, std::max(0, 0x3F800000 - bits) >> 19);
         }
-        break;
+        for (int64_t i = 0; i < size; ++i) {
+            sums[bucket[i]] += double(mass[i]);
+            ++counts[bucket[i]];
+        }
     }
-    return kept;
-}
+
+    // Those that are kept from the heaviest on, while they are fewer than `most` and their mass less than `goal`.
+    Kept cut(int64_t most, double goal) {
+        Kept kept = {0, -1, 0, 0};
+        for (int b = 0; b < BUCKETS; ++b) {
+            if (kept.count + counts[b] < most && kept.mass + sums[b] < goal) {
+                kept.count += counts[b];
+                kept.mass += sums[b];
+                continue;
+            }
+            edge.clear();
+            for (int64_t i = 0; i < size; ++i)
+                if (bucket[i] == b) edge.emplace_back(-mass[i], id[i]);
+            std::sort(edge.begin(), edge.end());
+            for (auto& one : edge) {
+                if (kept.count >= most || kept.mass >= goal) break;
+                kept = {-one.first, one.second, kept.count + 1, kept.mass + double(-one.first)};
+            }
+            break;
+        }
+        return kept;
+    }
+
+    // Drop all but these; returns their mass.
+    double keep(const Kept& kept) {
+        int64_t all = size;
+        double total = 0;
+        size = 0;
+        for (int64_t i = 0; i < all; ++i) {
+            float m = mass[i];
+            int32_t token = id[i];
+            bool in = m > kept.least || (m == kept.least && token <= kept.last);
+            mass[size] = m;
+            id[size] = token;
+            total += in ? double(m) : 0.0;
+            size += in;
+        }
+        return total;
+    }
+};
 
 // Sampling of the `count` rows `which` among a part of the vocabulary: what the grammar's mask has (words of row i; null:
 // all), of these the top_k most likely (0: all), and of these the fewest most likely ones whose mass is top_p of theirs. A
@@ -463,74 +515,55 @@ void sample_kept(const T* logits, const float* temperature, const double* unifor
                  int64_t vocabulary, const int64_t* which, int64_t count, const uint32_t* masks, const uint8_t* greedy,
                  const double* top_p, const int64_t* top_k, const int64_t* most, int32_t* sets, int64_t* sizes) {
     static thread_local std::vector<float> mass;
-    static thread_local std::vector<int32_t> ids;
-    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, words = (vocabulary + 31) / 32;
-    mass.resize(words * 32 + blocks);
-    float* totals = mass.data() + words * 32;
-    double sums[BUCKETS];
-    int32_t counts[BUCKETS];
+    static thread_local std::vector<int32_t> allowed;
+    static thread_local Heaviest heaviest;
+    int64_t words = (vocabulary + 31) / 32, blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    mass.resize(vocabulary + blocks);
+    allowed.resize(vocabulary);
+    float* totals = mass.data() + vocabulary;
     for (int64_t n = 0; n < count; ++n) {
-        int64_t row = which[n], token = -1;
+        int64_t row = which[n], held = 0, at = -1;  // ... of the tokens that are allowed: often few
         const T* z = logits + row * vocabulary;
-        float divisor = temperature ? temperature[row] : 1.0f, largest = -INFINITY, whole = -INFINITY;
-        for (int64_t i = 0; i < vocabulary; ++i) {
-            mass[i] = load(z + i) / divisor;
-            whole = mass[i] > whole ? mass[i] : whole;
-        }
-        if (masks)
-            for (int64_t w = 0; w < words; ++w) {
-                uint32_t bits = masks[n * words + w];
-                for (int64_t j = 0; bits != 0xFFFFFFFFu && j < 32; ++j)
-                    mass[w * 32 + j] = bits >> j & 1 ? mass[w * 32 + j] : -INFINITY;
+        for (int64_t w = 0; masks && w < words; ++w)
+            for (uint32_t bits = masks[n * words + w]; bits; bits &= bits - 1) {
+                int64_t token = w * 32 + __builtin_ctz(bits);
+                if (token >= vocabulary) break;
+                mass[held] = load(z + token);
+                allowed[held++] = int32_t(token);
             }
-        for (int64_t i = 0; i < vocabulary; ++i) largest = mass[i] > largest ? mass[i] : largest;
-        for (int64_t i = 0; greedy[n] && token < 0 && i < vocabulary; ++i)
-            if (mass[i] == largest) token = i;
-        double total = 0, everything = 0;
-        for (int64_t b = 0; b < blocks; ++b) {
-            float sum = 0;
-            for (int64_t i = b * BLOCK; i < std::min(vocabulary, (b + 1) * BLOCK); ++i)
-                sum += mass[i] = exp_negative(mass[i] - largest);
-            totals[b] = sum;
-            everything = total += double(sum);
-        }
+        for (int64_t i = 0; !masks && i < vocabulary; ++i) mass[i] = load(z + i);
+        held = masks ? held : vocabulary;
+        float divisor = temperature ? temperature[row] : 1.0f, largest = largest_of(mass.data(), held);
+        for (int64_t i = 0; greedy[n] && at < 0 && i < held; ++i)
+            if (mass[i] == largest) at = i;
+        largest = largest / divisor;
+        double total = weigh(mass.data(), held, divisor, largest, mass.data(), totals), everything = total;
         sizes[n] = -1;
         if (!greedy[n] && (top_p[n] < 1 || top_k[n] < vocabulary)) {
             // Without top_k, what is lighter than this is none of the heaviest of mass top_p: all such together aren't
             // the rest of the mass.
-            float floor = top_k[n] < vocabulary ? 0.0f : float(0.99 * (1 - top_p[n]) * total / double(vocabulary));
-            std::memset(sums, 0, sizeof sums);
-            std::memset(counts, 0, sizeof counts);
-            for (int64_t i = 0; i < vocabulary; ++i)
-                if (mass[i] > floor) {
-                    int b = bucket(mass[i]);
-                    sums[b] += double(mass[i]);
-                    ++counts[b];
-                }
-            Kept kept = {0, vocabulary, 0, total};
-            if (top_k[n] < vocabulary) kept = cut(mass.data(), vocabulary, floor, sums, counts, top_k[n], INFINITY);
-            if (top_p[n] < 1)
-                kept = cut(mass.data(), vocabulary, floor, sums, counts, top_k[n], top_p[n] * kept.mass);
-            ids.clear();
-            for (int64_t i = 0; i < vocabulary; ++i)
-                if (mass[i] > 0 && kept.has(mass[i], i)) ids.push_back(int32_t(i));
-            total = 0;
-            for (int32_t i : ids) total += double(mass[i]);
+            bool any_number = top_k[n] >= vocabulary;
+            heaviest.take(mass.data(), held, any_number ? float(0.99 * (1 - top_p[n]) * total / double(held)) : 0.0f);
+            Kept kept = {0, held, 0, total};
+            if (!any_number) kept = heaviest.cut(top_k[n], INFINITY);
+            if (top_p[n] < 1) kept = heaviest.cut(top_k[n], top_p[n] * kept.mass);
+            total = heaviest.keep(kept);
             double left = uniform[row] * total;
-            for (int32_t i : ids) {
-                token = i;
-                if ((left -= double(mass[i])) < 0) break;
+            for (int64_t i = 0; i < heaviest.size; ++i) {
+                at = heaviest.id[i];
+                if ((left -= double(heaviest.mass[i])) < 0) break;
             }
-            sizes[n] = int64_t(ids.size());
-            if (sizes[n] <= most[n]) sets = std::copy(ids.begin(), ids.end(), sets);
+            sizes[n] = heaviest.size;
+            for (int64_t i = 0; sizes[n] <= most[n] && i < sizes[n]; ++i)
+                *sets++ = masks ? allowed[heaviest.id[i]] : heaviest.id[i];
         }
-        token = token < 0 ? invert(mass.data(), totals, vocabulary, uniform[row] * total) : token;
+        at = at < 0 && held ? invert(mass.data(), totals, held, uniform[row] * total) : at;
+        int64_t token = at < 0 ? 0 : masks ? allowed[at] : at;
         if (masks && !most[n]) {
-            everything = 0;
-            for (int64_t i = 0; i < vocabulary; ++i) everything += double(exp_negative(load(z + i) / divisor - whole));
+            largest = largest_of(z, vocabulary) / divisor;
+            everything = weigh(z, vocabulary, divisor, largest, mass.data(), totals);
         }
         total = most[n] ? total : everything;
-        largest = most[n] ? largest : whole;
         out[row] = float(token);
         out[rows + row] = float(double(load(z + token) / divisor - largest) - std::log(total));
     }

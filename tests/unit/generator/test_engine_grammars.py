@@ -347,6 +347,21 @@ def test_what_the_library_raises_is_that_requests_error(monkeypatch: pytest.Monk
     assert results["free"].finish_reason == "length"
 
 
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.9, "kept_sets": 400}])
+def test_a_grammar_that_is_too_complex_to_follow_ends_its_request(how: dict[str, Any]):
+    """Found after its first token: of 3,000 properties any may be next."""
+    wide = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(3000)}}
+    session = Session(make_torch())
+    session.submit(request("a", json_grammar(wide), **how), request("free", max_tokens=60))
+    results = session.run()
+    assert (results["a"].finish_reason, results["a"].refused) == ("error", True)
+    assert "grammar, at place 0 of the response: " in results["a"].error
+    assert "outside" not in results["a"].error
+    assert not results["a"].response.ids
+    assert not results["a"].response.token_rows
+    assert results["free"].finish_reason == "length"
+
+
 def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headway.generator.engines.torch.slot_table.fill_masks", None)
     session = Session(make_torch())

@@ -130,6 +130,14 @@ def test_sets_of_one_and_of_all(fast: bool):
 
 
 @NATIVE
+def test_top_p_is_of_the_mass_that_top_k_keeps(fast: bool):
+    how = how_of(1, top_k=torch.tensor([1500]), top_p=torch.tensor([0.5], dtype=torch.float64))
+    with native.using(kernels(fast)):
+        _, _, sets = sample_tokens(torch.zeros(1, 3000), how).host()
+    assert sets[0].tolist() == list(range(750))
+
+
+@NATIVE
 def test_other_rows_stay_as_they_are(fast: bool):
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(1))
     plain, some = how_of(8)._replace(kept=None), torch.tensor([1, 4, 5])

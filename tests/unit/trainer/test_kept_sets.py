@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -20,9 +21,10 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from headway.algorithms.samples import build_arrays, lay_out
-from headway.models.loading import load_model
+from headway.generator.engines.torch.engine import TorchEngine
+from headway.models.loading import load_model, save_model
 from headway.records.errors import ConfigurationError, KeptSetMismatch
-from headway.records.generation import VersionSpan
+from headway.records.generation import UpdateMode, VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.tokens import EXPERTS, KEPT, TokenRows
 from headway.records.training import TrainBatch
@@ -32,6 +34,8 @@ from headway.trainer import service as service_module
 from headway.trainer.kept_sets import KeptSets
 from headway.trainer.learner import token_logprobs
 from headway.trainer.service import GRAMMAR_FILE, TrainerService
+from tests.conformance.engine import VOCABULARY as ENGINE_VOCABULARY
+from tests.conformance.engine import Session, model_of, request
 
 torch.set_num_threads(1)
 TEMPERATURE = 0.8
@@ -39,14 +43,17 @@ GRAMMAR = json_grammar({"type": "array", "items": {"enum": [1, 12, "ab", True]}}
 PIECES = ["<end>", *'"ab12[],', "ab", '"a', 'b"', "tr", "ue", "true", "[1", "12", '",', "2]", "<s>"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = Path(make_model(tmp_path_factory.mktemp("kept") / "m"))
+def with_tokenizer(folder: str) -> str:
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<s>"))
     backend.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<s>", special=True)])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    return str(folder)
+    backend.save(f"{folder}/tokenizer.json")
+    (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return with_tokenizer(make_model(tmp_path_factory.mktemp("kept") / "m"))
 
 
 def service(model: str, /, **sections: Any) -> TrainerService:
@@ -355,3 +362,51 @@ def test_what_is_fed_has_no_sets_and_targets_keep_theirs(model: str) -> None:
     assert [run[1:] for run in arrays.grammars[:-2]] == [(first + a, first + b) for a, b in runs]
     assert len({id(text) for text, _, _ in arrays.grammars}) == 2
     assert EXPERTS not in arrays.token_rows
+
+
+@pytest.mark.parametrize("mode", ["recompute", "abort"])
+def test_log_probabilities_are_the_engines_over_an_update_in_flight(
+    model: str, tmp_path: Path, mode: UpdateMode
+) -> None:
+    """Grammar, top-p, top-k and both together, each token under the weights that sampled it."""
+    tokenizer = Tokenizer.load(model)
+    session = Session(TorchEngine(copy.deepcopy(model_of(0)), slots=6, max_context_tokens=96, tokenizer=tokenizer))
+    ways: list[dict[str, Any]] = [
+        {"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 7}, {"grammar": GRAMMAR},
+        {"grammar": GRAMMAR, "top_k": 2}, {},
+    ]  # fmt: skip
+    for number in range(12):
+        asked = request(f"{number // 6}-{number % 6}", [5, 6, 7 + number // 6], max_tokens=12, temperature=TEMPERATURE)
+        how = msgspec.structs.replace(
+            asked.sampling, kept_sets=ENGINE_VOCABULARY, stop_token_ids=(0,), **ways[number % 6]
+        )
+        session.submit(msgspec.structs.replace(asked, sampling=how))
+    session.step(4)
+    session.update(1, mode)
+    session.run()
+    parked = {name: result for name, result in session.results.items() if result.finish_reason == "abort"}
+    assert bool(parked) == (mode == "abort")
+    for name, result in parked.items():
+        del session.results[name]
+        asked = session.requests[name]
+        session.submit(msgspec.structs.replace(asked, partial=result.response))
+    samples: list[Sample] = []
+    for name, result in session.run().items():
+        how, response = session.requests[name].sampling, result.response
+        assert result.finish_reason in ("stop", "length"), result
+        samples.append(Sample(advantage=1.0, rollout=Rollout(
+            group=int(name[0]), member=int(name[2]), prompt_ids=session.requests[name].prompt_ids,
+            response_ids=response.ids, response_logprobs=response.logprobs,
+            response_mask=(True,) * len(response.ids), versions=response.versions, token_rows=response.token_rows,
+            grammars={how.grammar: ((0, len(response.ids)),)} if how.grammar else {},
+        )))  # fmt: skip
+    arrays = build_arrays(TrainBatch(step=0, samples=tuple(sorted(samples, key=lambda one: one.rollout.rollout_id))))
+    seen = 0
+    for version in (0, 1):
+        save_model(model_of(version), tmp_path / str(version))
+        progress = service(with_tokenizer(str(tmp_path / str(version)))).policy.accumulate_gradients(arrays)
+        at = np.flatnonzero(arrays.loss_mask_n & (arrays.versions_n == version))
+        assert np.abs(progress.logprobs_n - arrays.behaviour_logprobs_n)[at].max() < 1e-4
+        assert progress.masses_n[at].min() < -0.05
+        seen += len(at)
+    assert seen == np.count_nonzero(arrays.loss_mask_n) > 60

@@ -155,17 +155,16 @@ class SlotTable:
         return RowSampling(uniform_n, temperature_n, kept), refused
 
     def _masks(self, which: np.ndarray) -> tuple[np.ndarray | None, dict[EngineRequest, GrammarRefused]]:
+        if not (matched := np.flatnonzero(self.matched[which])).size:
+            return None, {}
         rows: list[tuple[Matcher, int]] = []
         requests: dict[int, EngineRequest] = {}
-        for row, slot in enumerate(which.tolist()):
+        for row, slot in zip(matched.tolist(), which[matched].tolist(), strict=True):
             if (request := self.requests[slot]) is not None and request.matcher is not None:
                 rows.append((request.matcher, row))
                 requests[row] = request
-        if not rows:
-            return None, {}
         masks = np.full((len(which), rows[0][0].words), _ALL)
         errors = fill_masks(rows, masks)
-        masks[list(errors)] = _ALL
         return masks, {requests[row]: error for row, error in errors.items()}
 
     def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
@@ -180,6 +179,18 @@ class SlotTable:
         for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
             if (request := self.requests[slot]) is not None and request not in endings:
                 endings[request] = Ending(request, "error", "the model's output is not finite")
+        sampled_ids = tokens.tolist() if self._watched else []
+        for request in self._watched:
+            if request in endings:
+                continue
+            token = sampled_ids[request.slot]
+            if request.stop_strings is not None and request.stop_strings.push(token):
+                stopped[request.slot] = True
+            try:
+                if request.matcher is not None and request.matcher.advance(token):
+                    stopped[request.slot] = True
+            except GrammarRefused as error:  # of its limits: the token is one of the mask's
+                endings[request] = Ending(request, "error", str(error), refused=True)
         for slot, ids in sets.items():
             if (request := self.requests[slot]) is None or request in endings:
                 continue
@@ -188,13 +199,6 @@ class SlotTable:
                 endings[request] = Ending(request, "error", why, refused=True)
             else:
                 request.kept.append(ids)
-        for request in self._watched - endings.keys():
-            token = int(tokens[request.slot])
-            if request.stop_strings is not None and request.stop_strings.push(token):
-                stopped[request.slot] = True
-            if request.matcher is not None:
-                request.matcher.advance(token)
-                stopped[request.slot] |= request.matcher.finished
         for request in endings:
             self.position[request.slot] -= 1
         for slot in np.flatnonzero(stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
