@@ -1,4 +1,4 @@
-"""What a response must match, token by token: grammars compiled for a tokenizer, and their masks over its vocabulary.
+"""Grammars of responses, compiled for a tokenizer, and their masks over its vocabulary, token by token.
 
 A mask depends on the grammar and the bytes of tokens alone, so whoever has both computes the engine's masks again.
 
@@ -228,7 +228,7 @@ class Grammars:
 
 
 class _Texts:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer as llguidance reads it: the bytes of each id."""
 
     bos_token_id = None
 
@@ -254,13 +254,10 @@ def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -
     else:
         for matcher, row in rows:
             matcher.inner.unsafe_compute_mask_ptr(start + row * row_bytes, row_bytes)
-    errors, some = dict[int, GrammarRefused](), masks.any(1)
+    errors, some = dict[int, GrammarRefused](), (masks != 0).any(axis=1)
     for matcher, row in rows:
         if matcher.finished or matcher.inner.is_error() or not some[row]:
-            why = _message(matcher.inner.get_error())
-            why = (
-                why or "the response has ended" if matcher.finished else why or "no token goes on as the grammar wants"
-            )
+            why = "the response has ended" if matcher.finished else _message(matcher.inner.get_error()) or _DEAD_END
             errors[row] = GrammarRefused(f"grammar, at place {matcher.tokens} of the response: {why}")
     return errors
 

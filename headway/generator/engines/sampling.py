@@ -61,7 +61,7 @@ class RowSampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One token for each row."""
+    """The tokens sampled for a batch of rows, a token a row."""
 
     tokens: Tensor  # [2, n] float32: ids (exact below 2^24) and log-probabilities
     kept: KeptRows | None = None

@@ -147,10 +147,13 @@ class SlotTable:
         if not len(which):
             return RowSampling(uniform_n, temperature_n), {}
         masks, refused = self._masks(which)
-        columns = (which, *(one[which] for one in (self.greedy, self.top_p, self.top_k, self.kept)))
         kept = KeptRows(
-            *(torch.from_numpy(column).to(device) for column in columns),
-            None if masks is None else torch.from_numpy(masks.view(np.int32)).to(device),
+            rows=torch.from_numpy(which).to(device),
+            greedy=torch.from_numpy(self.greedy[which]).to(device),
+            top_p=torch.from_numpy(self.top_p[which]).to(device),
+            top_k=torch.from_numpy(self.top_k[which]).to(device),
+            most=torch.from_numpy(self.kept[which]).to(device),
+            masks=None if masks is None else torch.from_numpy(masks.view(np.int32)).to(device),
         )
         return RowSampling(uniform_n, temperature_n, kept), refused
 
