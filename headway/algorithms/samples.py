@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headway.algorithms.prefix_tree import LEAST_SAVED, PrefixTree
 from headway.records.rollout import Branch, Rollout, Sample
-from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask, TokenRows
+from headway.records.tokens import KEPT, TokenIds, TokenLogprobs, TokenMask, TokenRows
 from headway.records.training import TrainBatch
 
 IntArray = NDArray[np.int64]
@@ -25,6 +25,7 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 PROMPT_VERSION = -1  # version of tokens no policy sampled
+ConstrainedRun = tuple[str, int, int]  # text of a grammar, and the tokens [first, behind) of the batch sampled by it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class SampleArrays:
     weights_s: NDArray[np.float64] | None = None  # [S] share of each sequence's loss that counts; None: all of it
     rollouts_s: IntArray | None = None  # [S] index of each sequence's sample, ascending; None: one sequence per sample
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])  # by kind, [N] each
+    grammars: Sequence[ConstrainedRun] = ()
 
     @property
     def samples(self) -> int:
@@ -64,11 +66,13 @@ class SampleArrays:
 
     @cached_property
     def numbers_n(self) -> IntArray:
-        """[N] numbers that tokens have in common whose ids and rows are equal."""
-        if not self.token_rows:
+        """[N] numbers that tokens have in common whose ids and rows are equal, kept sets left out: these belong to
+        targets, not to tokens fed."""
+        kinds = [rows for kind, rows in self.token_rows.items() if kind != KEPT]
+        if not kinds:
             return self.token_ids_n
         mixed_n = self.token_ids_n.astype(np.uint64)
-        for rows in self.token_rows.values():
+        for rows in kinds:
             mixed_n = mixed_n * np.uint64(1 << 32) + mixed_n + rows.cut([0], [self.tokens]).hashes()
         return np.unique(mixed_n, return_inverse=True)[1]
 
@@ -98,6 +102,7 @@ class FlatBatch:
     weights_s: NDArray[np.float64] | None
     rollouts_s: IntArray | None
     token_rows: Mapping[str, TokenRows]
+    grammars: Sequence[ConstrainedRun]
 
     def arrays(self) -> SampleArrays:
         """The batch token by token."""
@@ -112,6 +117,7 @@ class FlatBatch:
             weights_s=self.weights_s,
             rollouts_s=self.rollouts_s,
             token_rows=self.token_rows,
+            grammars=self.grammars,
         )
 
 
@@ -167,6 +173,7 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         weights_s=None if weights.count(1.0) == len(weights) else np.array(weights),
         rollouts_s=None if len(owners) == len(batch.samples) else _owned(batch.samples),
         token_rows=_token_rows(sequences, lengths_s),
+        grammars=_grammars(sequences, (np.cumsum(lengths_s) - responses_s).tolist()),
     )
 
 
@@ -179,6 +186,17 @@ def _token_rows(sequences: Sequence[Rollout | Branch], lengths_s: IntArray) -> d
         kind: TokenRows.joined(rows.cut([0], [length]) for rows, length in zip(found, lengths_s, strict=True))
         for kind, found in rows_s.items()
     }
+
+
+def _grammars(sequences: Sequence[Rollout | Branch], responses: Sequence[int]) -> list[ConstrainedRun]:
+    """The runs of tokens sampled by grammars, each text once. ``responses``: where each sequence's response begins."""
+    texts: dict[str, str] = {}
+    return [
+        (texts.setdefault(text, text), start + first, start + behind)
+        for sequence, start in zip(sequences, responses, strict=True)
+        for text, runs in sequence.grammars.items()
+        for first, behind in runs
+    ]
 
 
 def _owned(samples: Sequence[Sample]) -> IntArray:
@@ -259,7 +277,7 @@ class MicroBatchArrays:
     continues: list[int]  # for each piece the index of the piece it continues, or -1
     predictors_m: IntArray  # [M] index into input_ids of the token before each loss token; samples may share it
     targets_m: IntArray  # [M] index into the flat batch of each loss token
-    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed; of a shared prefix its first sample's
+    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed; of a shared prefix its first sample's; no KEPT
     sample_tokens: int  # tokens fed if each sample fed all of its own
 
 
@@ -290,7 +308,9 @@ def slice_micro_batch(
         continues=pieces.continues_p.tolist(),
         predictors_m=pieces.rows(own_m, place_m),
         targets_m=at[lossy],
-        token_rows={kind: rows.cut(starts, pieces.lengths_p) for kind, rows in arrays.token_rows.items()},
+        token_rows={
+            kind: rows.cut(starts, pieces.lengths_p) for kind, rows in arrays.token_rows.items() if kind != KEPT
+        },
         sample_tokens=int(fed.sum()),
     )
 

@@ -243,12 +243,11 @@ def _require_environment(experiment: Experiment) -> None:
 
 def _require_reproducible_sampling(experiment: Experiment) -> None:
     rollout = experiment.rollout
-    truncated = rollout.top_p < 1 or rollout.top_k > 0
-    if truncated and not experiment.algorithm.allow_truncated_sampling:
+    if rollout.truncates and not experiment.algorithm.allow_truncated_sampling:
         raise ValueError(
             f"rollout.top_p = {rollout.top_p:g} with rollout.top_k = {rollout.top_k} gives "
-            "log-probabilities the trainer can't reproduce: set top_p = 1 and top_k = 0, or "
-            "algorithm.allow_truncated_sampling = true"
+            "samples of a part of the vocabulary: set top_p = 1 and top_k = 0, or "
+            "algorithm.allow_truncated_sampling = true, with which the trainer replays that part"
         )
 
 

@@ -42,6 +42,11 @@ def require_engine(experiment: Experiment) -> None:
     generator, rollout = experiment.generator, experiment.rollout
     _require_places(experiment)
     _require_experts(experiment)
+    if experiment.kept_sets and generator.engine != "torch":
+        raise ValueError(
+            f"algorithm.allow_truncated_sampling = true: generator.engine = {generator.engine!r} doesn't return the "
+            "ids that a token was sampled among; valid: false, or generator.engine = 'torch'"
+        )
     if generator.engine != "vllm" and generator.engine_arguments:
         name = next(iter(generator.engine_arguments))
         raise ValueError(

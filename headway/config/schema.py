@@ -118,6 +118,11 @@ class RolloutConfig(Section):
     timeout_s: Seconds = 600.0  # a rollout open for longer ends as failed
     retries: NonNegative = 2  # of infrastructure failures, of the engine's and of the verifier's
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled among a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 class GeneratorConfig(Section):
     # Tune: "vllm" for models of a billion weights and more, or several GPUs a replica: docs/vllm.md
@@ -218,7 +223,10 @@ class AlgorithmConfig(Section):
     overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out
     overlong_buffer_tokens: Positive | None = None  # penalty: over these last tokens it rises; default: a fifth of all
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0  # penalty: reward taken from a response at the limit
-    allow_truncated_sampling: bool = False  # train on top_p / top_k samples, whose bias is not corrected
+    # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
+    allow_truncated_sampling: bool = False  # train on samples of a part of the vocabulary, which is then replayed
+    # Tune: raise it where rollouts are refused by it, at a high temperature or top_p near 1: 2 or 4 bytes an id
+    kept_set_tokens: Positive = 1024  # most ids of one token that are stored; with more, its rollout fails
 
     @field_validator("advantage", "loss")
     @classmethod
@@ -407,6 +415,12 @@ class Experiment(Section):
         return min(limits, default=None)
 
     @property
+    def kept_sets(self) -> int:
+        """`SamplingParameters.kept_sets` of what is trained on, where top_p, top_k or a grammar truncate it; 0: they
+        mayn't."""
+        return self.algorithm.kept_set_tokens if self.algorithm.allow_truncated_sampling else 0
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
@@ -446,7 +460,7 @@ RESUMABLE_KEYS = {
     "run": "steps time_limit_s directory worker_start_timeout_s stop_grace_s on_stall",
     "generator": "devices engine_arguments engine_arguments.* probe_every_updates exchange_directory slots "
     "kv_capacity_tokens queue_ahead_groups update_mode",
-    "algorithm": "routing_replay",
+    "algorithm": "routing_replay kept_set_tokens",
     "router": "*",
     "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
     "buffer": "*.*",

@@ -80,8 +80,7 @@ def assemble(
     ``stack`` closes it. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
-    # With surplus that is discarded no batch ever waits for what is unfinished.
-    policy = "drop" if queue.surplus == "discard" else queue.overdue
+    policy = "drop" if queue.surplus == "discard" else queue.overdue  # no batch waits for surplus that is discarded
     selectable = OpenGroups(
         queue.groups_per_step, queue.budget, policy, in_order=experiment.run.deterministic and not queue.budget
     )
@@ -108,6 +107,7 @@ def assemble(
         requests=actors.generator,
         watch_of=watch_of,
         routing=replayed_routing(experiment),
+        kept_sets=experiment.kept_sets,
     )
     waits = actors.waits or Waits(clock.now)
     meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)

@@ -46,6 +46,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    strict_tools: bool | None = None  # arguments of calls match their tools' schemas, where answers aren't constrained
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()  # strings that end it
     purpose: str  # of its random numbers; no other answer of its rollout has the same
     client: ClientSampling = ClientSampling()
+    grammar: str = ""  # as in SamplingParameters
     adapter: str = ""  # as in GenerationRequest
     rows_known: int = 0  # as in GenerationRequest
 
@@ -132,8 +134,9 @@ class Conversations(Protocol):
         """The server's address, say http://127.0.0.1:8000; the API is below it, at /v1."""
         ...
 
-    def open(self, rollout: str, sample: SampleTurn) -> OpenConversation:
-        """Take calls for the rollout of this name, until it is sealed."""
+    def open(self, rollout: str, sample: SampleTurn, *, constraints: bool = True) -> OpenConversation:
+        """Take calls for the rollout of this name, until it is sealed. ``constraints``: its answers may be constrained
+        by grammars."""
         ...
 
 
@@ -190,6 +193,7 @@ def rollout_of(
         response_mask=trunk.response_mask,
         versions=trunk.versions,
         token_rows=trunk.token_rows,
+        grammars=trunk.grammars,
         turn_ends=trunk.turn_ends,
         finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
         branches=tuple(others),

@@ -52,6 +52,12 @@ class ExpertsMismatch(HeadwayError):
     page = "docs/models.md#mixtures-of-experts-under-reinforcement-learning"
 
 
+class KeptSetMismatch(HeadwayError):
+    """A recorded kept set, or grammar, by which a token can't have been sampled: it has no log-probability."""
+
+    page = "docs/objectives.md#samples-of-a-part-of-the-vocabulary"
+
+
 class HookFailed(HeadwayError):
     """A user's function raised, or returned what its contract doesn't allow: ``key`` of the experiment file names it,
     the message says which function it is and what came back."""

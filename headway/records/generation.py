@@ -39,6 +39,12 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # any of these ends the response (it is kept as its last token)
     stop: tuple[str, ...] = ()  # any of these strings in the decoded response ends it
     seed: int = 0  # key of the counter-based generator: (seed, position) -> one uniform number
+    # What the response matches, as `tokens.grammar` reads it; "": anything. Where it may end, the tokenizer's stop
+    # tokens are allowed, and end it.
+    grammar: str = ""
+    # Above 0: log-probabilities are over the set that each token was sampled among, and the sets of top-p and top-k are
+    # returned as rows (`records.tokens.KEPT`); one of more ids ends the request. 0: over the full vocabulary.
+    kept_sets: int = 0
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +53,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     ids: IdSequence = TokenIds()  # [N] sampled token ids
     logprobs: LogprobSequence = TokenLogprobs()  # [N] behaviour log-probabilities (DESIGN rule 5)
     versions: tuple[VersionSpan, ...] = ()  # spans that cover the N tokens
-    token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens read, from the request's rows_known on
+    token_rows: dict[str, TokenRows] = {}  # by kind, of tokens from the request's rows_known on
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +84,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     refused: bool = False  # ... caused by the request itself: every replica would return it
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
     void: bool = False  # an "error" after which no token gained since the request was submitted is valid
-    token_rows: dict[str, TokenRows] = {}  # by kind, of tokens read: behind those returned before
+    token_rows: dict[str, TokenRows] = {}  # by kind, of tokens behind those whose rows were returned before
 
     @classmethod
     def of(cls, request_id: str, ids: Sequence[int], logprobs: Sequence[float], **fields: Any) -> TokenDelta:

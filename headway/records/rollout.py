@@ -59,6 +59,11 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
     cut_reward: float | None = None  # audited: the reward pruning would have given; None: it would have left its group
 
 
+ConstrainedRuns = dict[str, tuple[tuple[int, int], ...]]
+"""Texts of grammars, each with the runs [first, behind) of response tokens that it constrained. A run is an answer,
+from its first token on."""
+
+
 class CallTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """When a rollout's model call ran, in seconds of the run's clock."""
 
@@ -92,6 +97,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     turn_ends: tuple[int, ...] = ()  # response tokens up to the end of each turn
     finish_reason: FinishReason = "stop"  # of its last call; a client's own limit of tokens is no "length"
     token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
+    grammars: ConstrainedRuns = {}  # which of its tokens were sampled by a grammar
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +160,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     call_times: tuple[CallTimes, ...] = ()  # of its model calls that this process made, also those without an answer
     tool_times: tuple[ToolTimes, ...] = ()  # of its environment's calls of tools, and its replies without any
     token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
+    grammars: ConstrainedRuns = {}  # which of its tokens were sampled by a grammar
 
     @property
     def rollout_id(self) -> str:

@@ -80,15 +80,20 @@ class TokenBlock:
             self.append(sampled(ids, TokenLogprobs.filled(0.0, len(ids))).tobytes(), version)
             self._masked.append((first, len(self)))
 
-    def append_rows(self, token_rows: Mapping[str, TokenRows]) -> None:
-        """Append the rows of the sequence's next tokens that have none yet."""
+    def append_rows(self, token_rows: Mapping[str, TokenRows], known: int | None = None) -> None:
+        """Append the rows of the sequence's next tokens that have none yet. ``known``: tokens before the first of these
+        rows, where they aren't those with rows of the same kind: what comes twice is left out, what lacks is empty."""
         for kind, rows in token_rows.items():
-            self._rows.setdefault(kind, []).append(rows)
+            parts = self._rows.setdefault(kind, [])
+            first = 0 if known is None else sum(map(len, parts)) - known
+            if first:
+                rows = rows[first:] if first > 0 else TokenRows.joined((TokenRows.empty(-first), rows))
+            parts.append(rows)
 
     @property
     def rows(self) -> int:
-        """Tokens of the sequence that have rows."""
-        return max((sum(map(len, parts)) for parts in self._rows.values()), default=0)
+        """Tokens of the sequence that have rows of every kind."""
+        return min((sum(map(len, parts)) for parts in self._rows.values()), default=0)
 
     @property
     def token_rows(self) -> dict[str, TokenRows]:

@@ -4,7 +4,7 @@ To a reader each is a tuple of Python numbers; in memory, in frames and in the b
 4 bytes an id, 4 a log-probability, 1 a mask value.
 
 Beside tokens may stand *rows* of numbers, as engines return them and the trainer reads them again: the experts of each
-token. A row belongs to a token that a model read: row i to token i of the whole sequence, its prompt included. Tokens
+token, or the ids that it was sampled among. Row i belongs to token i of the whole sequence, its prompt included. Tokens
 behind the last row, and those whose row is empty, have none. A call is asked for those that its caller hasn't got
 (``rows_known``), so that rows of calls that extend one another are joined, and a token keeps its first.
 """
@@ -22,7 +22,11 @@ from numpy.typing import DTypeLike, NDArray
 
 SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with its log-probability, as deltas have it
 
-EXPERTS = "experts"  # kind of rows: ids of the experts that a token went through, layer after layer
+# Kinds of rows: ids of the experts that a token went through when it was read, layer after layer, of which the last one
+# sampled has none yet; and the vocabulary ids that a token was sampled among by top-p and top-k, ascending: empty for
+# one that was given, or sampled among the whole vocabulary or all that its grammar allows.
+EXPERTS = "experts"
+KEPT = "kept"
 
 T = TypeVar("T", int, float, bool, covariant=True)
 
@@ -200,6 +204,11 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         return cls(lengths, RowBytes.view(values.astype(f"<u{item_bytes}").view(RowBytes.dtype)), item_bytes)
 
     @classmethod
+    def empty(cls, count: int) -> TokenRows:
+        """``count`` rows without a number."""
+        return cls(RowLengths.filled(0, count))
+
+    @classmethod
     def joined(cls, parts: Iterable[TokenRows]) -> TokenRows:
         """The rows of all ``parts``, one after another."""
         parts = [part for part in parts if len(part)]
@@ -231,8 +240,14 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
             first, end = (min(int(at), len(self)) for at in (start, start + length))
             data = self.data[int(ends[first]) * self.item_bytes : int(ends[end]) * self.item_bytes]
             runs.append(TokenRows(self.lengths[first:end], data, self.item_bytes))
-            runs.append(TokenRows(RowLengths.filled(0, int(length) - (end - first))))
+            runs.append(TokenRows.empty(int(length) - (end - first)))
         return TokenRows.joined(runs)
+
+    def take(self, at: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The lengths of the rows at the places ``at``, [M], and their numbers, row after row."""
+        ends, lengths = np.cumsum(self.lengths.array, dtype=np.int64)[at], self.lengths.array[at].astype(np.int64)
+        shifts = np.repeat(ends - np.cumsum(lengths), lengths)
+        return lengths, self.values[np.arange(len(shifts)) + shifts]
 
     def hashes(self) -> NDArray[np.uint64]:
         """A number for each row, [N]: equal rows have equal ones, and others hardly ever."""
@@ -291,6 +306,12 @@ class ExpertRouting(msgspec.Struct, frozen=True):
         if (highest := int(known.max(initial=0))) >= self.experts:
             return f"expert {highest} of a layer that has {self.experts}"
         return ""
+
+
+def outside_kept(lengths: NDArray[np.int64], values: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.int64]:
+    """Indices of the rows, as `TokenRows.take` gives them, that are kept sets without the token of ``ids``, [M]."""
+    held = np.repeat(np.arange(len(ids)), lengths)[values == np.repeat(ids, lengths)]
+    return np.flatnonzero((lengths > 0) & (np.bincount(held, minlength=len(ids)) == 0))
 
 
 _KINDS = frozenset((TokenIds, TokenLogprobs, TokenMask, RowLengths, RowBytes))

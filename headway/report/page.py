@@ -265,8 +265,10 @@ def _sandboxes(view: RunView) -> str:
 
 def _further_metrics(series: Series) -> list[Plot]:
     """A plot for each metric of the trainer that no other plot shows."""
-    shown = {"loss", "entropy", "grad_norm", "clip_fraction", "mismatch_k3", "mismatch_max", "learning_rate"}
-    names = [name for name in series.metric_names() if name not in shown and not name.startswith("ratio_")]
+    shown = {"loss", "entropy", "grad_norm", "clip_fraction", "learning_rate"}
+    names = [
+        name for name in series.metric_names() if name not in shown and not name.startswith(("ratio_", "mismatch_"))
+    ]
     return [Plot("Optimiser", name, "As the trainer reports it.", metric_plot((name, TRAINER, name))) for name in names]
 
 

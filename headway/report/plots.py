@@ -408,7 +408,12 @@ PLOTS: tuple[Plot, ...] = plots_of(
             ),
             "Trainer against generator": (
                 "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
-                metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
+                metric_plot(
+                    ("k3", TRAINER, "mismatch_k3"),
+                    ("k3 without replay of kept sets", THIRD, "mismatch_k3_unreplayed"),
+                    ("max", ALARM, "mismatch_max"),
+                    log=True,
+                ),
             ),
             "Masked tokens": (
                 "Share of the loss tokens that staleness or importance masks take.",

@@ -218,6 +218,7 @@ def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> C
             stop_token_ids=tokenizer.stop_ids,
             stop=wanted.stop,
             seed=seed,
+            grammar=wanted.grammar,
         )
         request = GenerationRequest(
             request_id=f"call-{number}",

@@ -275,7 +275,7 @@ def _mark(label: str) -> str:
 def _metric_group(name: str) -> str:
     if name.startswith("ratio") or name.startswith("clip"):
         return "ratio"
-    if name.startswith(("mismatch", "experts")):
+    if name.startswith(("mismatch", "experts", "kept")):
         return "mismatch"
     return "optimiser" if name in ("grad_norm", "learning_rate") else "loss"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from headway.models.opening import load_into, open_model, open_policy, save_open
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, ProbeScores
-from headway.records.tokens import EXPERTS, ExpertRouting
+from headway.records.tokens import EXPERTS, KEPT, ExpertRouting
 from headway.records.training import OptimiserSettings
+from headway.tokens.grammar import Grammars
+from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.adamw import AdamW
+from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.
@@ -63,6 +67,8 @@ class Learner:
         self.reference: PackedModel | None = None
         self.replays = False  # experts that a batch has for the model in training are chosen again
         self.expert_counts: list[int] = [0, 0, 0]  # `ExpertReplay.counts` of the last forward pass, all layers together
+        self.kept: MicroBatchSets | None = None  # the kept sets of the last forward pass's targets
+        self._sets: KeptSets | None = None  # of the last batch
         self.device = device
         self.ranks = ranks
         self.settings = settings
@@ -106,7 +112,8 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without) under
         ``model`` (default: the one in training, whose routers choose the batch's recorded experts where it
-        ``replays``). Raises ExpertsMismatch for experts of another model."""
+        ``replays``), both over the kept sets of these tokens, where the batch has them. Raises ExpertsMismatch for
+        experts of another model, KeptSetMismatch for sets without their tokens."""
         chosen = model or self.model
         replay = self._replay(batch) if chosen is self.model else None
         input_ids_n = self._tensor(batch.input_ids)
@@ -119,7 +126,8 @@ class Learner:
                 assert isinstance(chosen, Decoder)
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
                 self.expert_counts = replay.counts.sum(0).tolist()
-            return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
+            hidden_md, self.kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
+            return token_logprobs(chosen, hidden_md, targets_m, temperature, kept=self.kept)
 
     @torch.no_grad()
     def score(self, ids: tuple[int, ...]) -> ProbeScores:
@@ -151,6 +159,21 @@ class Learner:
             raise ExpertsMismatch(f"recorded experts: {fault}; algorithm.routing_replay = false trains without them")
         chosen = self._tensor(rows.table(routing.width).astype(np.int16))
         return ExpertReplay.of(chosen.view(-1, routing.layers, routing.per_token))
+
+    def _kept(self, batch: MicroBatchArrays, arrays: SampleArrays) -> MicroBatchSets | None:
+        if KEPT not in arrays.token_rows and not arrays.grammars:
+            return None
+        if self._sets is None or self._sets.arrays is not arrays:
+            self._sets = KeptSets(arrays, self.model.config.vocabulary_size, lambda: self._grammars)
+        return self._sets.of(batch.targets_m, self.device)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(Tokenizer.load(self._folder), self.model.config.vocabulary_size)
+
+    def forget_sets(self) -> None:
+        """Forget the last batch, whose kept sets several passes may have asked for."""
+        self._sets = self.kept = None
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""
@@ -269,35 +292,56 @@ class Learner:
 
 
 def token_logprobs(
-    model: PackedModel, hidden_md: Tensor, targets_m: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS
+    model: PackedModel,
+    hidden_md: Tensor,
+    targets_m: Tensor,
+    temperature: float,
+    chunk_logits: int = CHUNK_LOGITS,
+    kept: MicroBatchSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d].
+    """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d]. With
+    ``kept`` that of each target's set, whose probability is written to its ``masses_m``.
 
-    Above ``chunk_logits`` values the [M, V] logits are computed in chunks and never exist at once.
+    Above ``chunk_logits`` values the [M, V] logits and masks are computed in chunks and never exist at once.
     """
 
-    def head(hidden_cd: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
-        return _ChosenLogprobs.apply(model.head(hidden_cd), targets_c, temperature)  # pyright: ignore[reportReturnType]
+    def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        behind, logits_cv = first + len(targets_c), model.head(hidden_cd)
+        sets = () if kept is None else (kept.outside(first, behind), kept.masses_m[first:behind])
+        return _ChosenLogprobs.apply(logits_cv, targets_c, temperature, *sets)  # pyright: ignore[reportReturnType]
 
     rows = max(1, chunk_logits // model.config.vocabulary_size)
     if hidden_md.shape[0] <= rows:
         return head(hidden_md, targets_m)
     parts = [
-        checkpoint(head, hidden_cd, targets_c, use_reentrant=False)
-        for hidden_cd, targets_c in zip(hidden_md.split(rows), targets_m.split(rows), strict=True)
+        checkpoint(head, hidden_cd, targets_c, number * rows, use_reentrant=False)
+        for number, (hidden_cd, targets_c) in enumerate(zip(hidden_md.split(rows), targets_m.split(rows), strict=True))
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 class _ChosenLogprobs(torch.autograd.Function):
     """Map logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of
-    softmax(z/T), in float32 at least. Saves only the probabilities [C, V]: d log p_y / dz = (1_y - p) / T.
+    softmax(z/T), in float32 at least; where ``outside_cv`` is given, of what it leaves, whose log-probability goes into
+    ``masses_c``. Saves only the probabilities [C, V]: d log p_y / dz = (1_y - p) / T, and outside p is 0.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_cv: Tensor, targets_c: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        logits_cv: Tensor,
+        targets_c: Tensor,
+        temperature: float,
+        outside_cv: Tensor | None = None,
+        masses_c: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         wide_cv = logits_cv if logits_cv.dtype == torch.float64 else logits_cv.float()
-        logprobs_cv = torch.log_softmax(wide_cv if temperature == 1.0 else wide_cv / temperature, dim=-1)
+        scaled_cv = wide_cv if temperature == 1.0 else wide_cv / temperature
+        if outside_cv is not None and masses_c is not None:
+            whole_c = scaled_cv.logsumexp(-1)
+            scaled_cv = scaled_cv.masked_fill(outside_cv, -math.inf)
+            masses_c.copy_(scaled_cv.logsumexp(-1) - whole_c)
+        logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
         chosen_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
         probabilities_cv = logprobs_cv.exp()
         # Where p is 0, p log p is 0 as well, not 0 x -inf.
@@ -309,8 +353,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         return chosen_c, entropy_c
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probabilities_cv, targets_c = ctx.saved_tensors
         grad_c1 = grads[0][:, None] / ctx.temperature
         grad_cv = (probabilities_cv * -grad_c1).scatter_add_(-1, targets_c[:, None], grad_c1)
-        return grad_cv.to(ctx.dtype), None, None
+        return grad_cv.to(ctx.dtype), None, None, *[None] * (len(ctx.needs_input_grad) - 3)

@@ -38,7 +38,15 @@ from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
 from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
-from headway.trainer.progress import Prepared, Progress, expert_metrics, prepared_metrics, sum_progress, token_metrics
+from headway.trainer.progress import (
+    Prepared,
+    Progress,
+    expert_metrics,
+    kept_metrics,
+    prepared_metrics,
+    sum_progress,
+    token_metrics,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +110,7 @@ class PolicyGradient:
             loss = self._accumulate(arrays, minibatch, weights, weights.divisor, prepared, progress, self.loss)
             progress.updates.append(self.learner.update(settings, loss))
             progress.loss += loss
+        self.learner.forget_sets()
         self._sum_over_ranks(progress)
         return progress
 
@@ -199,6 +208,7 @@ class PolicyGradient:
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         everything = np.arange(arrays.samples)
         progress.loss = self._accumulate(arrays, everything, weights, divisor, prepared, progress, function)
+        self.learner.forget_sets()
         return progress
 
     def _require_part(self, step: int, loss: str, divisor: float | None) -> None:
@@ -314,6 +324,7 @@ class PolicyGradient:
             progress.micro_batches += 1
             progress.flops += self.learner.training_flops(batch)
             progress.count_experts(len(batch.input_ids), self.learner)
+            progress.count_kept(at, self.learner)
         return total
 
     def _terms(
@@ -386,5 +397,6 @@ class PolicyGradient:
             ),
             **prepared_metrics(progress, at),
             **expert_metrics(progress),
+            **kept_metrics(progress, at),
             **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.kl_coefficient}),
         }

@@ -47,6 +47,7 @@ class Progress:
     proximal_n: np.ndarray  # under the weights at the start of the step (or the same as logprobs_n)
     entropies_n: np.ndarray
     clipped_n: np.ndarray
+    masses_n: np.ndarray  # log-probability of the set that each token was sampled among; 0: the whole vocabulary
     seen_n: np.ndarray  # 1 where a value was computed
     loss: float = 0.0  # sum over optimiser steps
     tokens: int = 0  # fed tokens of the samples
@@ -57,6 +58,9 @@ class Progress:
     experts_recorded: int = 0  # those with recorded experts to replay
     experts_disagree: int = 0  # those of them that would have chosen other experts
     experts_astray: int = 0  # those of them whose tokens went to other experts
+    kept_tokens: int = 0  # sampled among a part of the vocabulary
+    kept_ids: int = 0  # in the sets of all of them
+    constrained_tokens: int = 0  # sampled by a grammar
     updates: list[Update] = field(default_factory=list)
     skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
     prepared: Prepared | None = None
@@ -64,7 +68,8 @@ class Progress:
     @classmethod
     def over(cls, arrays: SampleArrays) -> Progress:
         return cls(
-            **dict(zip(_COMPUTED, np.zeros((5, arrays.tokens)), strict=True)), behaviour_n=arrays.behaviour_logprobs_n
+            **dict(zip(_COMPUTED, np.zeros((len(_COMPUTED), arrays.tokens)), strict=True)),
+            behaviour_n=arrays.behaviour_logprobs_n,
         )
 
     def count_experts(self, tokens: int, learner: Learner) -> None:
@@ -76,6 +81,14 @@ class Progress:
             self.experts_disagree += disagree
             self.experts_astray += astray
 
+    def count_kept(self, at: IntArray, learner: Learner) -> None:
+        """Count the kept sets of the tokens ``at``, the targets of the last forward pass of ``learner``."""
+        if (kept := learner.kept) is not None:
+            self.masses_n[at] = kept.masses_m.cpu().numpy()
+            self.kept_tokens += kept.tokens
+            self.kept_ids += kept.ids
+            self.constrained_tokens += kept.constrained
+
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
         """The parts of a step as one."""
@@ -84,9 +97,10 @@ class Progress:
         return cls(**arrays, **counts, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
 
 
-_COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
+_COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "masses_n", "seen_n")
 _EXPERTS = ("routers", "experts_recorded", "experts_disagree", "experts_astray")
-_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops", *_EXPERTS)
+_KEPT = ("kept_tokens", "kept_ids", "constrained_tokens")
+_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops", *_EXPERTS, *_KEPT)
 
 
 def expert_metrics(progress: Progress) -> dict[str, float]:
@@ -101,6 +115,20 @@ def expert_metrics(progress: Progress) -> dict[str, float]:
         "experts_replayed": progress.experts_recorded / progress.routers,
         "experts_disagree": progress.experts_disagree / recorded,
         "experts_disagree_replayed": progress.experts_astray / recorded,
+    }
+
+
+def kept_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
+    """Metrics of replayed kept sets. kept_ids: mean ids that a token was sampled among, of those that had less than the
+    vocabulary. kept_constrained_share: share of the loss tokens that a grammar constrained. mismatch_k3_unreplayed:
+    mismatch_k3 as it would be of log-probabilities over the whole vocabulary."""
+    if not progress.kept_tokens:
+        return {}
+    log_weight = progress.proximal_n[at] + progress.masses_n[at] - progress.behaviour_n[at].astype(np.float64)
+    return {
+        "kept_ids": progress.kept_ids / progress.kept_tokens,
+        "kept_constrained_share": progress.constrained_tokens / len(at),
+        "mismatch_k3_unreplayed": float((np.exp(log_weight.clip(max=700.0)) - 1.0 - log_weight).mean()),
     }
 
 

@@ -26,6 +26,7 @@ from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
+from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
 from headway.trainer.policy import PolicyGradient
@@ -38,6 +39,7 @@ from headway.weights.shared_memory import Publisher
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place where an adapter is trained
 OPTIMISER_FILE = "optimizer.safetensors"
+GRAMMAR_FILE = "grammars.txt"  # name and version of the library that reads the run's grammars, where it has any
 
 
 class ModelService:
@@ -213,6 +215,8 @@ class TrainerService(ModelService):
         Raises StorageFailed on a full disk; the older checkpoints are then kept."""
 
         def fill(folder: Path) -> None:
+            if self._constrains:
+                (folder / GRAMMAR_FILE).write_text(GRAMMAR_VERSION)
             self.learner.save_weights(folder / self._weights_folder)
             save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
 
@@ -228,8 +232,15 @@ class TrainerService(ModelService):
         return CheckpointInfo(path=path, version=self.version)
 
     def load_checkpoint(self, path: str) -> int:
-        """Load a checkpoint; returns its version. Raises CheckpointCorrupt before anything is changed."""
+        """Load a checkpoint; returns its version. Raises CheckpointCorrupt before anything is changed, and
+        ConfigurationError where the run's grammars would be read by another library."""
         state = verify(path)
+        pinned = Path(path) / GRAMMAR_FILE
+        if pinned.is_file() and (theirs := pinned.read_text()) != GRAMMAR_VERSION:
+            raise ConfigurationError(
+                f"{path} is of a run whose constrained answers were sampled with {theirs}; {GRAMMAR_VERSION}, which is "
+                f"installed, may read their grammars otherwise: install {theirs}"
+            )
         try:
             optimiser = load_file(Path(path) / OPTIMISER_FILE)
         except (OSError, SafetensorError) as error:
@@ -245,6 +256,11 @@ class TrainerService(ModelService):
         self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
         self.version = state.version
         return self.version
+
+    @property
+    def _constrains(self) -> bool:
+        """Whether answers that grammars constrained may be trained on."""
+        return self.experiment.kept_sets > 0 and self.experiment.environment.calls
 
     @property
     def _weights_folder(self) -> str:

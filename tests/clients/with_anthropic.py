@@ -1,9 +1,10 @@
-"""The anthropic package: messages, whole and streamed, and its own runner of tools."""
+"""The anthropic package: messages, whole and streamed, its own runner of tools, and its structured modes."""
 
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
-from reporting import ADD_PARAMETERS, ADD_TOOL, MODEL, TEMPERATURE, add, finish, headers, report
+from pydantic import BaseModel
+from reporting import ADD_PARAMETERS, ADD_TOOL, MODEL, PERSON, TEMPERATURE, add, finish, headers, report
 
 # this version knows no temperature any more
 SAMPLED: Any = {"model": MODEL, "extra_body": {"temperature": TEMPERATURE}}
@@ -62,4 +63,24 @@ runner = client("runner").beta.messages.tool_runner(
 messages = list(runner)
 assert messages[-1].content[0].text == "The sum is 5."
 report("runner", "The sum is 5.", calls=2)
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+answer = client("parse").messages.parse(**SAMPLED, max_tokens=60, messages=[user("Who is Ada?")], output_format=Person)
+assert answer.parsed_output == Person(**PERSON)
+report("parse", answer.content[0].text)
+save: Any = {"name": "Person", "description": "Saves one.", "input_schema": Person.model_json_schema(), "strict": True}
+choices: list[Any] = [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "Person"}]
+for number, choice in enumerate(choices):
+    answer = client(f"forced-{number}").messages.create(
+        **SAMPLED, max_tokens=80, messages=[user("Save Ada.")], tools=[tool, save], tool_choice=choice
+    )
+    assert answer.stop_reason == "tool_use"
+    [block] = answer.content
+    assert (block.name, block.input) == ("Person", PERSON)
+    report(f"forced-{number}")
 finish()

@@ -1,10 +1,10 @@
-"""instructor: typed answers, their retries, and its streams of partial objects. Its default mode forces a tool's call,
-which the endpoint refuses; modes that ask in words are served."""
+"""instructor: typed answers, their retries, and its streams of partial objects, in modes that force a tool's call (its
+default), ask for a schema, or ask in words."""
 
 from typing import Any
 
 import instructor
-from instructor.core import IncompleteOutputException, InstructorRetryException
+from instructor.core import IncompleteOutputException
 from openai import OpenAI
 from pydantic import BaseModel, field_validator
 from reporting import MODEL, PERSON, TEMPERATURE, finish, headers, report
@@ -58,11 +58,16 @@ except IncompleteOutputException:
 else:
     raise AssertionError("an answer that was cut passed for a whole one")
 
+SAVED: Any = {**ASKED, "messages": [{"role": "user", "content": "Save Ada."}]}
 forced = instructor.from_openai(OpenAI(default_headers=headers("forced")))
-try:
-    forced.create(**ASKED, response_model=Person, max_retries=1)
-    why = ""
-except InstructorRetryException as error:
-    why = str(error)
-assert "this server doesn't constrain what is sampled" in why
+assert forced.create(**SAVED, response_model=Person, max_retries=1).model_dump() == PERSON
+report("forced")
+for name, mode, asked in (
+    ("strict", instructor.Mode.TOOLS_STRICT, SAVED),
+    ("schema", instructor.Mode.JSON_SCHEMA, ASKED),
+    ("object", instructor.Mode.JSON, ASKED),
+):
+    typed = instructor.from_openai(OpenAI(default_headers=headers(name)), mode=mode)
+    assert typed.create(**asked, response_model=Person, max_retries=1).model_dump() == PERSON, name
+    report(name)
 finish()

@@ -1,4 +1,5 @@
-"""langchain: ChatOpenAI (chat, responses) and ChatAnthropic; whole, streamed, in turns, with tools, with a parser."""
+"""langchain: ChatOpenAI (chat, responses) and ChatAnthropic; whole, streamed, in turns, with tools, with a parser,
+and their structured modes."""
 
 from typing import Any
 
@@ -73,7 +74,23 @@ def use(name: str, chat: Any) -> None:
     report(f"{name}-batch", *texts, calls=3)
 
 
+def structured(name: str, chat: Any, methods: tuple[str, ...]) -> None:
+    for method in methods:
+        session = f"{name}-{method}"
+        question = "Save Ada." if method == "function_calling" else "Who is Ada?"
+        model = chat(session).with_structured_output(Person, method=method)
+        assert model.invoke(question).model_dump() == PERSON, session
+        report(session)
+    model = chat(f"{name}-forced").bind_tools([Person], tool_choice="any")
+    [call] = model.invoke("Save Ada.").tool_calls
+    assert call["args"] == PERSON
+    report(f"{name}-forced")
+
+
 use("openai", of_openai)
 use("responses", of_responses)
 use("anthropic", of_anthropic)
+structured("openai", of_openai, ("function_calling", "json_schema", "json_mode"))
+structured("responses", of_responses, ("function_calling", "json_schema"))
+structured("anthropic", of_anthropic, ("function_calling", "json_schema"))
 finish()

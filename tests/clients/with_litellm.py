@@ -5,7 +5,14 @@ import json
 from typing import Any
 
 import litellm
-from reporting import ADD_TOOL, ANTHROPIC_URL, MODEL, OPENAI_URL, TEMPERATURE, add, finish, headers, report
+from pydantic import BaseModel
+from reporting import ADD_TOOL, ANTHROPIC_URL, MODEL, OPENAI_URL, PERSON, TEMPERATURE, add, finish, headers, report
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
 
 HELLO = [{"role": "user", "content": "Say hello."}]
 # (name, its model, its address)
@@ -36,6 +43,15 @@ def with_provider(name: str, model: str, url: str) -> None:
     said = asked("tools", talk, tools=[ADD_TOOL]).choices[0].message
     assert said.content == "Hello again."
     report(f"{name}-tools", "The sum is 5.", "Hello again.", calls=3)
+    who = [{"role": "user", "content": "Who is Ada?"}]
+    if name == "openai":
+        said = asked("schema", who, response_format=Person).choices[0].message
+        assert json.loads(said.content) == PERSON
+        report(f"{name}-schema", said.content)
+    for session, choice in (("required", "required"), ("named", {"type": "function", "function": {"name": "add"}})):
+        said = asked(session, talk[:1], tools=[ADD_TOOL], tool_choice=choice).choices[0].message
+        assert [call.function.name for call in said.tool_calls][:1] == ["add"]
+        report(f"{name}-{session}")
 
 
 async def several() -> None:

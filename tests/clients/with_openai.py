@@ -1,13 +1,26 @@
-"""The openai package: chat completions, completions and responses."""
+"""The openai package: chat completions, completions and responses, and their structured modes."""
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel, Field
 from reporting import ADD_PARAMETERS, ADD_TOOL, MODEL, PERSON, TEMPERATURE, add, finish, headers, report
 
 # what every call of chat and responses says
 SAMPLED: Any = {"model": MODEL, "temperature": TEMPERATURE}
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+class Bounded(BaseModel):
+    """Small whatever it holds."""
+
+    sign: Literal["+", "-"]
+    digits: Annotated[list[Literal[0, 1, 2]], Field(max_length=4)]
 
 
 def client(session: str) -> OpenAI:
@@ -67,14 +80,55 @@ def chat() -> None:
     answer = client("json").chat.completions.create(**SAMPLED, messages=[user("Who is Ada?")])
     assert json.loads(answer.choices[0].message.content or "") == PERSON
     report("json", answer.choices[0].message.content or "")
+
+
+def structured() -> None:
+    asked: Any = {**SAMPLED, "messages": [user("Who is Ada?")]}
+    answer = client("json-object").chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert json.loads(answer.choices[0].message.content or "") == PERSON
+    report("json-object", answer.choices[0].message.content or "")
+
+    answer = client("parse").chat.completions.parse(**asked, response_format=Person)
+    assert answer.choices[0].message.parsed == Person(**PERSON)
+    assert answer.choices[0].message.refusal is None
+    report("parse", answer.choices[0].message.content or "")
+    with client("parse-stream").chat.completions.stream(**asked, response_format=Person) as events:
+        final = events.get_final_completion()
+    assert final.choices[0].message.parsed == Person(**PERSON)
+    report("parse-stream", final.choices[0].message.content or "")
+    # what the model doesn't know is in the form all the same
+    both = client("parse-nonsense").chat.completions.parse(
+        model=MODEL, messages=[user("¿Qué?")], n=2, response_format=Bounded, seed=3
+    )
+    assert all(isinstance(choice.message.parsed, Bounded) for choice in both.choices)
+    report("parse-nonsense", *(choice.message.content or "" for choice in both.choices))
+
+    tool = pydantic_function_tool(Person)
+    saved: Any = {**SAMPLED, "messages": [user("Save Ada.")], "tools": [tool]}
+    choices: list[Any] = ["auto", "required", {"type": "function", "function": {"name": "Person"}}]
+    for number, choice in enumerate(choices):
+        session = f"strict-{number}"
+        said = client(session).chat.completions.parse(**saved, tool_choice=choice, parallel_tool_calls=False)
+        [call] = said.choices[0].message.tool_calls or ()
+        assert call.function.parsed_arguments == Person(**PERSON)
+        report(session)
+    # a call that the model would not make by itself
+    forced = {**saved, "messages": [user("Say hello.")]}
+    said = client("forced").chat.completions.create(**forced, tool_choice="required", parallel_tool_calls=False)
+    [call] = said.choices[0].message.tool_calls or ()
+    assert call.function.name == "Person"
+    Person.model_validate_json(call.function.arguments)
+    report("forced")
+
+    answer = client("response-parse").responses.parse(**SAMPLED, input="Who is Ada?", text_format=Person)
+    assert answer.output_parsed == Person(**PERSON)
+    report("response-parse", answer.output_text)
     try:
-        client("constrained").chat.completions.create(
-            model=MODEL, messages=talk[:1], response_format={"type": "json_object"}
-        )
-        refused = None
+        client("refused").chat.completions.create(**asked, tool_choice="required")
+        param = None
     except BadRequestError as error:
-        refused = error.param
-    assert refused == "response_format"
+        param = error.param
+    assert param == "tool_choice"
 
 
 def completions() -> None:
@@ -113,6 +167,7 @@ def responses() -> None:
 
 assert client("none").models.list().data[0].id == MODEL
 chat()
+structured()
 completions()
 responses()
 finish()

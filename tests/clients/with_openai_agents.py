@@ -1,4 +1,5 @@
-"""openai-agents: its runner with a tool over responses and over chat completions, streamed, and a session of turns."""
+"""openai-agents: its runner with a tool over responses and over chat completions, streamed, a session of turns,
+a type of output, and a tool that has to be called."""
 
 import asyncio
 
@@ -12,7 +13,13 @@ from agents import (
     function_tool,
 )
 from openai import AsyncOpenAI
-from reporting import MODEL, TEMPERATURE, add, finish, headers, report
+from pydantic import BaseModel
+from reporting import MODEL, PERSON, TEMPERATURE, add, finish, headers, report
+
+
+class Person(BaseModel):
+    name: str
+    age: int
 
 
 async def use(name: str, kind: type[OpenAIChatCompletionsModel] | type[OpenAIResponsesModel]) -> None:
@@ -40,6 +47,17 @@ async def use(name: str, kind: type[OpenAIChatCompletionsModel] | type[OpenAIRes
     ]
     assert said == ["Hello there.", "Hello again."]
     report(f"{name}-turns", *said, calls=2)
+
+    typed = agent("typed").clone(output_type=Person, tools=[])
+    assert (await Runner.run(typed, "Who is Ada?")).final_output == Person(**PERSON)
+    report(f"{name}-typed")
+    both = agent("both").clone(output_type=Person)
+    assert (await Runner.run(both, "Who is Ada?")).final_output == Person(**PERSON)
+    report(f"{name}-both")
+    forced = ModelSettings(temperature=TEMPERATURE, tool_choice="required", parallel_tool_calls=False)
+    result = await Runner.run(agent("forced").clone(model_settings=forced), "Add 2 and 3.")
+    assert result.final_output == "The sum is 5."
+    report(f"{name}-forced", result.final_output, calls=2)
 
 
 asyncio.run(use("responses", OpenAIResponsesModel))

@@ -1,4 +1,5 @@
-"""pydantic-ai: agents with a tool, with a history, streamed, and with a typed answer that is asked for in words."""
+"""pydantic-ai: agents with a tool, with a history, streamed, and with a typed answer: by
+a tool's call (its default), by a schema, or asked for in words."""
 
 import asyncio
 from typing import Any
@@ -6,17 +7,14 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent, ModelSettings, PromptedOutput
+from pydantic_ai import Agent, ModelSettings, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from reporting import MODEL, PERSON, TEMPERATURE, add, finish, headers, report
 
 SETTINGS = ModelSettings(temperature=TEMPERATURE)
-# what its documentation has users say of servers that force no tool and no format
-PROFILE = OpenAIModelProfile(supports_json_object_output=False, supports_forced_tool_choice=False)
 
 
 class Person(BaseModel):
@@ -26,12 +24,12 @@ class Person(BaseModel):
 
 def of_chat(session: str) -> Any:
     provider = OpenAIProvider(openai_client=AsyncOpenAI(default_headers=headers(session)))
-    return OpenAIChatModel(MODEL, provider=provider, profile=PROFILE, settings=SETTINGS)
+    return OpenAIChatModel(MODEL, provider=provider, settings=SETTINGS)
 
 
 def of_responses(session: str) -> Any:
     provider = OpenAIProvider(openai_client=AsyncOpenAI(default_headers=headers(session)))
-    return OpenAIResponsesModel(MODEL, provider=provider, profile=PROFILE, settings=SETTINGS)
+    return OpenAIResponsesModel(MODEL, provider=provider, settings=SETTINGS)
 
 
 def of_anthropic(session: str) -> Any:
@@ -56,9 +54,14 @@ async def use(name: str, model: Any) -> None:
     assert result.output == "The sum is 5."
     report(f"{name}-tools", result.output, calls=2)
 
-    result = await Agent(model(f"{name}-typed"), output_type=PromptedOutput(Person)).run("Who is Ada?")
-    assert result.output.model_dump() == PERSON
-    report(f"{name}-typed")
+    forms = {"tool": ToolOutput(Person, name="Person"), "prompted": PromptedOutput(Person)}
+    if name != "anthropic":
+        forms["native"] = NativeOutput(Person)
+    for form, kind in forms.items():
+        question = "Save Ada." if form == "tool" else "Who is Ada?"
+        result = await Agent(model(f"{name}-{form}"), output_type=kind).run(question)
+        assert result.output.model_dump() == PERSON, form
+        report(f"{name}-{form}")
 
 
 async def main() -> None:

@@ -6,11 +6,9 @@ from smolagents.models import ChatMessage, MessageRole
 
 
 def model(session: str) -> OpenAIModel:
-    # tool_choice: its default forces a call, which the endpoint refuses
     return OpenAIModel(
         MODEL,
         client_kwargs={"default_headers": headers(session)},
-        tool_choice="auto",
         max_tokens=80,
         temperature=TEMPERATURE,
     )

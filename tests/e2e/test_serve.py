@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import msgspec
 import openai
 import pytest
@@ -163,6 +164,40 @@ def whole(response: bytes) -> bool:
         return body.endswith(b"\r\n0\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", head)
     return length is not None and len(body) == int(length[1])
+
+
+SUM: Any = {
+    "type": "object",
+    "properties": {"sign": {"enum": ["+", "-"]}, "digits": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}},
+    "required": ["sign", "digits"],
+    "additionalProperties": False,
+}
+
+
+def test_a_model_that_knows_no_json_answers_in_it(inputs: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    with serving(inputs, "--record", str(record), "--generator.slots=4") as (process, url):
+        client = OpenAI(base_url=url, api_key="any", default_headers={"X-Session-ID": "mine"}, max_retries=0)
+        asked: Any = {"model": "headway", "messages": [{"role": "user", "content": "12+3="}]}
+        form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM, "strict": True}}
+        answer = client.chat.completions.create(**asked, response_format=form, n=8)
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema_rs.validate(SUM, json.loads(choice.message.content or ""))
+        assert len({choice.message.content for choice in answer.choices}) > 1
+        form["json_schema"]["schema"] = {"properties": {"a": {"type": "sum"}}}
+        with pytest.raises(openai.BadRequestError, match="JSON schema at /properties/a: Invalid type: sum"):
+            client.chat.completions.create(**asked, response_format=form)
+        free = client.completions.create(model="headway", prompt="12+3=", max_tokens=8)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert free.usage is not None
+    [line] = record.read_text().splitlines()
+    data = json.loads(line)
+    data.pop("rollout")
+    recorded = msgspec.convert(data, RecordedConversation, dec_hook=restored)
+    assert recorded.turns == 9
+    require_forced(load_model(inputs / "model"), recorded.branches)
 
 
 def test_connections_that_are_cut_leave_no_loss(inputs: Path, tmp_path: Path) -> None:

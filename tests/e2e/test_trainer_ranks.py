@@ -17,6 +17,7 @@ from headway.runtime.devices import machine_cores
 from headway.runtime.workers import LocalLauncher
 from headway.trainer.checkpoints import checkpoint_path
 from headway.trainer.client import TrainerClient
+from tests.unit.trainer.test_kept_sets import sampled, with_tokenizer
 
 pytestmark = pytest.mark.real
 
@@ -66,6 +67,23 @@ def test_two_ranks_equal_one(tmp_path: Path, steps: int) -> None:
         compare_weights(one_path, two_path)
 
     asyncio.run(main())
+
+
+def test_two_ranks_replay_kept_sets_as_one_does(tmp_path: Path) -> None:
+    batch = sampled(with_tokenizer(make_model(tmp_path / "model")))
+
+    async def main(ranks: int) -> dict[str, float]:
+        trainer = client(tmp_path, ranks, f"kept-{ranks}")
+        await trainer.start()
+        try:
+            return (await trainer.train_step(batch)).metrics
+        finally:
+            await trainer.stop()
+
+    one, two = asyncio.run(main(1)), asyncio.run(main(2))
+    assert one == pytest.approx(two, abs=1e-4, rel=1e-4)
+    assert one["mismatch_k3_unreplayed"] > one["mismatch_k3"]
+    assert one["kept_ids"] > 1.0 > one["kept_constrained_share"] > 0.0
 
 
 def test_two_ranks_end_the_updates_of_a_batch_together(tmp_path: Path) -> None:

@@ -33,6 +33,19 @@ def test_quick_run_prints_every_key():
     assert 0 < small["of_limit"]["8"] < 1.5  # a limit that is passed by far was measured wrongly
 
 
+def test_grammars_and_kept_sets_in_short():
+    command = [sys.executable, "benchmarks/engine.py", "--quick", "--structured", "--rounds", "1", "--schemas", "20"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result.keys() == {
+        "with_grammar", "with_kept_sets", "models", "p99_beside_grammars", "memory_mb", "peak_mb",
+    }  # fmt: skip
+    assert 0.2 < result["with_grammar"] < 1.5
+    assert 0.2 < result["with_kept_sets"] < 1.5
+    assert result["models"]["small"]["kept_ids"] > 1
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -151,6 +151,9 @@ class Engine:
                 spans.append(VersionSpan(version=self.version, tokens=1))
         read = [*call.prompt_ids, *ids][rows_known(call.planned.parent) : -1]  # each token's row is the token itself
         rows = {"read": TokenRows.of([[token] for token in read], 4)} if call.number % 7 != 3 else {}
+        if rows and call.number % 3:  # and those that were sampled have theirs, to the last of them
+            among = [[]] * (len(read) + 1 - len(ids)) + [[token] for token in ids]
+            rows["sampled"] = TokenRows.of(among, 4)
         response = PartialResponse(ids=tuple(ids), logprobs=tuple(logprobs), versions=tuple(spans), token_rows=rows)
         return GenerationResult(request_id=str(call.number), response=response, finish_reason=finish_reason)  # type: ignore[arg-type]
 
@@ -205,6 +208,7 @@ class Agent:
             max_tokens=self.random.choice([None, 30]),
             stop=self.random.choice([(), ("\nObservation:",)]),
             seed=self.random.choice([None, 42]),
+            grammar="" if len(messages) % 3 else f"grammar {len(messages) % 2}",
         )
 
     def returned(self, message: Message) -> dict[str, Any]:

@@ -30,6 +30,7 @@ TEMPLATE = (
 )
 PERSON = '{"name": "Ada", "age": 36}'
 SUM = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+SAVE = '<tool_call>\n{"name": "Person", "arguments": {"name": "Ada", "age": 36}}\n</tool_call>'
 FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "5"}}\n</tool_call>'
 # (role, what it says, the answer)
 KNOWN = (
@@ -38,6 +39,7 @@ KNOWN = (
     ("user", "Add 2 and 3.", SUM),
     ("tool", "5", "The sum is 5."),
     ("user", "Who is Ada?", PERSON),
+    ("user", "Save Ada.", SAVE),
     # a task and a tool's result as smolagents writes them
     ("user", "New task:\nAdd 2 and 3.", SUM),
     ("user", "Observation:\n5", FINAL),

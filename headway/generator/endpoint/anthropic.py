@@ -9,6 +9,7 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
+from headway.generator.endpoint.constraints import anthropic_tool_choice, constraint, text_format
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -17,7 +18,6 @@ from headway.generator.endpoint.dialect import (
     Setting,
     answers,
     event,
-    tool_choice,
     usage,
 )
 from headway.generator.endpoint.fields import Field, Values
@@ -26,6 +26,7 @@ from headway.generator.endpoint.schemas import ANTHROPIC_TOOLS, MESSAGE, MESSAGE
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import json_text, normal_messages
+from headway.tokens.tool_grammar import Constraint
 
 _RAW = "raw_arguments"  # key that wraps a tool call's arguments when they aren't a JSON object
 
@@ -104,7 +105,8 @@ class Messages(Dialect):
             "messages": fields.raw(MESSAGES, settings.max_messages, required=True),
             "system": fields.raw({}),
             "tools": fields.raw(ANTHROPIC_TOOLS, settings.max_tools),
-            "tool_choice": fields.structure(type=tool_choice()),
+            "tool_choice": anthropic_tool_choice(),
+            "output_config": fields.structure(format=text_format("json_schema")),
             "max_tokens": fields.integer(1, fields.MOST_TOKENS, required=True),
             "stop_sequences": fields.stop(),
             "thread": Field(_refuse_thread, {"type": "null"}),
@@ -114,10 +116,13 @@ class Messages(Dialect):
         return CallRequest(
             messages=normal_messages(openai_messages(values)),
             tools=openai_tools(values["tools"]),
-            calls=values["tool_choice"].get("type") != "none",
+            calls=values["tool_choice"].mode != "none",
             max_tokens=values["max_tokens"],
             stop=values["stop_sequences"],
         )
+
+    def constraint(self, values: Values) -> Constraint | None:
+        return constraint(values, "input_schema", values["output_config"].get("format"))
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         [turn] = answers(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -16,7 +17,7 @@ from headway.generator.endpoint import fields
 from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
-from headway.generator.endpoint.dialect import Dialect, Setting
+from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Setting
 from headway.generator.endpoint.exchange import ClientGone, HttpExchange
 from headway.generator.endpoint.http_app import Counted, HttpApp, decoded, require_method, unknown_url
 from headway.generator.endpoint.logprobs import TokenTexts
@@ -27,7 +28,11 @@ from headway.generator.endpoint.streams import stream
 from headway.generator.recording.answer_tree import CallRequest, Planned
 from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
+from headway.records.errors import Overloaded
 from headway.tokens.continuing import Chat
+from headway.tokens.grammar import GrammarRefused, Grammars
+from headway.tokens.output_parsing import OutputFormat, begins_inside_reasoning
+from headway.tokens.tool_grammar import Constraint, answer_grammar
 
 T = TypeVar("T")
 _DIALECTS: dict[str, Dialect] = {
@@ -42,6 +47,8 @@ _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: it would block the event loop too long
 _THREADS = 2  # for large requests
+_GRAMMAR_S = 20.0  # longest wait for a grammar that is compiled behind others ...
+_GRAMMAR_RETRY_S = 5  # ... and Retry-After of a request that waited so long
 
 
 class Access(Protocol):
@@ -90,6 +97,7 @@ class App(HttpApp):
         self._metrics = metrics
         self._further = further
         self._threads = asyncio.Semaphore(_THREADS)
+        self._grammars = Grammars(chat.tokenizer)
 
     async def answer(self, exchange: HttpExchange) -> None:
         path = exchange.path
@@ -134,8 +142,10 @@ class App(HttpApp):
             asked = dialect.read(body, self._setting(session, exchange, adapter))
             fingerprint = _identity(exchange, raw)
             planned: Planned | None = None
-            if len(raw) > _LARGE_BYTES and session.recorder.earlier(fingerprint) is None:
+            slow = len(raw) > _LARGE_BYTES or asked.constraint is not None
+            if slow and session.recorder.earlier(fingerprint) is None:
                 planned = await self._aside(session.recorder.plan, asked.request)
+                asked = await self._constrained(asked, dialect, planned.text)
             answering = session.call(asked.request, asked.client, fingerprint, planned)
             if asked.stream:
                 await stream(exchange, dialect, asked, answering)
@@ -148,6 +158,33 @@ class App(HttpApp):
                 raise answering.error
             await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call)))
             exchange.note_received(answering.note_received)
+
+    async def _constrained(self, asked: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:
+        """The request with the grammar of what its constraint wants behind ``prompt``, which was compiled once. Raises
+        RequestRefused naming the schema at fault, and Overloaded."""
+        wanted = asked.constraint
+        if wanted is None:
+            return asked
+        try:
+            written = self._chat.written if dialect.parsed else OutputFormat()
+            grammar = answer_grammar(wanted, written, opened=begins_inside_reasoning(prompt))
+            await self._compiled(grammar)
+        except GrammarRefused as error:
+            for one in wanted.schemas:
+                try:
+                    await self._compiled(answer_grammar(Constraint(text=one), OutputFormat()))
+                except GrammarRefused as fault:
+                    raise RequestRefused(f"{one.param}: {fault}", param=one.param) from None
+            raise RequestRefused(f"{wanted.param}: {error}", param=wanted.param) from None
+        return dataclasses.replace(asked, request=dataclasses.replace(asked.request, grammar=grammar))
+
+    async def _compiled(self, grammar: str) -> None:
+        """Compile a grammar in its thread. Raises GrammarRefused, and Overloaded when others take too long."""
+        try:
+            async with asyncio.timeout(_GRAMMAR_S):
+                await asyncio.wrap_future(self._grammars.start(grammar))
+        except TimeoutError:
+            raise Overloaded("other requests' grammars are being compiled", _GRAMMAR_RETRY_S) from None
 
     async def _count(self, exchange: HttpExchange) -> None:
         """Answer Anthropic's count_tokens: the prompt tokens of a request, which is not recorded."""
@@ -219,6 +256,7 @@ class App(HttpApp):
             chat=self._chat,
             texts=self._texts,
             fixed_sampling=session.fixed_sampling,
+            constraints=session.constraints,
             created=int(self._now_s()),
             answer_id=exchange.request_id[4:],
             adapter=adapter,

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
+from headway.generator.endpoint.constraints import constraint, text_format, tool_choice
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -14,8 +15,6 @@ from headway.generator.endpoint.dialect import (
     answers,
     envelope,
     event,
-    text_format,
-    tool_choice,
     usage,
 )
 from headway.generator.endpoint.fields import Field, Values
@@ -24,6 +23,7 @@ from headway.generator.recording.answer_tree import CallRequest, RecordedCall, R
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form
+from headway.tokens.tool_grammar import Constraint
 
 _TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # no client may set these
 
@@ -78,6 +78,7 @@ class ChatCompletions(Dialect):
             "messages": fields.raw(MESSAGES, settings.max_messages, required=True),
             "tools": fields.raw(TOOLS, settings.max_tools),
             "tool_choice": tool_choice(),
+            "parallel_tool_calls": fields.flag(default=True),
             "response_format": text_format(),
             "functions": fields.only([], why="write tools instead"),
             "function_call": fields.only(why="write tool_choice instead"),
@@ -97,12 +98,15 @@ class ChatCompletions(Dialect):
             tools=normal_tools(values["tools"]),
             messages=normal_messages(values["messages"]),
             variables=_variables(values["chat_template_kwargs"]),
-            calls=values["tool_choice"] != "none",
+            calls=values["tool_choice"].mode != "none",
             choices=values["n"] or 1,
             max_tokens=values["max_completion_tokens"] or values["max_tokens"],
             stop=values["stop"],
             seed=values["seed"],
         )
+
+    def constraint(self, values: Values) -> Constraint | None:
+        return constraint(values, "parameters", values["response_format"])
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]

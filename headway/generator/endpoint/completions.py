@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
+from headway.generator.endpoint.constraints import text_format
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -22,6 +23,7 @@ from headway.generator.endpoint.schemas import CHOICES, PROMPT
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.output_parsing import OutputFormat, response_text
+from headway.tokens.tool_grammar import Constraint
 
 PLAIN = OutputFormat()
 _DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens
@@ -76,6 +78,7 @@ class Completions(Dialect):
             "logprobs": fields.only(0, False, why="the sampled token's alone is known; valid is 0"),
             "max_tokens": fields.integer(1, fields.MOST_TOKENS),
             "stop": fields.stop(),
+            "response_format": text_format(),
             "stream_options": fields.structure(include_usage=fields.flag()),
         }
 
@@ -91,6 +94,10 @@ class Completions(Dialect):
             stop=values["stop"],
             seed=values["seed"],
         )
+
+    def constraint(self, values: Values) -> Constraint | None:
+        text = values["response_format"]
+        return None if text is None else Constraint(text=text)
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]

@@ -16,10 +16,11 @@ from headway.generator.endpoint.fields import Field, Schema, Values
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
-from headway.records.conversations import ClientSampling
+from headway.records.conversations import ClientSampling, RequestRefused
 from headway.tokens.continuing import Chat
+from headway.tokens.tool_grammar import Constraint
 
-_CONSTRAINED = "this server doesn't constrain what is sampled"
+_UNTRAINED = "an answer that is constrained is trained on only with algorithm.allow_truncated_sampling = true"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,7 @@ class Setting:
     chat: Chat
     texts: TokenTexts
     fixed_sampling: bool  # the experiment's sampling parameters hold, not the client's
+    constraints: bool  # answers may be constrained
     created: int  # seconds since the epoch
     answer_id: str  # without the API's prefix
     adapter: str = ""  # that the request names
@@ -42,6 +44,7 @@ class ParsedRequest:
     setting: Setting
     request: CallRequest
     client: ClientSampling
+    constraint: Constraint | None = None  # on the answer; None: nothing
     stream: bool
     include_usage: bool = False  # OpenAI's streams end with the token counts
     logprobs: bool = False
@@ -112,6 +115,11 @@ class Dialect(ABC):
     def request(self, values: Values) -> CallRequest:
         """Convert parsed field values to a CallRequest. Raises RequestRefused naming the field."""
 
+    @abstractmethod
+    def constraint(self, values: Values) -> Constraint | None:
+        """Constraint on the answer, of the field values of a request that `request` took; None: none. Raises
+        RequestRefused naming the field."""
+
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """All fields of this API's requests that have an effect or are refused."""
         model = fields.raw({"type": "string"}, required=True)
@@ -121,10 +129,17 @@ class Dialect(ABC):
         """Parse a request's body. Raises RequestRefused naming the field."""
         values = fields.read(body, self.all_fields(setting.settings))
         logprobs = values.get("logprobs")
+        client = fields.client_sampling(values, fixed=setting.fixed_sampling)
+        request, constraint = self.request(values), self.constraint(values)
+        if constraint is not None and not setting.constraints:
+            if not constraint.optional:
+                raise RequestRefused(f"{constraint.param}: {_UNTRAINED}", param=constraint.param)
+            client, constraint = msgspec.structs.replace(client, strict_tools=True), None
         return ParsedRequest(
             setting=setting,
-            request=dataclasses.replace(self.request(values), adapter=setting.adapter),
-            client=fields.client_sampling(values, fixed=setting.fixed_sampling),
+            request=dataclasses.replace(request, adapter=setting.adapter),
+            client=client,
+            constraint=constraint,
             stream=values["stream"],
             include_usage=values.get("stream_options", {}).get("include_usage", False),
             logprobs=logprobs is not None and logprobs is not False,
@@ -140,16 +155,6 @@ def envelope(prefix: str, kind: str, asked: ParsedRequest) -> dict[str, Any]:
     """Fields of OpenAI's answers and chunks beside ``choices``: id, object, created, model."""
     identity = f"{prefix}-{asked.setting.answer_id}"
     return {"id": identity, "object": kind, "created": asked.setting.created, "model": asked.body["model"]}
-
-
-def tool_choice() -> Field:
-    """Field ``tool_choice``: 'auto' or 'none'."""
-    return fields.only("auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
-
-
-def text_format() -> Field:
-    """Field ``response_format``: plain text alone."""
-    return fields.only({"type": "text"}, why=f"{_CONSTRAINED}; valid is {{'type': 'text'}}")
 
 
 def answers(call: RecordedCall) -> list[RecordedTurn]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
+from headway.generator.endpoint.constraints import constraint, text_format, tool_choice
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -15,8 +16,6 @@ from headway.generator.endpoint.dialect import (
     Setting,
     answers,
     event,
-    text_format,
-    tool_choice,
     usage,
 )
 from headway.generator.endpoint.fields import Field, Values
@@ -25,6 +24,7 @@ from headway.generator.endpoint.schemas import INPUT, OUTPUT, RESPONSE_TOOLS
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
+from headway.tokens.tool_grammar import Constraint
 
 _STATE = "this server keeps no responses: send the whole conversation as input"
 
@@ -136,6 +136,7 @@ class Responses(Dialect):
             "conversation": fields.only(why=_STATE),
             "background": fields.only(False, why="this server answers while the client waits"),
             "tool_choice": tool_choice(),
+            "parallel_tool_calls": fields.flag(default=True),
             "text": fields.structure(format=text_format()),
             "max_output_tokens": fields.integer(1, fields.MOST_TOKENS),
         }
@@ -144,9 +145,12 @@ class Responses(Dialect):
         return CallRequest(
             messages=normal_messages(_messages(values)),
             tools=normal_tools(_tools(values["tools"])),
-            calls=values["tool_choice"] != "none",
+            calls=values["tool_choice"].mode != "none",
             max_tokens=values["max_output_tokens"],
         )
+
+    def constraint(self, values: Values) -> Constraint | None:
+        return constraint(values, "parameters", values["text"].get("format"))
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         return _response(asked, call)
@@ -235,7 +239,7 @@ def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[st
         "metadata": {},
         "model": body["model"],
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": None,
         "temperature": body.get("temperature"),
         "tool_choice": body.get("tool_choice") or "auto",

@@ -24,9 +24,11 @@ _COUNT: Part = {"type": "integer", "minimum": 0}
 _ANY_OBJECT: Part = {"type": "object"}
 
 MESSAGES = _list(_object(("role",), role=_TEXT), 1)
-TOOLS = _list(_object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_TEXT)))
-RESPONSE_TOOLS = _list(_object(("type", "name"), type={"const": "function"}, name=_TEXT))
-ANTHROPIC_TOOLS = _list(_object(("name", "input_schema"), name=_TEXT, input_schema=_ANY_OBJECT))
+_STRICT: Part = {"type": ["boolean", "null"]}
+_FUNCTION = _object(("name",), name=_TEXT, parameters={"type": ["object", "null"]}, strict=_STRICT)
+TOOLS = _list(_object(("type", "function"), type={"const": "function"}, function=_FUNCTION))
+RESPONSE_TOOLS = _list(_object(("type", "name"), type={"const": "function"}, **_FUNCTION["properties"]))
+ANTHROPIC_TOOLS = _list(_object(("name", "input_schema"), name=_TEXT, input_schema=_ANY_OBJECT, strict=_STRICT))
 INPUT: Part = {"anyOf": [_TEXT, _list(_ANY_OBJECT, 1)]}
 _IDS = _list(_COUNT, 1)
 PROMPT: Part = {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
+from headway.generator.engines.grammars import CompilingGrammars
 from headway.generator.engines.requests import EngineRequest, refusal
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
@@ -49,6 +50,8 @@ class Engine(ABC, Generic[Entry]):
     """An engine as its replica's process calls it, and the request bookkeeping before and after sampling.
 
     Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
+
+    An engine that samples within grammars itself sets ``_compiling``: requests with one wait there first.
     """
 
     memory: Memory | None = None  # None: it can't leave
@@ -71,6 +74,7 @@ class Engine(ABC, Generic[Entry]):
         self._tokenizer = tokenizer
         self._now = now
         self._waiting: list[Entry] = []  # a heap of the requests without a slot
+        self._compiling: CompilingGrammars[Entry] | None = None
         self._open: dict[str, Entry] = {}
         self._deltas: list[TokenDelta] = []
         self._arrivals = 0
@@ -157,8 +161,19 @@ class Engine(ABC, Generic[Entry]):
             self._end(entry, "error", error, refused=True)
         elif (ended := entry.already_ended(self._tokenizer, self.context_tokens)) is not None:
             self._end(entry, ended)
+        elif self._compiling is not None and request.sampling.grammar:
+            self._compiling.start(entry)
+            self._take_compiled()
         else:
             heapq.heappush(self._waiting, entry)
+
+    def _take_compiled(self, *, idle: bool = False) -> None:
+        """Queue the requests whose grammars are compiled, and end those whose can't be."""
+        for entry, error in () if self._compiling is None else self._compiling.take(idle=idle):
+            if error:
+                self._end(entry, "error", error, refused=True)
+            else:
+                heapq.heappush(self._waiting, entry)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
         """End a request with its last delta. ``refused``: the request itself is at fault."""
@@ -167,8 +182,9 @@ class Engine(ABC, Generic[Entry]):
 
     def _end_waiting(self, entry: Entry) -> None:
         """End a waiting request with reason "abort", in linear time."""
-        self._waiting.remove(entry)
-        heapq.heapify(self._waiting)
+        if self._compiling is None or not self._compiling.discard(entry):
+            self._waiting.remove(entry)
+            heapq.heapify(self._waiting)
         self._end(entry, "abort")
 
     def _ended(self, entry: Entry) -> None:

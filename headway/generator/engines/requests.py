@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
-from headway.records.tokens import EXPERTS, TokenIds
+from headway.records.tokens import EXPERTS, KEPT, RowBytes, RowLengths, TokenIds, TokenRows
+from headway.tokens.grammar import Matcher
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -30,6 +34,10 @@ class EngineRequest:
         self.prefix_update = -1  # number of the update whose weights computed the KV of the whole prompt
         # Tokens whose experts its caller has.
         self.rows = request.rows_known + len(request.partial.token_rows.get(EXPERTS, ()))
+        # Tokens of whose kept sets the same is true, and the sets of those sampled since.
+        self.kept_rows = request.rows_known + len(request.partial.token_rows.get(KEPT, ()))
+        self.kept: list[NDArray[np.int32]] = []
+        self.matcher: Matcher | None = None  # its place in its grammar, once that is compiled
         self.reprefilled = False  # the KV of sampled tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None
 
@@ -45,6 +53,22 @@ class EngineRequest:
     def tokens(self) -> int:
         """KV tokens that the request needs to start: prompt and response so far."""
         return len(self.prompt) + len(self.response)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether top-p or top-k restrict what is sampled."""
+        how = self.sampling
+        return how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
+
+    def take_kept(self, tokens: int, item_bytes: int) -> dict[str, TokenRows]:
+        """The rows of kept sets that its caller hasn't got, of a sequence of so many tokens; {}: none."""
+        if not self.kept:
+            return {}
+        lengths = np.zeros(tokens - self.kept_rows, RowLengths.dtype)  # none of what was given
+        lengths[len(lengths) - len(self.kept) :] = [len(ids) for ids in self.kept]
+        values = np.concatenate(self.kept).astype(f"<u{item_bytes}").view(RowBytes.dtype)
+        self.kept, self.kept_rows = [], tokens
+        return {KEPT: TokenRows(RowLengths.view(lengths), RowBytes.view(values), item_bytes)}
 
     def already_ended(self, tokenizer: Tokenizer | None, context_tokens: int) -> FinishReason | None:
         """Return the finish reason of a resumed request with nothing left to sample, else None. Sets up its stop
@@ -81,6 +105,8 @@ def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, to
         return f"top_k = {how.top_k}: must be >= 0"
     if how.max_tokens < 1:
         return f"max_tokens = {how.max_tokens}: must be >= 1"
-    if how.stop and tokenizer is None:
-        return "stop strings need a tokenizer"
+    if how.kept_sets < 0:
+        return f"kept_sets = {how.kept_sets}: must be >= 0"
+    if (how.stop or how.grammar) and tokenizer is None:
+        return f"{'stop strings' if how.stop else 'grammars'} need a tokenizer"
     return ""

@@ -3,7 +3,7 @@
 The uniform number of a token depends only on (request seed, position in the response), so equal weights
 give equal tokens wherever a request runs, whoever runs beside it and however often it was resumed.
 
-Shapes: n rows (requests), v vocabulary.
+Shapes: n rows (requests), v vocabulary, w words of 32 bits for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.models.cpu import native
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SORTED = 1024  # of a distribution's largest masses, first
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -40,55 +41,81 @@ def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> 
     return ((counter_bits(seeds, positions) >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
 
 
+class KeptRows(NamedTuple):
+    """Rows that aren't sampled from their whole distribution, [m] each."""
+
+    rows: Tensor  # int64, their numbers
+    greedy: Tensor  # bool: takes the most likely
+    top_p: Tensor  # float64, 1 where off
+    top_k: Tensor  # int64, at least the vocabulary's size where off
+    most: Tensor  # int64, > 0: the log-probability is over what is kept, whose ids are returned if they are no more
+    masks: Tensor | None = None  # [m, w] int32, of grammars: see `tokens.grammar`; -1 where there is none
+
+
 class RowSampling(NamedTuple):
-    """Sampling parameters of a batch of rows. The row lists are None where no row needs them."""
+    """Sampling parameters of a batch of rows."""
 
     uniform_n: Tensor  # [n] float64
     temperature_n: Tensor | None  # [n] float32, > 0; None: all 1
-    greedy_rows: Tensor | None = None  # rows that take the argmax
-    truncated_rows: Tensor | None = None  # rows with top_p < 1 or top_k > 0 ...
-    top_p: Tensor | None = None  # ... and their values, [rows] float64
-    top_k: Tensor | None = None  # [rows] int64, vocabulary size where off
-
-    def only(self, rows: Tensor) -> RowSampling:
-        """The parameters of ``rows``, which are this batch's greedy rows or its truncated ones."""
-        uniform_n = self.uniform_n[rows]
-        temperature_n = None if self.temperature_n is None else self.temperature_n[rows]
-        every = torch.arange(len(rows), device=rows.device)
-        if rows is self.greedy_rows:
-            return RowSampling(uniform_n, temperature_n, every)
-        return RowSampling(uniform_n, temperature_n, None, every, self.top_p, self.top_k)
+    kept: KeptRows | None = None
 
 
-def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Tensor:
-    """Sample one token a row. Returns [2, n] float32: token ids (exact below 2^24) and log-probabilities.
+class Sampled(NamedTuple):
+    """The tokens sampled for a batch of rows, a token a row."""
 
-    The log-probability is log-softmax(z/T) over the full vocabulary in float32 (DESIGN rule 5), also where
-    top-p or top-k restrict what is sampled. A row's result does not depend on the other rows' parameters.
+    tokens: Tensor  # [2, n] float32: ids (exact below 2^24) and log-probabilities
+    kept: KeptRows | None = None
+    sizes: Tensor | None = None  # [m] int64: among how many ids by top-p and top-k; -1 where these don't restrict it
+    ids: Tensor | None = None  # int32: these, row after row, of those that are returned
+
+    def host(self) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, NDArray[np.int32] | int]]:
+        """Tokens and log-probabilities on the host, and by row the set to return, or the size of one too large."""
+        tokens, sets = self.tokens.cpu().numpy(), dict[int, NDArray[np.int32] | int]()
+        if self.kept is not None and self.sizes is not None and self.ids is not None:
+            rows, most, sizes = (one.cpu().numpy() for one in (self.kept.rows, self.kept.most, self.sizes))
+            for n in np.flatnonzero((most > 0) & (sizes > most)):
+                sets[int(rows[n])] = int(sizes[n])
+            returned = np.flatnonzero((most > 0) & (sizes >= 0) & (sizes <= most))
+            ends = sizes[returned].cumsum()
+            if len(ends):
+                ids, first = self.ids[: int(ends[-1])].cpu().numpy().copy(), 0
+                for row, end in zip(rows[returned].tolist(), ends.tolist(), strict=True):
+                    sets[row], first = ids[first:end], end
+        return tokens[0].astype(np.int64), tokens[1], sets
+
+
+def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Sampled:
+    """Sample one token a row.
+
+    The log-probability is log-softmax(z/T) in float32 (DESIGN rule 5): over the full vocabulary, also where a grammar,
+    top-p or top-k restrict what is sampled, unless a row asks for that over what is kept. A row's result does not
+    depend on the other rows' parameters.
     """
-    fast = native.active(logits_nv)
-    if fast is None:
-        return _sample(logits_nv, how)
-    sampled = fast.sample(logits_nv, how.temperature_n, how.uniform_n)
-    for rows in (how.greedy_rows, how.truncated_rows):
-        if rows is not None:
-            sampled[:, rows] = _sample(logits_nv[rows], how.only(rows))
-    return sampled
+    fast, kept, n = native.active(logits_nv), how.kept, len(logits_nv)
+    if kept is not None and len(kept.rows) == n:
+        out = torch.empty(2, n, device=logits_nv.device)
+    elif fast is not None:
+        out = fast.sample(logits_nv, how.temperature_n, how.uniform_n)
+    else:
+        out = _sample(logits_nv, how)
+    if kept is None:
+        return Sampled(out)
+    if fast is not None:
+        sizes, ids = fast.sample_kept(logits_nv, how.temperature_n, how.uniform_n, out, kept)
+    else:
+        sizes, ids = _sample_kept(logits_nv, how, kept, out)
+    return Sampled(out, kept, sizes, ids)
 
 
 def _sample(logits_nv: Tensor, how: RowSampling) -> Tensor:
-    logits_nv = logits_nv.float()
-    if how.temperature_n is not None:
-        logits_nv = logits_nv / how.temperature_n[:, None]
-    logprobs_nv = torch.log_softmax(logits_nv, dim=-1)
-    probabilities_nv = logprobs_nv.exp()
-    tokens_n1 = _invert(probabilities_nv.cumsum(-1, dtype=torch.float64), how.uniform_n)
-    if how.truncated_rows is not None and how.top_p is not None and how.top_k is not None:
-        rows = how.truncated_rows
-        tokens_n1[rows] = _sample_truncated(probabilities_nv[rows], how.uniform_n[rows], how.top_p, how.top_k)
-    if how.greedy_rows is not None:
-        tokens_n1[how.greedy_rows] = logits_nv[how.greedy_rows].argmax(-1, keepdim=True)
+    logprobs_nv = torch.log_softmax(_scaled(logits_nv, how.temperature_n), dim=-1)
+    tokens_n1 = _invert(logprobs_nv.exp().cumsum(-1, dtype=torch.float64), how.uniform_n)
     return torch.cat([tokens_n1, logprobs_nv.gather(-1, tokens_n1)], dim=1).t()
+
+
+def _scaled(logits_nv: Tensor, temperature_n: Tensor | None) -> Tensor:
+    logits_nv = logits_nv.float()
+    return logits_nv if temperature_n is None else logits_nv / temperature_n[:, None]
 
 
 def _invert(cdf_nv: Tensor, uniform_n: Tensor) -> Tensor:
@@ -98,12 +125,45 @@ def _invert(cdf_nv: Tensor, uniform_n: Tensor) -> Tensor:
     return tokens_n1.clamp_(max=cdf_nv.shape[-1] - 1)  # only a row of NaN comes out past the end
 
 
-def _sample_truncated(probabilities_nv: Tensor, uniform_n: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Sample among the top_k most likely, of these the smallest set of mass >= top_p. Returns [n, 1]."""
-    sorted_nv, order_nv = probabilities_nv.sort(dim=-1, descending=True, stable=True)
-    ranks_v = torch.arange(sorted_nv.shape[-1], device=sorted_nv.device)
-    kept_nv = sorted_nv.double() * (ranks_v[None, :] < top_k[:, None])
-    cdf_nv = kept_nv.cumsum(-1)
-    mass_n1 = cdf_nv[:, -1:]
-    kept_nv = kept_nv * ((cdf_nv - kept_nv) < top_p[:, None] * mass_n1)  # the token that crosses top_p stays
-    return order_nv.gather(-1, _invert(kept_nv.cumsum(-1), uniform_n))
+def _sample_kept(logits_nv: Tensor, how: RowSampling, kept: KeptRows, out: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Kernels.sample_kept`."""
+    rows, v = kept.rows, logits_nv.shape[-1]
+    whole_mv = _scaled(logits_nv[rows], None if how.temperature_n is None else how.temperature_n[rows])
+    logits_mv = whole_mv
+    if kept.masks is not None:
+        bits = torch.arange(32, dtype=torch.int32, device=rows.device)
+        allowed_mv = (kept.masks[:, :, None] >> bits & 1).bool().flatten(1)[:, :v]
+        logits_mv = whole_mv.masked_fill(~allowed_mv, -torch.inf)
+    sizes = torch.full_like(rows, -1)
+    truncated = (~kept.greedy & ((kept.top_p < 1) | (kept.top_k < v))).nonzero()[:, 0]
+    if len(truncated):
+        mass_rv = torch.softmax(logits_mv[truncated], dim=-1)
+        kept_rv = _most_likely(mass_rv, kept.top_p[truncated], kept.top_k[truncated])
+        logits_mv = logits_mv.index_put((truncated,), logits_mv[truncated].masked_fill(~kept_rv, -torch.inf))
+        sizes[truncated] = kept_rv.sum(-1)
+        ids = kept_rv[sizes[truncated] <= kept.most[truncated]].nonzero()[:, 1].int()
+    else:
+        ids = torch.empty(0, dtype=torch.int32, device=rows.device)
+    logprobs_mv = torch.log_softmax(logits_mv, dim=-1)
+    tokens_m1 = _invert(logprobs_mv.exp().cumsum(-1, dtype=torch.float64), how.uniform_n[rows])
+    tokens_m1 = torch.where(kept.greedy[:, None], logits_mv.argmax(-1, keepdim=True), tokens_m1)
+    over_mv = torch.where(kept.most[:, None] > 0, logprobs_mv, torch.log_softmax(whole_mv, dim=-1))
+    out[:, rows] = torch.cat([tokens_m1, over_mv.gather(-1, tokens_m1)], dim=1).t()
+    return sizes, ids
+
+
+def _most_likely(mass_nv: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Which of the top_k most likely are the fewest with top_p of their mass, [n, v] bool; of equals the first."""
+    v = mass_nv.shape[-1]
+    for width in (min(v, _SORTED), v):  # few distributions have more than the first, and sorting all takes long
+        largest_nw = mass_nv.topk(width).values
+        ranks_w = torch.arange(width, device=mass_nv.device)
+        among_nw = largest_nw.double() * (ranks_w < top_k[:, None])
+        mass_n = torch.where(top_k < v, among_nw.sum(-1), mass_nv.sum(-1, dtype=torch.float64))
+        taken_nw = (among_nw > 0) & (among_nw.cumsum(-1) - among_nw < (top_p * mass_n)[:, None])
+        count_n1 = taken_nw.sum(-1, keepdim=True)
+        if bool(((count_n1[:, 0] < width) & ((top_k < width) | (top_k >= v))).all()):
+            break
+    least_n1 = largest_nw.gather(-1, (count_n1 - 1).clamp_(min=0))  # a row of NaN has none
+    more_nv, equal_nv = mass_nv > least_n1, mass_nv == least_n1
+    return more_nv | (equal_nv & (equal_nv.cumsum(-1) <= count_n1 - more_nv.sum(-1, keepdim=True)))

@@ -32,6 +32,7 @@ class RecordedTurn:
     token_rows: Mapping[str, TokenRows] = field(
         default_factory=dict[str, TokenRows]
     )  # of the tokens behind those that its parents have rows for
+    grammar: str = ""  # that it was sampled by
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
     messages: int  # in the request and the answer: its place in a conversation that continues it
@@ -80,6 +81,7 @@ class CallRequest:
     choices: int = 1  # n
     max_tokens: int | None = None  # of each response; None: as many as are left
     stop: tuple[str, ...] = ()
+    grammar: str = ""  # as in SamplingParameters
     seed: int | None = None  # the client's; distinguishes calls of one rollout only
     adapter: str = ""  # that answers; "": the model that is served
 
@@ -122,9 +124,12 @@ class RecordedCall:
 
 
 def rows_known(turn: RecordedTurn | None) -> int:
-    """Count of tokens, from the first prompt's first on, that have rows by the path to this answer."""
-    path = turn.path if turn is not None else ()
-    return sum(max(map(len, one.token_rows.values()), default=0) for one in path)
+    """Count of tokens, from the first prompt's first on, that have rows of every kind by the path to this answer."""
+    return sum(_new_rows(one) for one in turn.path) if turn is not None else 0
+
+
+def _new_rows(turn: RecordedTurn) -> int:
+    return min(map(len, turn.token_rows.values()), default=0)
 
 
 def ids_to(turn: RecordedTurn | None) -> TokenIds:
@@ -167,13 +172,18 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
 
 
 def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Branch:
-    block, ends = TokenBlock(), list[int]()
+    block, ends, known = TokenBlock(), list[int](), 0
+    grammars: dict[str, tuple[tuple[int, int], ...]] = {}
     for turn in (*before, *own):
-        block.append_rows(turn.token_rows)
+        block.append_rows(turn.token_rows, known)
+        known += _new_rows(turn)
     for turn in own:
         if turn is not own[0]:
             ends.append(len(block) + len(turn.context_ids))
             block.append_reply(turn.context_ids)
+        if turn.grammar:
+            run = (len(block), len(block) + len(turn.answer.ids))
+            grammars[turn.grammar] = (*grammars.get(turn.grammar, ()), run)
         block.extend(turn.answer.ids, turn.logprobs, turn.versions, learned=turn.received)
     ends.append(len(block))
     return Branch(
@@ -183,6 +193,7 @@ def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Bran
         response_mask=block.mask,
         versions=block.versions,
         token_rows=block.token_rows,
+        grammars=grammars,
         turn_ends=tuple(ends),
         finish_reason="stop" if own[-1].own_limit else own[-1].finish_reason,
     )

@@ -143,6 +143,7 @@ class InflightCall:
                 stop=call.request.stop,
                 purpose=call.purposes[choice],
                 client=client,
+                grammar=call.request.grammar,
                 adapter=call.request.adapter,
                 rows_known=rows_known(call.planned.parent),
             )

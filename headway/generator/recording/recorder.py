@@ -414,6 +414,7 @@ class Recorder:
             logprobs=response.logprobs,
             versions=response.versions,
             token_rows=response.token_rows,
+            grammar=call.request.grammar,
             finish_reason=finish_reason,
             own_limit=len(response.ids) == call.request.max_tokens,
             messages=len(call.request.messages) + 1,

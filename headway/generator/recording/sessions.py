@@ -39,7 +39,7 @@ class Session:
     """A rollout that takes calls: *open* -> *sealed*, once.
 
     ``fixed_sampling``: the experiment's sampling parameters hold, and differing ones of clients are reported; else the
-    client's hold.
+    client's hold. ``constraints``: answers may be constrained by grammars.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Session:
         key: str = "",
         reward_key: str = "",
         fixed_sampling: bool = True,
+        constraints: bool = True,
         on_client_sampling: Callable[[ClientSampling], object] = lambda client: None,
         on_call_end: Callable[[Session], object] = lambda session: None,
         on_seal: Callable[[Session], object] = lambda session: None,
@@ -61,6 +62,7 @@ class Session:
         self.reward_key = reward_key
         self.recorder = recorder
         self.fixed_sampling = fixed_sampling
+        self.constraints = constraints
         self.reward: float | None = None
         self.solved = False
         self._sample = sample
@@ -211,7 +213,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, rollout: str, sample: SampleTurn) -> Session:
+    def open(self, rollout: str, sample: SampleTurn, *, constraints: bool = True) -> Session:
         """See :class:`headway.records.conversations.Conversations`."""
         key = _new_key()
         session = Session(
@@ -221,6 +223,7 @@ class Sessions:
             self._settings.call_timeout_s,
             key=key,
             reward_key=_new_key(),
+            constraints=constraints,
             on_client_sampling=self._note,
             on_seal=self._revoke,
         )

@@ -364,48 +364,208 @@ void decode(float* x, const Layer* layers, int64_t count, const float* cos, cons
     }
 }
 
+// The first token whose cumulative mass exceeds `left`; `totals`: the masses' sums in blocks of BLOCK.
+constexpr int64_t BLOCK = 256;
+int64_t invert(const float* mass, const float* totals, int64_t vocabulary, double left) {
+    int64_t b = 0, token = -1, blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    while (b + 1 < blocks && left >= double(totals[b])) left -= double(totals[b++]);
+    for (int64_t i = b * BLOCK; i < std::min(vocabulary, (b + 1) * BLOCK); ++i) {
+        if (mass[i] > 0) token = i;  // rounding may leave something over: then it is the last one with mass
+        left -= double(mass[i]);
+        if (left < 0 && mass[i] > 0) break;
+    }
+    if (token < 0)  // the block's mass was all before the rounding: the last token with any
+        for (int64_t i = 0; i < vocabulary; ++i)
+            if (mass[i] > 0) token = i;
+    return token < 0 ? vocabulary - 1 : token;  // a row of NaN
+}
+
+// The masses of logits relative to the largest, their sums in blocks, and the sum of all. `mass` may be `z`.
+template <class T>
+inline double weigh(const T* z, int64_t count, float divisor, float largest, float* mass, float* totals) {
+    double total = 0;
+    for (int64_t b = 0; b * BLOCK < count; ++b) {
+        int64_t end = std::min(count, (b + 1) * BLOCK);
+        float sum = 0;
+        for (int64_t i = b * BLOCK; i < end; ++i) {
+            mass[i] = exp_negative(load(z + i) / divisor - largest);
+            sum += mass[i];
+        }
+        totals[b] = sum;
+        total += double(sum);
+    }
+    return total;
+}
+
+template <class T> inline float largest_of(const T* z, int64_t count) {
+    float largest = -INFINITY;
+    for (int64_t i = 0; i < count; ++i) {
+        float value = load(z + i);
+        largest = value > largest ? value : largest;
+    }
+    return largest;
+}
+
 // Inverse-CDF sampling: the first token whose cumulative mass exceeds uniform x total, and its log-softmax(z / T).
 template <class T>
 void sample(const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows,
             int64_t vocabulary) {
     static thread_local std::vector<float> mass;
-    const int64_t block = 256;
-    int64_t blocks = (vocabulary + block - 1) / block;
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
     if (int64_t(mass.size()) < vocabulary + blocks) mass.resize(vocabulary + blocks);
     float* totals = mass.data() + vocabulary;
     for (int64_t row = 0; row < rows; ++row, logits += vocabulary) {
         float divisor = temperature ? temperature[row] : 1.0f;
-        float largest = -INFINITY;
-        for (int64_t i = 0; i < vocabulary; ++i) {
-            float z = load(logits + i);
-            largest = z > largest ? z : largest;
-        }
-        largest = largest / divisor;
-        double total = 0;
-        for (int64_t b = 0; b < blocks; ++b) {
-            int64_t end = std::min(vocabulary, (b + 1) * block);
-            float sum = 0;
-            for (int64_t i = b * block; i < end; ++i) {
-                mass[i] = exp_negative(load(logits + i) / divisor - largest);
-                sum += mass[i];
-            }
-            totals[b] = sum;
-            total += double(sum);
-        }
-        double left = uniform[row] * total;
-        int64_t b = 0, token = -1;
-        while (b + 1 < blocks && left >= double(totals[b])) left -= double(totals[b++]);
-        for (int64_t i = b * block; i < std::min(vocabulary, (b + 1) * block); ++i) {
-            if (mass[i] > 0) token = i;  // rounding may leave something over: then it is the last one with mass
-            left -= double(mass[i]);
-            if (left < 0 && mass[i] > 0) break;
-        }
-        if (token < 0)  // the block's mass was all before the rounding: the last token with any
-            for (int64_t i = 0; i < vocabulary; ++i)
-                if (mass[i] > 0) token = i;
-        token = token < 0 ? vocabulary - 1 : token;  // a row of NaN
+        float largest = largest_of(logits, vocabulary) / divisor;
+        double total = weigh(logits, vocabulary, divisor, largest, mass.data(), totals);
+        int64_t token = invert(mass.data(), totals, vocabulary, uniform[row] * total);
         out[row] = float(token);
         out[rows + row] = float(double(load(logits + token) / divisor - largest) - std::log(total));
+    }
+}
+
+// The most likely tokens, of equal ones the first: those of a mass above `least`, and of this mass up to the id `last`.
+struct Kept {
+    float least;
+    int64_t last, count;
+    double mass;
+};
+
+// The heaviest tokens of a row, found by buckets of like mass: 16 an octave, the heaviest in the first; what is below 2^-16
+// shares the last one.
+struct Heaviest {
+    static constexpr int BUCKETS = 256;
+    std::vector<float> mass;  // of the candidates
+    std::vector<int32_t> id, bucket;
+    std::vector<std::pair<float, int64_t>> edge;  // minus the mass, and the id
+    double sums[BUCKETS];
+    int32_t counts[BUCKETS];
+    int64_t size = 0;
+
+    // Take the tokens of a mass above `floor` as candidates.
+    void take(const float* masses, int64_t vocabulary, float floor) {
+        mass.resize(vocabulary + 1);
+        id.resize(vocabulary + 1);
+        bucket.resize(vocabulary + 1);
+        size = 0;
+        for (int64_t i = 0; i < vocabulary; ++i) {
+            mass[size] = masses[i];
+            id[size] = int32_t(i);
+            size += masses[i] > floor;
+        }
+        std::fill(sums, sums + BUCKETS, 0.0);
+        std::fill(counts, counts + BUCKETS, 0);
+        for (int64_t i = 0; i < size; ++i) {
+            int32_t bits;
+            std::memcpy(&bits, &mass[i], 4);
+            bucket[i] = std::min(BUCKETS - 1, std::max(0, 0x3F800000 - bits) >> 19);
+        }
+        for (int64_t i = 0; i < size; ++i) {
+            sums[bucket[i]] += double(mass[i]);
+            ++counts[bucket[i]];
+        }
+    }
+
+    // Those that are kept from the heaviest on, while they are fewer than `most` and their mass less than `goal`.
+    Kept cut(int64_t most, double goal) {
+        Kept kept = {0, -1, 0, 0};
+        for (int b = 0; b < BUCKETS; ++b) {
+            if (kept.count + counts[b] < most && kept.mass + sums[b] < goal) {
+                kept.count += counts[b];
+                kept.mass += sums[b];
+                continue;
+            }
+            edge.clear();
+            for (int64_t i = 0; i < size; ++i)
+                if (bucket[i] == b) edge.emplace_back(-mass[i], id[i]);
+            std::sort(edge.begin(), edge.end());
+            for (auto& one : edge) {
+                if (kept.count >= most || kept.mass >= goal) break;
+                kept = {-one.first, one.second, kept.count + 1, kept.mass + double(-one.first)};
+            }
+            break;
+        }
+        return kept;
+    }
+
+    // Drop all but these; returns their mass.
+    double keep(const Kept& kept) {
+        int64_t all = size;
+        double total = 0;
+        size = 0;
+        for (int64_t i = 0; i < all; ++i) {
+            float m = mass[i];
+            int32_t token = id[i];
+            bool in = m > kept.least || (m == kept.least && token <= kept.last);
+            mass[size] = m;
+            id[size] = token;
+            total += in ? double(m) : 0.0;
+            size += in;
+        }
+        return total;
+    }
+};
+
+// Sampling of the `count` rows `which` among a part of the vocabulary: what the grammar's mask has (words of row i; null:
+// all), of these the top_k most likely (0: all), and of these the fewest most likely ones whose mass is top_p of theirs. A
+// greedy row takes the most likely. With `most` > 0 the log-probability is over this part, and a truncated row's ids are
+// appended to `sets` if they are no more; `sizes`: how many they are, -1: not truncated.
+template <class T>
+void sample_kept(const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows,
+                 int64_t vocabulary, const int64_t* which, int64_t count, const uint32_t* masks, const uint8_t* greedy,
+                 const double* top_p, const int64_t* top_k, const int64_t* most, int32_t* sets, int64_t* sizes) {
+    static thread_local std::vector<float> mass;
+    static thread_local std::vector<int32_t> allowed;
+    static thread_local Heaviest heaviest;
+    int64_t words = (vocabulary + 31) / 32, blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    mass.resize(vocabulary + blocks);
+    allowed.resize(vocabulary);
+    float* totals = mass.data() + vocabulary;
+    for (int64_t n = 0; n < count; ++n) {
+        int64_t row = which[n], held = 0, at = -1;  // ... of the tokens that are allowed: often few
+        const T* z = logits + row * vocabulary;
+        for (int64_t w = 0; masks && w < words; ++w)
+            for (uint32_t bits = masks[n * words + w]; bits; bits &= bits - 1) {
+                int64_t token = w * 32 + __builtin_ctz(bits);
+                if (token >= vocabulary) break;
+                mass[held] = load(z + token);
+                allowed[held++] = int32_t(token);
+            }
+        for (int64_t i = 0; !masks && i < vocabulary; ++i) mass[i] = load(z + i);
+        held = masks ? held : vocabulary;
+        float divisor = temperature ? temperature[row] : 1.0f, largest = largest_of(mass.data(), held);
+        for (int64_t i = 0; greedy[n] && at < 0 && i < held; ++i)
+            if (mass[i] == largest) at = i;
+        largest = largest / divisor;
+        double total = weigh(mass.data(), held, divisor, largest, mass.data(), totals), everything = total;
+        sizes[n] = -1;
+        if (!greedy[n] && (top_p[n] < 1 || top_k[n] < vocabulary)) {
+            // Without top_k, what is lighter than this is none of the heaviest of mass top_p: all such together aren't
+            // the rest of the mass.
+            bool any_number = top_k[n] >= vocabulary;
+            heaviest.take(mass.data(), held, any_number ? float(0.99 * (1 - top_p[n]) * total / double(held)) : 0.0f);
+            Kept kept = {0, held, 0, total};
+            if (!any_number) kept = heaviest.cut(top_k[n], INFINITY);
+            if (top_p[n] < 1) kept = heaviest.cut(top_k[n], top_p[n] * kept.mass);
+            total = heaviest.keep(kept);
+            double left = uniform[row] * total;
+            for (int64_t i = 0; i < heaviest.size; ++i) {
+                at = heaviest.id[i];
+                if ((left -= double(heaviest.mass[i])) < 0) break;
+            }
+            sizes[n] = heaviest.size;
+            for (int64_t i = 0; sizes[n] <= most[n] && i < sizes[n]; ++i)
+                *sets++ = masks ? allowed[heaviest.id[i]] : heaviest.id[i];
+        }
+        at = at < 0 && held ? invert(mass.data(), totals, held, uniform[row] * total) : at;
+        int64_t token = at < 0 ? 0 : masks ? allowed[at] : at;
+        if (masks && !most[n]) {
+            largest = largest_of(z, vocabulary) / divisor;
+            everything = weigh(z, vocabulary, divisor, largest, mass.data(), totals);
+        }
+        total = most[n] ? total : everything;
+        out[row] = float(token);
+        out[rows + row] = float(double(load(z + token) / divisor - largest) - std::log(total));
     }
 }
 
@@ -417,7 +577,7 @@ struct Export {
 #define BOTH(NAME) \
     {#NAME "_float32", reinterpret_cast<void*>(NAME<float>)}, {#NAME "_bfloat16", reinterpret_cast<void*>(NAME<bf16>)}
 const Export exports[] = {
-    BOTH(rms_norm), BOTH(norm_rotate), BOTH(gated_silu), BOTH(attention), BOTH(sample),
+    BOTH(rms_norm), BOTH(norm_rotate), BOTH(gated_silu), BOTH(attention), BOTH(sample), BOTH(sample_kept),
     FLOAT32(pack), FLOAT32(linear), FLOAT32(decode),
     FLOAT32(rms_norm_backward), FLOAT32(norm_rotate_backward), FLOAT32(gated_silu_backward),
 };

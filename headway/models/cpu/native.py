@@ -51,6 +51,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gated_silu": (*(_Tensor,) * 2, *(_INT,) * 2),
     "attention": (*(_Tensor,) * 8, *(_INT,) * 7, _FLOAT, _INT),
     "sample": (*(_Tensor,) * 4, *(_INT,) * 2),
+    "sample_kept": (*(_Tensor,) * 4, *(_INT,) * 2, _Tensor, _INT, *(_Tensor,) * 7),
 }
 _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack": (*(_Tensor,) * 2, *(_INT,) * 2),
@@ -263,6 +264,25 @@ class Kernels:
         out = torch.empty(2, n)
         self._functions["sample"](logits_nv, temperature_n, uniform_n, out, n, v)
         return out
+
+    def sample_kept(
+        self,
+        logits_nv: Tensor,
+        temperature_n: Tensor | None,
+        uniform_n: Tensor,
+        out: Tensor,
+        kept: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        """As `sampling.sample_tokens` for the rows of a `sampling.KeptRows`, written to ``out`` [2, n]. Returns sizes
+        and ids as `sampling.Sampled` has them."""
+        which, greedy, top_p, top_k, most, masks = kept
+        assert which is not None
+        assert most is not None
+        (n, v), m = logits_nv.shape, len(which)
+        ids, sizes = torch.empty(min(int(most.max()), v) * m, dtype=torch.int32), torch.empty(m, dtype=torch.int64)
+        tensors = (masks, greedy, top_p, top_k, most, ids, sizes)
+        self._functions["sample_kept"](logits_nv.contiguous(), temperature_n, uniform_n, out, n, v, which, m, *tensors)
+        return sizes, ids
 
 
 def address(tensor: Tensor | None) -> int:

@@ -70,6 +70,7 @@ class Load:
             run_seed=experiment.run.seed,
             request_prefix="calibration-",
             resume_gate=self._hold,
+            kept_sets=experiment.kept_sets,
         )
         self._rollouts = make_rollouts(experiment, sampler)
 

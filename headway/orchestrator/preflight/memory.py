@@ -16,6 +16,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   system shows them once more in every process that reads them
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
+- kept sets: the ids of every response token where top_p or top_k leave some out, as many as ``kept_set_tokens`` allows,
+  in open rollouts, in the buffer and in the batch that each trainer rank is sent
 - routing replay: the experts of every token, beside the KV, in open rollouts, in the buffer and in a micro-batch
 - the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8)
   and 400 a rollout, up to ``ledger.rollouts_max_bytes``
@@ -62,6 +64,7 @@ _BASE_BYTES_OF_WEIGHT = {None: 4.0, "8bit": 1.02, "4bit": 0.57}  # in a trainer,
 CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
 _LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
+_KEPT_LOGIT_BYTES = 5  # of a logit over a kept set: once more, masked, and the mask
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
 _TOKEN_BYTES_ON_DISK = 14
@@ -92,18 +95,20 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     open_tokens = open_rollouts * experiment.max_sequence_tokens
     workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
     steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
-    trained = steps * queue.groups_per_step * experiment.largest_group * experiment.max_sequence_tokens
+    trained_rollouts = steps * queue.groups_per_step * experiment.largest_group
+    trained = trained_rollouts * experiment.max_sequence_tokens
     published = _PUBLISHED_VERSIONS * weights * bytes_of(experiment.generator.dtype)
-    experts = expert_bytes(experiment)
+    experts, sets = expert_bytes(experiment), kept_set_bytes(experiment, model)
+    open_sets, all_sets = _of_sets(sets * open_rollouts), _of_sets(sets * (trained_rollouts + open_rollouts))
     base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
     controller = ("controller", "memory", {"base": BASE_BYTES["controller"]})
     uses: list[tuple[str, str, dict[str, int]]] = [
-        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes}),
+        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller]),
         *(("published weights", place, {"versions": published}) for place in _published_to(experiment)),
         ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
-        ("buffer", run, {"payloads": (trained + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)}),
+        ("buffer", run, {"payloads": (trained + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
     others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
@@ -114,6 +119,19 @@ def expert_bytes(experiment: Experiment) -> int:
     """Bytes that the recorded experts of a token take; 0 where none are replayed."""
     routing = replayed_routing(experiment)
     return 0 if routing is None else routing.row_bytes
+
+
+def kept_set_bytes(experiment: Experiment, model: ModelSizes) -> int:
+    """Bytes that the kept sets of a rollout take at most; 0 where none are stored."""
+    rollout, vocabulary = experiment.rollout, model.vocabulary_size
+    if not (rollout.truncates and experiment.kept_sets):
+        return 0
+    ids = min(experiment.kept_sets, vocabulary, rollout.top_k or vocabulary)
+    return rollout.max_response_tokens * (ids * (2 if vocabulary <= 1 << 16 else 4) + 4)
+
+
+def _of_sets(size: int) -> dict[str, int]:
+    return {"kept sets": size} if size else {}
 
 
 def _recorded_bytes(experiment: Experiment) -> int:
@@ -235,7 +253,7 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         "activations": model.activation_bytes(tokens, bytes_of(dtype), checkpointing=again)
         + model.score_bytes(tokens, experiment.max_sequence_tokens, bytes_of(dtype), checkpointing=again)
         + 2 * tokens * expert_bytes(experiment),
-        "logits": 4 * logits * _LOGIT_COPIES,
+        "logits": logits * (4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)),
     }
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
@@ -243,7 +261,8 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         own = apart and (not folder or Path(folder) == Path(experiment.model.path))  # the model without its adapter
         on_device["reference"] = 0 if own else reference.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
-        yield from _on_device(f"trainer-{rank}", device, on_device, {"base": BASE_BYTES["trainer"]})
+        on_host = {"base": BASE_BYTES["trainer"]} | _of_sets(samples * kept_set_bytes(experiment, model))
+        yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
 
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:

@@ -66,7 +66,7 @@ class AgentAttempt(ConversationAttempt):
 
     async def _play(self) -> None:
         agents, name = self._agents, self.name
-        conversation = agents.conversations.open(name, self.sampled)
+        conversation = agents.conversations.open(name, self.sampled, constraints=self._sampler.constraints)
         self._opened.append(conversation)
         scratch = agents.processes.scratch(name)
         played = agents.environment.name == "verifiers"

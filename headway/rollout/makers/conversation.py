@@ -113,6 +113,7 @@ class ConversationAttempt(ABC):
             max_tokens=wanted.max_tokens,
             stop=wanted.stop,
             rows_known=wanted.rows_known,
+            grammar=wanted.grammar,
             environment_version=self._oldest_version,
             resume_gate=self.gate,
             watch=Watch(1, told),

@@ -96,6 +96,7 @@ class Attempt:
         number, sampler = len(self._turns), self._sampler
         if number:
             self._environment_s += sampler.clock.now() - self._turns[-1].generated_s
+        known = self._block.rows
         turn = await sampler.sample(
             ModelCall(
                 group=self.group,
@@ -103,14 +104,14 @@ class Attempt:
                 prompt_ids=TokenIds.joined((self.group.prompt_ids, self.response_ids)),
                 purpose=f"turn{number}-" if number else "",  # the first has the seed of a single turn
                 session=sampler.name(self.group, self.member),
-                rows_known=self._block.rows,
+                rows_known=known,
                 max_tokens=limit,
                 environment_version=self._turns[0].first_version if number else -1,
             )
         )
         self._turns.append(turn)
         self._block.extend(turn.response_ids, turn.response_logprobs, turn.versions)
-        self._block.append_rows(turn.token_rows)
+        self._block.append_rows(turn.token_rows, known)
         self._ends.append(len(self._block))
         self._rewards.append(None)
         if self.over:

@@ -244,7 +244,8 @@ class RemoteAttempt(ConversationAttempt):
         self._leased.set()  # first: from here on the lease expires, even if it can't be committed
         if self._rollouts.keep is not None:
             self._rollouts.keep(self._partial())
-        self._opened.append(self._rollouts.host.conversations.open(self.name, self.sampled))
+        conversations, constraints = self._rollouts.host.conversations, self._sampler.constraints
+        self._opened.append(conversations.open(self.name, self.sampled, constraints=constraints))
 
     def close(self) -> None:
         """Seal the conversation of an attempt that was stopped before it ran."""

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from headway.config import schema
 from headway.records.clients import Stop, TextCodec, Watch
@@ -23,7 +24,7 @@ from headway.records.generation import (
     SamplingParameters,
 )
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout
-from headway.records.tokens import EXPERTS, ExpertRouting
+from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, TokenIds, outside_kept
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
@@ -64,6 +65,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int = 0  # parkings of the member so far: they count towards max_resumes
     purpose: str = ""  # separates request ids and random numbers from those of the member's other calls
     rows_known: int = 0  # as in GenerationRequest
+    grammar: str = ""  # as in SamplingParameters
     session: str = ""  # calls with the same one are routed to the replica that holds the KV of the call before
     max_tokens: int | None = None  # of the response; None: rollout.max_response_tokens
     stop: tuple[str, ...] | None = None  # strings that end the response; None: rollout.stop
@@ -104,6 +106,7 @@ class TurnSampler:
     requests: RequestControl | None = None  # the generator, where members are stopped or their lengths read
     watch_of: WatchOf | None = None  # asked once for each call
     routing: ExpertRouting | None = None  # the shape of the experts that engines return; None: they return none
+    kept_sets: int | None = None  # as in SamplingParameters, 0: no grammars either; None: nothing trains on its samples
     _open: dict[tuple[int, int], list[MemberProgress]] = field(init=False, default_factory=dict)  # calls by member
 
     def __post_init__(self) -> None:
@@ -120,8 +123,10 @@ class TurnSampler:
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> TurnSampler:
         """A sampler at ``temperature`` (None: the settings') that shares this one's generator and gates. Its calls are
-        not watched."""
-        return dataclasses.replace(self, request_prefix=request_prefix, temperature=temperature, watch_of=None)
+        not watched, and kept sets not asked for."""
+        return dataclasses.replace(
+            self, request_prefix=request_prefix, temperature=temperature, watch_of=None, kept_sets=None
+        )
 
     def name(self, group: Group, member: int) -> str:
         """Name of a member's rollout, unique among all samplers of a run: ``GROUP-MEMBER`` behind the prefix."""
@@ -169,6 +174,11 @@ class TurnSampler:
         failure = Failure(boundary="environment", cause=cause, infrastructure=False)
         return MemberProgress(call).rollout(self.clock.now(), failure)
 
+    @property
+    def constraints(self) -> bool:
+        """Whether answers may be constrained by grammars."""
+        return self.kept_sets != 0
+
     async def sample(self, call: ModelCall) -> Rollout:
         """The response to ``call`` as a rollout, finished or failed but not verified; raises nothing but cancellation.
         A call that takes longer than ``rollout.timeout_s`` fails with the tokens it has."""
@@ -198,6 +208,8 @@ class TurnSampler:
             seed=rollout_seed(self.run_seed, group.index, member, prefix),
             max_tokens=self._sampling.max_tokens if call.max_tokens is None else call.max_tokens,
             stop=self._sampling.stop if call.stop is None else call.stop,
+            grammar=call.grammar,
+            kept_sets=(self.kept_sets or 0) if call.grammar or self.settings.truncates else 0,
         )
         watch = call.watch
         if watch is None and self.watch_of is not None:
@@ -254,7 +266,7 @@ class TurnSampler:
             return Failure(boundary="engine", cause=cause[:300], infrastructure=True, detail=detail)
         finally:
             progress.request_id = ""
-        fault = _fault(result.response) or self._misrouted(result.response)
+        fault = _fault(result.response) or self._misrouted(result.response) or _unkept(request, result.response)
         if not fault:
             progress.take(result, self.clock.now())
         if result.finish_reason == "error" or fault:
@@ -372,6 +384,7 @@ class MemberProgress:
             reprefills=self.reprefills,
             call_times=times,
             token_rows=self.response.token_rows,
+            grammars={grammar: ((0, tokens),)} if (grammar := self.call.grammar) and tokens else {},
         )
 
 
@@ -390,3 +403,13 @@ def _fault(response: PartialResponse) -> str:
     if not all_finite(response.logprobs):
         return "the engine returned a log-probability that is not finite"
     return ""
+
+
+def _unkept(request: GenerationRequest, response: PartialResponse) -> str:
+    """Which token of a response isn't in the set that it was sampled among, as recorded; "" where none is."""
+    rows = response.token_rows.get(KEPT)
+    if rows is None or not request.sampling.kept_sets:
+        return ""
+    ids = TokenIds.joined((request.prompt_ids, response.ids)).array[request.rows_known :][: len(rows)]
+    wrong = outside_kept(*rows[: len(ids)].take(np.arange(len(ids))), ids)
+    return f"the engine returned token {ids[wrong[0]]}, and a kept set without it" if len(wrong) else ""

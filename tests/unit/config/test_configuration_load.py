@@ -66,6 +66,12 @@ def test_aggregations_and_estimators_match_implementations() -> None:
 
 def test_sections_that_contradict_each_other_are_named_with_their_values() -> None:
     assert "rollout.top_p = 0.9 with rollout.top_k = 0 gives" in refusal(rollout={"top_p": 0.9})
+    allowed = {"allow_truncated_sampling": True}
+    raw = {"run": {"directory": "r"}, "model": {"path": "m"}, "tasks": {"train": {"path": "t.jsonl"}}}
+    assert validate_experiment({**raw, "rollout": {"top_k": 9}, "algorithm": allowed}, "test").kept_sets == 1024
+    assert validate_experiment(raw, "test").kept_sets == 0
+    vllm = refusal(generator={"engine": "vllm"}, algorithm=allowed)
+    assert "generator.engine = 'vllm' doesn't return the ids that a token was sampled among; valid: false, or" in vllm
     tiny = refusal(rollout={"group_size": 1}, queue={"groups_per_step": 1})
     assert "queue.groups_per_step = 1 times rollout.group_size = 1 must be at least 2" in tiny
 

@@ -249,15 +249,8 @@ def test_what_another_adapter_answered_is_a_prompt_and_not_learned() -> None:
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "an integer from 1"),
         ({"stop": [""]}, openai.BadRequestError, "stop", "texts"),
         ({"tools": [{"type": "web"}]}, openai.BadRequestError, "tools[0]", "a function that has a name"),
-        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "valid are 'auto' and 'none'"),
         ({"top_logprobs": 5}, openai.BadRequestError, "top_logprobs", "valid is 0"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias", "has none"),
-        (
-            {"response_format": {"type": "json_object"}},
-            openai.BadRequestError,
-            "response_format",
-            "doesn't constrain what is sampled; valid is {'type': 'text'}",
-        ),
         (
             {"chat_template_kwargs": {"messages": []}},
             openai.BadRequestError,

@@ -211,7 +211,7 @@ def test_responses_as_the_openai_client_reads_them() -> None:
         ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ],
 )

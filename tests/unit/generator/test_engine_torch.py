@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.generator.engines.sampling import RowSampling, counter_uniform, sample_tokens
+from headway.generator.engines.sampling import KeptRows, RowSampling, counter_uniform, sample_tokens
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.generator.service import GeneratorService
 from headway.models.initialise import initialise_model
@@ -110,16 +110,19 @@ def test_sampled_distribution(temperature, top_p, top_k):
     masked = torch.zeros_like(expected)
     masked[kept] = expected[kept]
     engine = make_engine(slots=1)
-    rows = torch.arange(n) if top_p < 1 or top_k else None
+    rows = KeptRows(
+        torch.arange(n),
+        torch.zeros(n, dtype=torch.bool),
+        torch.full((n,), top_p, dtype=torch.float64),
+        torch.full((n,), top_k or 2**31 - 1),
+        torch.zeros(n, dtype=torch.int64),
+    )
     how = RowSampling(
         torch.from_numpy(uniforms(11, np.arange(n))),
         torch.full((n,), temperature),
-        None,
-        rows,
-        torch.full((n,), top_p, dtype=torch.float64),
-        torch.full((n,), top_k or 2**31 - 1),
+        rows if top_p < 1 or top_k else None,
     )
-    sampled = sample_tokens(logits.expand(n, -1), how)
+    sampled = sample_tokens(logits.expand(n, -1), how).tokens
     tokens = sampled[0].long()
     statistic, freedom = chi_square(tokens.numpy(), masked)
     assert statistic <= freedom + 5 * (2 * max(freedom, 1)) ** 0.5

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ def require_exact(agent: Agent, conversation: RecordedConversation) -> None:
     """Every sampled token is learned in one place, behind the very tokens it was sampled after, or was abandoned."""
     context = agent.engine.context
     learned: Counter[float] = Counter()
+    constrained: set[tuple[str, float]] = set()
     for branch in conversation.branches:
         ids = (*branch.prompt_ids, *branch.response_ids)
         tokens = len(branch.response_ids)
@@ -48,6 +50,10 @@ def require_exact(agent: Agent, conversation: RecordedConversation) -> None:
         rows = branch.token_rows.get("read", TokenRows())
         assert rows.values.tolist() == list(ids[: len(rows)])
         assert len(rows) < len(ids)
+        among = branch.token_rows.get("sampled", TokenRows())
+        assert among.values.tolist() == [ids[at] for at in np.flatnonzero(among.lengths.array)]
+        for text, runs in branch.grammars.items():
+            constrained |= {(text, branch.response_logprobs[at]) for run in runs for at in range(*run)}
         for place, (logprob, mask) in enumerate(zip(branch.response_logprobs, branch.response_mask, strict=True)):
             if mask:
                 learned[logprob] += 1
@@ -55,6 +61,9 @@ def require_exact(agent: Agent, conversation: RecordedConversation) -> None:
             else:
                 assert logprob == 0.0
     assert set(learned.values()) <= {1}
+    asked = [(agent.made[turn.call].request.grammar, turn.logprobs) for turn in agent.recorder.turns]
+    by_grammar = {(text, one) for text, logprobs in asked if text for one in logprobs if one in learned}
+    assert {one for one in constrained if one[1] in learned} == by_grammar
     assert learned.total() + conversation.abandoned_tokens == len(context)
     for turn in agent.recorder.turns:
         call = agent.made[turn.call]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,12 +13,14 @@ import pytest
 
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm import engine as engine_module
-from headway.generator.engines.vllm.core import StepOutput
+from headway.generator.engines.vllm.core import StepOutput, engine_arguments
 from headway.generator.engines.vllm.engine import VllmEngine
 from headway.generator.engines.vllm.requests import VllmRequest
+from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_model
-from headway.records.generation import GenerationRequest, SamplingParameters, TokenDelta
+from headway.records.generation import GenerationRequest, PartialResponse, SamplingParameters, TokenDelta, VersionSpan
 from headway.records.tokens import EXPERTS, TokenRows
+from headway.runtime.devices import parse_device
 
 
 class RefusingCore:
@@ -50,6 +54,59 @@ def test_it_is_idle_from_the_refusal_of_its_last_request_on(monkeypatch: pytest.
     now[0] = 100.0
     submit("b")
     assert engine.statistics().idle_s == 100.0
+
+
+class KeepingCore(RefusingCore):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Any] = []
+
+    def add(self, ticket: str, prompt_ids: Any, parameters: Any, **options: Any) -> Any:
+        self.parameters.append(parameters)
+        return SimpleNamespace(num_preemptions=0)
+
+    def step(self) -> list[StepOutput]:
+        return []
+
+
+def test_grammars_are_vllms_own_and_what_it_cannot_return_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))  # type: ignore[arg-type]
+    own = SimpleNamespace(StructuredOutputsParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", own)  # type: ignore[arg-type]
+    settings = EngineSettings(model_path="", dtype="float32", slots=9, max_context_tokens=64)
+    core: Any = KeepingCore()
+    engine = VllmEngine(core, settings, 100, cast("Any", object()))
+    begun = PartialResponse(ids=(5,), logprobs=(-1.0,), versions=(VersionSpan(version=0, tokens=1),))
+    asked: dict[str, tuple[SamplingParameters, PartialResponse]] = {
+        "free": (SamplingParameters(), PartialResponse()),
+        "grammar": (SamplingParameters(grammar='start: "a"'), PartialResponse()),
+        "begun": (SamplingParameters(grammar='start: "a"'), begun),
+        "sets": (SamplingParameters(kept_sets=7), PartialResponse()),
+    }
+    for name, (how, partial) in asked.items():
+        engine.submit([GenerationRequest(request_id=name, prompt_ids=(1,), sampling=how, partial=partial)])
+    engine.step()
+    free, grammar = core.parameters
+    assert free.structured_outputs is None
+    assert grammar.structured_outputs.grammar == 'start: "a"'
+    errors = {delta.request_id: delta.error for delta in engine.take_deltas() if delta.refused}
+    assert errors.keys() == {"begun", "sets"}
+    assert "at the start of its grammar" in errors["begun"]
+    assert errors["sets"].startswith("kept_sets = 7: vLLM doesn't return")
+
+
+def test_vllm_has_a_tokenizer_where_the_folder_has_one(tmp_path: Path) -> None:
+    shape, device = initialise_shape(tmp_path / "m"), parse_device("cpu:0")
+    settings = EngineSettings(model_path=str(tmp_path / "m"), dtype="float32", slots=2, max_context_tokens=64)
+    assert not engine_arguments(settings, shape, device)["skip_tokenizer_init"]
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    assert engine_arguments(settings, shape, device)["skip_tokenizer_init"]
+
+
+def initialise_shape(folder: Path) -> DecoderConfig:
+    initialise_model(folder, ["1+2="], layers=1, character_level=True)
+    return DecoderConfig.from_pretrained(folder)
 
 
 class MixtureCore(RefusingCore):

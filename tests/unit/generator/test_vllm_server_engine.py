@@ -152,6 +152,18 @@ def void(deltas: list[TokenDelta]) -> set[str]:
     return {delta.request_id for delta in deltas if delta.void}
 
 
+def test_grammars_are_the_servers_own(tmp_path: Path) -> None:
+    server = FakeServer()
+    engine = engine_of(server, tmp_path)
+    engine._tokenizer = object()  # type: ignore[assignment]
+    how = SamplingParameters(grammar='start: "a"')
+    engine.submit([*asked("a"), GenerationRequest(request_id="b", prompt_ids=(1,), sampling=how)])
+    engine.step()
+    free, within = (body["sampling_params"] for _, body in server.asked)
+    assert "structured_outputs" not in free
+    assert within["structured_outputs"] == {"grammar": 'start: "a"'}
+
+
 # --- whose tokens are believed --------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.generator.engines.sampling import RowSampling, counter_uniform, sample_tokens
+from headway.generator.engines.sampling import KeptRows, RowSampling, counter_uniform, sample_tokens
 from headway.generator.engines.torch import model_runner
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.generator.service import GeneratorService
@@ -188,24 +188,24 @@ def test_native_sampling_matches_torch(dtype, vocabulary):
     uniform = counter_uniform(np.arange(n, dtype=np.uint64), np.arange(n))
     uniform[:2] = 0.5 * 2.0**-32, 1 - 0.5 * 2.0**-32  # the two ends
     temperature = torch.linspace(0.5, 1.5, n)
-    rows = RowSampling(
-        torch.from_numpy(uniform),
-        temperature,
-        torch.tensor([7]),
-        torch.tensor([8, 9]),
-        torch.tensor([0.5, 1.0], dtype=torch.float64),
-        torch.tensor([vocabulary, 2]),
+    kept = KeptRows(
+        torch.tensor([7, 8, 9]),
+        torch.tensor([True, False, False]),
+        torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64),
+        torch.tensor([vocabulary, vocabulary, 2]),
+        torch.tensor([0, 0, 9]),
     )
-    plain = sample_tokens(logits, rows)
+    rows = RowSampling(torch.from_numpy(uniform), temperature, kept)
+    plain = sample_tokens(logits, rows).tokens
     with native.using(fast):
-        got = sample_tokens(logits, rows)
+        got = sample_tokens(logits, rows).tokens
     same = got[0] == plain[0]
     assert same.float().mean() > 0.99
     assert torch.allclose(got[1, same], plain[1, same], atol=2e-5)
     assert not (got[0] == 1).any()
     logits[0, 2], logits[1] = math.nan, math.nan
     with native.using(fast):
-        assert torch.isnan(sample_tokens(logits, rows)[1, :2]).all()
+        assert torch.isnan(sample_tokens(logits, rows).tokens[1, :2]).all()
 
 
 def test_engine_output_is_equal_without_native_kernels(monkeypatch):

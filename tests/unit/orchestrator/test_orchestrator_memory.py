@@ -321,6 +321,21 @@ def test_what_is_on_nodes_is_not_charged_to_this_machine(tmp_path: Path):
     assert not [finding for finding in memory_findings(there, list(places.values())) if "generator" in finding.message]
 
 
+def test_kept_sets_are_counted_where_samples_are_truncated(tmp_path: Path) -> None:
+    """As many ids as may be stored, or as the vocabulary or top_k has: 2 bytes each here, and 4 of their count."""
+    allowed = {"allow_truncated_sampling": True, "kept_set_tokens": 20}
+    for how, ids in (({"top_p": 0.9}, 20), ({"top_k": 7}, 7)):
+        on = {name.split()[0]: use for name, use in uses_of(tmp_path, rollout=how, algorithm=allowed).items()}
+        chosen = experiment(tmp_path, rollout=how, algorithm=allowed)
+        batch = chosen.queue.groups_per_step * chosen.largest_group
+        each = chosen.rollout.max_response_tokens * (2 * ids + 4)
+        assert on["orchestrator"].parts["kept sets"] == batch * (chosen.queue.budget + 1) * each
+        assert on["buffer"].parts["kept sets"] > batch * (chosen.queue.budget + 1) * each
+        assert on["trainer-0"].parts["kept sets"] == batch * each
+    for off in (uses_of(tmp_path), uses_of(tmp_path, algorithm=allowed)):
+        assert not any("kept sets" in use.parts for use in off.values())
+
+
 def test_recorded_experts_are_counted_wherever_tokens_are_kept(tmp_path: Path) -> None:
     """Two layers of two experts: 4 bytes of a token and 4 of its row's length."""
     mixture = replace(

@@ -14,7 +14,7 @@ from headway.algorithms.samples import lay_out, prefix_tree, slice_micro_batch
 from headway.records.generation import PartialResponse, TokenDelta, VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.token_block import TokenBlock
-from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows, decoder, encoder
+from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, TokenRows, decoder, encoder, outside_kept
 from headway.records.training import TrainBatch
 from headway.runtime.framing import Kind, encode
 
@@ -95,6 +95,37 @@ def test_a_block_says_of_how_many_tokens_it_has_rows(counts: list[int]) -> None:
         block.append_rows({EXPERTS: numbered(known, known + count)} if count else {})
     assert block.rows == sum(counts)
     assert block.token_rows.get(EXPERTS, TokenRows()).table(2).tolist() == [[i, i] for i in range(sum(counts))]
+
+
+@given(counts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans()), min_size=1, max_size=5))
+def test_rows_of_two_kinds_end_at_different_tokens(counts: list[tuple[int, int, bool]]) -> None:
+    """Experts belong to tokens read, kept sets to tokens sampled: calls are asked for rows of which one kind is known
+    already. An engine may leave out sets that are all empty."""
+    block, sequence, sets = TokenBlock(), 0, dict[int, list[int]]()
+    for prompt, response, truncated in counts:
+        known, sampled = block.rows, range(sequence + prompt, sequence + prompt + response)
+        sequence = sampled.stop
+        kept = {token: [token, 99] for token in sampled} if truncated else {}
+        rows = {EXPERTS: numbered(known, sequence - 1)}
+        if truncated:
+            rows[KEPT] = TokenRows.of([kept.get(token, []) for token in range(known, sequence)], 2)
+        block.append_rows(rows, known)
+        sets |= kept
+    assert block.token_rows[EXPERTS] == numbered(0, sequence - 1)
+    found = block.token_rows.get(KEPT, TokenRows())
+    assert listed(found) == [sets.get(token, []) for token in range(len(found))]
+    assert len(found) > max(sets, default=-1)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 65535), max_size=3), max_size=8), data=st.data())
+def test_rows_taken_by_their_places(rows: list[list[int]], data: st.DataObject) -> None:
+    at = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
+    lengths, values = TokenRows.of(rows, 2).take(np.array(at, np.int64))
+    assert lengths.tolist() == [len(rows[i]) for i in at]
+    assert values.tolist() == [number for i in at for number in rows[i]]
+    tokens = np.array(data.draw(st.lists(st.integers(0, 65535), min_size=len(at), max_size=len(at))), np.int64)
+    wrong = [i for i, row in enumerate(at) if rows[row] and tokens[i] not in rows[row]]
+    assert outside_kept(lengths, values, tokens).tolist() == wrong
 
 
 def test_a_parked_response_goes_on_where_its_rows_end() -> None:

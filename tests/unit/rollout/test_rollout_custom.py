@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from headway.config import schema
@@ -17,7 +18,7 @@ from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
-from headway.records.tokens import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, KEPT, TokenRows
 from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.single_turn import SingleTurn
@@ -92,7 +93,9 @@ def test_rows_of_a_turn_go_on_where_those_of_the_turns_before_end() -> None:
             whole = response(text, eos=True)
             end = len(request.prompt_ids) + len(whole.ids) - 1
             read = TokenRows.of([[first + i] for i in range(request.rows_known, end)])
-            return answer(request, "stop", msgspec.structs.replace(whole, token_rows={EXPERTS: read}))
+            among = [[] if i < len(request.prompt_ids) else [first + i] for i in range(request.rows_known, end + 1)]
+            rows = {EXPERTS: read, KEPT: TokenRows.of(among)}
+            return answer(request, "stop", msgspec.structs.replace(whole, token_rows=rows))
 
         return reply
 
@@ -100,6 +103,9 @@ def test_rows_of_a_turn_go_on_where_those_of_the_turns_before_end() -> None:
     read = rollout.token_rows[EXPERTS].values.tolist()
     assert read == [*range(3 + 4 - 1), *range(106, 100 + 3 + 4 + 3 + 2 - 1)]
     assert len(read) == len(rollout.prompt_ids) + len(rollout.response_ids) - 1
+    kept, sampled = rollout.token_rows[KEPT], [*range(3, 3 + 4), *range(3 + 4 + 3, 3 + 4 + 3 + 2)]
+    assert np.flatnonzero(kept.lengths.array).tolist() == sampled
+    assert kept.values.tolist() == [i + 100 * (i > 7) for i in sampled]
 
 
 def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:

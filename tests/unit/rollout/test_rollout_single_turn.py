@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,9 +21,9 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
-from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
+from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, TokenRows
 from headway.rollout.makers.single_turn import SingleTurn
-from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.makers.turn_sampler import ModelCall, TurnSampler
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
@@ -272,6 +273,48 @@ def test_experts_that_the_model_has_not_end_the_rollout_as_an_engine_error():
     whole = msgspec.structs.replace(response("ok", eos=True), token_rows={EXPERTS: good})
     rollout, _ = play(finish(whole), routing=routing)
     assert (rollout.failure, rollout.token_rows) == (None, {EXPERTS: good})
+
+
+def kept(text: str, rows: list[list[int]]) -> PartialResponse:
+    return msgspec.structs.replace(response(text, eos=True), token_rows={KEPT: TokenRows.of(rows, 2)})
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3}])
+def test_kept_sets_of_truncated_samples_are_asked_for_in_training_alone(settings: dict[str, Any]):
+    rows = [[]] * 3 + [[105], [1, 104, 105], [EOS]]
+    rollout, engine = play(finish(kept("ih", rows)), settings=settings, kept_sets=64)
+    assert engine.requests[0].sampling.kept_sets == 64
+    assert (rollout.failure, rollout.token_rows) == (None, {KEPT: TokenRows.of(rows, 2)})
+    for more in ({"settings": settings}, {"kept_sets": 64}):
+        _, engine = play(finish(response("hi", eos=True)), **more)
+        assert engine.requests[0].sampling.kept_sets == 0
+    sampler = TurnSampler(engine.generate, Letters(), schema.RolloutConfig(**settings), engine.clock, run_seed=1,
+                          kept_sets=64)  # fmt: skip
+    assert sampler.for_evaluation("test-").kept_sets is None
+
+
+def test_a_kept_set_without_its_token_ends_the_rollout_as_an_engine_error():
+    broken = finish(kept("ih", [[]] * 3 + [[105], [1, 105], [EOS]]))
+    rollout, engine = play(broken, broken, settings={"retries": 1, "top_p": 0.9}, kept_sets=64)
+    assert len(engine.requests) == 2
+    assert rollout.failure is not None
+    assert (rollout.failure.boundary, rollout.failure.infrastructure) == ("engine", True)
+    assert "token 104, and a kept set without it" in rollout.failure.cause
+
+
+def test_a_grammar_goes_to_the_engine_and_into_the_record():
+    async def main(clock: Clock) -> None:
+        engine = Engine(clock, finish(response("hi", eos=True)))
+        sampler = TurnSampler(engine.generate, Letters(), schema.RolloutConfig(), clock, run_seed=1, kept_sets=9)
+        rollout = await sampler.sample(msgspec.structs.replace(ModelCall.first(group(), 0), grammar="g"))
+        assert rollout.grammars == {"g": ((0, 3),)}
+        [asked] = engine.requests
+        assert (asked.sampling.grammar, asked.sampling.kept_sets) == ("g", 9)
+        assert sampler.constraints
+        assert dataclasses.replace(sampler, kept_sets=None).constraints  # evaluation
+        assert not dataclasses.replace(sampler, kept_sets=0).constraints
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("length", [0, 5])

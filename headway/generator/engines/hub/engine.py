@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headway.generator.engines.engine import Engine
+from headway.generator.engines.grammars import CompilingGrammars
 from headway.generator.engines.hub.caches import join, take, tensors_of
 from headway.generator.engines.hub.runner import HubRunner
 from headway.generator.engines.requests import EngineRequest
@@ -95,10 +96,12 @@ class HubEngine(Engine[EngineRequest]):
             version=version,
             now=now,
         )
+        if tokenizer is not None:
+            self._compiling = CompilingGrammars(tokenizer, self._vocabulary, now)
         self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
         self._model, self._runner = model, HubRunner(model, deterministic)
         self._prefill_tokens_per_step = prefill_tokens_per_step
-        self._table = SlotTable(slots, self.context_tokens)
+        self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
         self._rows = 0  # the running requests are rows 0 .. _rows-1
         self._batches: list[_Batch] = []
         self._subscriber = Subscriber()
@@ -135,18 +138,20 @@ class HubEngine(Engine[EngineRequest]):
     @torch.inference_mode()
     def step(self) -> bool:
         """See `Engine.step`."""
+        self._take_compiled(idle=not self._rows and not self._waiting)
         if self._scarce:
             self._make_room()
         self._admit()
         n, table = self._rows, self._table
         if n == 0:
-            return False
+            return bool(self._compiling)
         started = self._now()
         self._batches, logits = self._compute()
         slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
         logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
-        sampled = sample_tokens(logits_nv, table.row_sampling(n, logits_nv.device)).cpu().numpy()
-        self._advance(sampled[0].astype(np.int64), sampled[1])
+        how, refused = table.row_sampling(n, logits_nv.device)
+        for request, reason, error, at_fault in table.advance(n, sample_tokens(logits_nv, how), refused):
+            self._end_running(request, reason, error, refused=at_fault)
         self._steps += 1
         self._generated += n
         self._busy_s += self._now() - started
@@ -237,24 +242,6 @@ class HubEngine(Engine[EngineRequest]):
                 slots = [requests[0].slot for requests in chunk]
                 yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
 
-    def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append the sampled token to each row and end the requests that are done."""
-        table, n = self._table, self._rows
-        table.append(n, tokens, logprobs)
-        stopped = (table.stop_ids[:n] == tokens[:, None]).any(1)
-        finite = np.isfinite(logprobs)
-        running = [request for request in table.requests[:n] if request is not None]
-        for request in running:
-            if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.slot])):
-                stopped[request.slot] = True
-        ended = stopped | ~finite | (table.position[:n] + 1 >= table.limit[:n])
-        for slot, request in [(slot, running[slot]) for slot in np.flatnonzero(ended)]:
-            if not finite[slot]:
-                table.position[request.slot] -= 1  # drop the meaningless token
-                self._end_running(request, "error", "the model's output is not finite")
-            else:
-                self._end_running(request, "stop" if stopped[slot] else "length")
-
     # --- endings, preemption --------------------------------------------------------------------------------
 
     def _emit_ready(self) -> None:
@@ -268,7 +255,7 @@ class HubEngine(Engine[EngineRequest]):
     def _emit(
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
+        data, kept = self._table.take_unsent(entry)
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
@@ -278,12 +265,15 @@ class HubEngine(Engine[EngineRequest]):
                 error=error,
                 reprefilled=entry.reprefilled,
                 refused=refused,
+                token_rows=kept,
             )
         )
         entry.reprefilled = False
 
-    def _end_running(self, request: EngineRequest, reason: FinishReason, error: str = "") -> None:
-        self._end(request, reason, error)
+    def _end_running(
+        self, request: EngineRequest, reason: FinishReason, error: str = "", *, refused: bool = False
+    ) -> None:
+        self._end(request, reason, error, refused=refused)
         self._vacate(request)
 
     def _vacate(self, request: EngineRequest) -> None:

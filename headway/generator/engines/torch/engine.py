@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from headway.generator.engines.engine import Engine
+from headway.generator.engines.grammars import CompilingGrammars
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
@@ -103,16 +103,17 @@ class TorchEngine(Engine[EngineRequest]):
             version=version,
             now=now,
         )
+        if tokenizer is not None:
+            self._compiling = CompilingGrammars(tokenizer, self._vocabulary, now)
         self._scarce = self.kv_capacity_tokens < slots * context_tokens
         self._model = model
         self._deterministic = deterministic
         self._prefill_tokens_per_step = prefill_tokens_per_step
-        self._table = SlotTable(slots, self.context_tokens)
+        self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
         self._rows = 0  # rows 0 .. _rows-1 are in use, except the holes
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
-        self._watched: set[EngineRequest] = set()  # running requests with stop strings
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
         self._model_version, self._model_update = version, 0  # of the model without an adapter
         self._subscriber = Subscriber()
@@ -162,13 +163,14 @@ class TorchEngine(Engine[EngineRequest]):
     @torch.inference_mode()
     def step(self) -> bool:
         """See `Engine.step`."""
+        self._take_compiled(idle=not self._rows and not self._waiting)
         if self._scarce:
             self._make_room()
         prefills = self._admit()
         self._close_holes()
         n, table = self._rows, self._table
         if n == 0 and not prefills:
-            return False
+            return bool(self._compiling)
         started = self._now()
         if n == 0:  # just a part of a long prompt
             self._runner.prefill(prefills)
@@ -176,8 +178,12 @@ class TorchEngine(Engine[EngineRequest]):
             return True
         rows = self.slots if self._deterministic else n
         logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows], table.update[:rows])
-        sampled = self._runner.sample(logits, table.row_sampling(rows, self._runner.device))
-        self._advance(sampled[0, :n].astype(np.int64), sampled[1, :n])
+        how, refused = table.row_sampling(rows, self._runner.device)
+        for request, reason, error, at_fault in table.advance(n, self._runner.sample(logits, how), refused):
+            slot = request.slot
+            self._end_running(slot, reason, error, refused=at_fault)
+            if reason == "error":
+                self._runner.cache.clear(slot)
         self._steps += 1
         self._generated += n
         self._busy_s += self._now() - started
@@ -258,8 +264,6 @@ class TorchEngine(Engine[EngineRequest]):
             self._partial = None
         request.reprefilled = request.reprefilled or bool(request.response)
         self._table.occupy(slot, request, self.context_tokens)
-        if request.stop_strings is not None:
-            self._watched.add(request)
         return slot
 
     def _donor(self, prompt: TokenIds, update: int) -> EngineRequest | None:
@@ -268,24 +272,6 @@ class TorchEngine(Engine[EngineRequest]):
             if donor.prefix_update == update:
                 return donor
         return None
-
-    def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append the sampled token to each row and end the requests that are done."""
-        table, n = self._table, self._rows
-        table.append(n, tokens, logprobs)
-        stopped = (table.stop_ids[:n] == tokens[:, None]).any(1)
-        finite = np.isfinite(logprobs)
-        for request in self._watched:
-            if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.slot])):
-                stopped[request.slot] = True
-        ended = stopped | ~finite | (table.position[:n] + 1 >= table.limit[:n])
-        for slot in np.flatnonzero(ended).tolist():
-            if not finite[slot]:
-                table.position[slot] -= 1  # drop the meaningless token
-                self._end_running(slot, "error", "the model's output is not finite")
-                self._runner.cache.clear(slot)
-            else:
-                self._end_running(slot, "stop" if stopped[slot] else "length")
 
     # --- endings, preemption --------------------------------------------------------------------------------
 
@@ -301,7 +287,7 @@ class TorchEngine(Engine[EngineRequest]):
     def _emit(
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
+        data, kept = self._table.take_unsent(entry)
         revision = self.adapters.of(entry.update)
         version = self._model_version if revision is None else revision.version
         self._deltas.append(
@@ -313,22 +299,21 @@ class TorchEngine(Engine[EngineRequest]):
                 error=error,
                 reprefilled=entry.reprefilled,
                 refused=refused,
-                token_rows=self._runner.take_rows(entry, self._table.position),
+                token_rows=self._runner.take_rows(entry, self._table.position) | kept,
             )
         )
         entry.reprefilled = False
 
-    def _end_running(self, slot: int, reason: FinishReason, error: str = "") -> None:
+    def _end_running(self, slot: int, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
         request = self._table.requests[slot]
         assert request is not None
-        self._end(request, reason, error)
+        self._end(request, reason, error, refused=refused)
         self._vacate(request)
 
     def _vacate(self, request: EngineRequest) -> None:
         slot = request.slot
         self._table.release(slot)
         self._holes.append(slot)
-        self._watched.discard(request)
         siblings = self._donors[request.prompt]
         siblings.remove(request)
         if not siblings:

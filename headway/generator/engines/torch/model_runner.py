@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.generator.engines.requests import EngineRequest
-from headway.generator.engines.sampling import RowSampling, sample_tokens
+from headway.generator.engines.sampling import RowSampling, Sampled, sample_tokens
 from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.kv_cache import SlotCache
 from headway.generator.engines.torch.native_decode import NativeDecode, can_decode
@@ -143,10 +143,10 @@ class ModelRunner:
             self._forward(prefills, None, None, _NONE, 0)
 
     @torch.inference_mode()
-    def sample(self, logits_nv: Tensor, how: RowSampling) -> np.ndarray:
-        """Sample token ids and log-probabilities, [2, n] float32, on the host: a step's only synchronisation."""
+    def sample(self, logits_nv: Tensor, how: RowSampling) -> Sampled:
+        """Sample token ids and log-probabilities."""
         with native.using(self._kernels):
-            return sample_tokens(logits_nv, how).cpu().numpy()
+            return sample_tokens(logits_nv, how)
 
     @torch.inference_mode()
     def step(

@@ -6,15 +6,29 @@ The running requests hold rows 0 .. n-1; a freed row is refilled or closed by mo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from headway.generator.engines.requests import EngineRequest
-from headway.generator.engines.sampling import RowSampling, counter_uniform
-from headway.records.tokens import SAMPLED, TokenIds
+from headway.generator.engines.sampling import KeptRows, RowSampling, Sampled, counter_uniform
+from headway.records.generation import FinishReason
+from headway.records.tokens import SAMPLED, TokenIds, TokenRows
+from headway.tokens.grammar import GrammarRefused, Matcher, fill_masks
 
 UNLIMITED = 2**31 - 1
 HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+class Ending(NamedTuple):
+    """Why a request ended with a step."""
+
+    request: EngineRequest
+    reason: FinishReason
+    error: str = ""
+    refused: bool = False
 
 
 class SlotTable:
@@ -24,16 +38,19 @@ class SlotTable:
     samples its successor. So ``position[i]`` is both the pending token's place and the number of KV tokens held.
     """
 
-    def __init__(self, slots: int, context_tokens: int) -> None:
+    def __init__(self, slots: int, context_tokens: int, vocabulary: int) -> None:
+        self.id_bytes = 2 if vocabulary <= 1 << 16 else 4  # of an id in a row of kept ones
         self.requests: list[EngineRequest | None] = [None] * slots
         self.tokens = np.zeros((slots, context_tokens), SAMPLED)  # prompt, then response, whose log-probabilities count
         self.sequence, self.logprobs = self.tokens["id"], self.tokens["logprob"]  # views
         # ``prompt``: its length. ``sent``: tokens of the sequence already in deltas, prompt included. ``limit``: the
         # sequence length at which the request ends with "length". ``update``: `EngineRequest.update`, 0 in a free row.
-        self._counts = np.zeros((7, slots), np.int64)
-        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k, self.update = self._counts
-        self._flags = np.zeros((2, slots), np.bool_)
-        self.greedy, self.truncated = self._flags
+        # ``kept``: `SamplingParameters.kept_sets`.
+        self._counts = counts = np.zeros((8, slots), np.int64)
+        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k, self.update, self.kept = counts
+        self._flags = np.zeros((3, slots), np.bool_)
+        self.greedy, self.truncated, self.matched = self._flags
+        self._watched: set[EngineRequest] = set()  # those with stop strings or a grammar
         self.limit[:] = UNLIMITED
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)  # 1 where greedy
@@ -56,9 +73,13 @@ class SlotTable:
         self.seed[slot] = how.seed & 0xFFFFFFFFFFFFFFFF
         self.greedy[slot] = how.temperature == 0
         self.temperature[slot] = how.temperature or 1.0
-        self.truncated[slot] = how.temperature > 0 and (how.top_p < 1 or how.top_k > 0)
-        self.top_p[slot] = how.top_p
-        self.top_k[slot] = how.top_k or UNLIMITED
+        self.truncated[slot] = request.truncated
+        self.matched[slot] = request.matcher is not None
+        self.top_p[slot] = how.top_p if request.truncated else 1.0
+        self.top_k[slot] = (request.truncated and how.top_k) or UNLIMITED
+        self.kept[slot] = how.kept_sets
+        if request.matcher is not None or request.stop_strings is not None:
+            self._watched.add(request)
         width = len(how.stop_token_ids)
         if width > self.stop_ids.shape[1]:
             wider = np.full((len(self.requests), width), -1, np.int64)
@@ -86,6 +107,7 @@ class SlotTable:
         self.requests[slot] = None
         if request is not None and request.slot == slot:
             request.slot = -1
+            self._watched.discard(request)
         self.pending[slot] = 0
         self.position[slot] = 0
         self.update[slot] = 0
@@ -106,28 +128,83 @@ class SlotTable:
     def response_ids(self, slot: int) -> TokenIds:
         return TokenIds(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1])
 
-    def take_unsent(self, slot: int) -> bytes:
-        """Return a delta's data of the row's unsent tokens, and mark them sent."""
+    def take_unsent(self, request: EngineRequest) -> tuple[bytes, dict[str, TokenRows]]:
+        """Return a delta's data of a request's unsent tokens, and its kept sets, and mark them sent."""
+        if (slot := request.slot) < 0:
+            return b"", {}
         first, end = int(self.sent[slot]), int(self.position[slot]) + 1
         self.sent[slot] = end
-        return self.tokens[slot, first:end].tobytes()
+        return self.tokens[slot, first:end].tobytes(), request.take_kept(end, self.id_bytes)
 
-    def row_sampling(self, rows: int, device: torch.device) -> RowSampling:
-        """Sampling parameters of the first ``rows`` rows' next tokens, on ``device``."""
+    def row_sampling(self, rows: int, device: torch.device) -> tuple[RowSampling, dict[EngineRequest, GrammarRefused]]:
+        """Sampling parameters of the first ``rows`` rows' next tokens, on ``device``, and the requests whose grammars
+        allow no token: what is sampled for these means nothing."""
         uniform = counter_uniform(self.seed[:rows], self.position[:rows] + 1 - self.prompt[:rows])
         uniform_n = torch.from_numpy(uniform).to(device)
         temperature = self.temperature[:rows]
         temperature_n = None if (temperature == 1).all() else torch.from_numpy(temperature).to(device)
-        greedy = np.flatnonzero(self.greedy[:rows])
-        truncated = np.flatnonzero(self.truncated[:rows])
-        greedy_rows = torch.from_numpy(greedy).to(device) if len(greedy) else None
-        if not len(truncated):
-            return RowSampling(uniform_n, temperature_n, greedy_rows)
-        return RowSampling(
-            uniform_n,
-            temperature_n,
-            greedy_rows,
-            torch.from_numpy(truncated).to(device),
-            torch.from_numpy(self.top_p[truncated]).to(device),
-            torch.from_numpy(self.top_k[truncated]).to(device),
+        which = np.flatnonzero(self._flags[:, :rows].any(0))
+        if not len(which):
+            return RowSampling(uniform_n, temperature_n), {}
+        masks, refused = self._masks(which)
+        kept = KeptRows(
+            rows=torch.from_numpy(which).to(device),
+            greedy=torch.from_numpy(self.greedy[which]).to(device),
+            top_p=torch.from_numpy(self.top_p[which]).to(device),
+            top_k=torch.from_numpy(self.top_k[which]).to(device),
+            most=torch.from_numpy(self.kept[which]).to(device),
+            masks=None if masks is None else torch.from_numpy(masks.view(np.int32)).to(device),
         )
+        return RowSampling(uniform_n, temperature_n, kept), refused
+
+    def _masks(self, which: np.ndarray) -> tuple[np.ndarray | None, dict[EngineRequest, GrammarRefused]]:
+        if not (matched := np.flatnonzero(self.matched[which])).size:
+            return None, {}
+        rows: list[tuple[Matcher, int]] = []
+        requests: dict[int, EngineRequest] = {}
+        for row, slot in zip(matched.tolist(), which[matched].tolist(), strict=True):
+            if (request := self.requests[slot]) is not None and request.matcher is not None:
+                rows.append((request.matcher, row))
+                requests[row] = request
+        masks = np.full((len(which), rows[0][0].words), _ALL)
+        errors = fill_masks(rows, masks)
+        return masks, {requests[row]: error for row, error in errors.items()}
+
+    def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
+        """Append the token of each of the first ``count`` rows, and return the requests that end with it; of those with
+        an error it is dropped. ``refused``: of `row_sampling`."""
+        tokens, logprobs, sets = sampled.host()
+        tokens, logprobs, endings = tokens[:count], logprobs[:count], dict[EngineRequest, Ending]()
+        self.append(count, tokens, logprobs)
+        stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
+        for request, error in refused.items():
+            endings[request] = Ending(request, "error", str(error), refused=True)
+        for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
+            if (request := self.requests[slot]) is not None and request not in endings:
+                endings[request] = Ending(request, "error", "the model's output is not finite")
+        sampled_ids = tokens.tolist() if self._watched else []
+        for request in self._watched:
+            if request in endings:
+                continue
+            token = sampled_ids[request.slot]
+            if request.stop_strings is not None and request.stop_strings.push(token):
+                stopped[request.slot] = True
+            try:
+                if request.matcher is not None and request.matcher.advance(token):
+                    stopped[request.slot] = True
+            except GrammarRefused as error:  # of its limits: the token is one of the mask's
+                endings[request] = Ending(request, "error", str(error), refused=True)
+        for slot, ids in sets.items():
+            if (request := self.requests[slot]) is None or request in endings:
+                continue
+            if isinstance(ids, int):
+                why = f"kept_sets = {request.sampling.kept_sets}: top_p and top_k keep {ids} ids of a token"
+                endings[request] = Ending(request, "error", why, refused=True)
+            else:
+                request.kept.append(ids)
+        for request in endings:
+            self.position[request.slot] -= 1
+        for slot in np.flatnonzero(stopped | (self.position[:count] + 1 >= self.limit[:count])).tolist():
+            if (request := self.requests[slot]) is not None and request not in endings:
+                endings[request] = Ending(request, "stop" if stopped[slot] else "length")
+        return list(endings.values())

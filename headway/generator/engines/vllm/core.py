@@ -92,7 +92,7 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Dev
         block_bytes = 2 * block * heads * model.head_dim * width
         arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes  # one block is vLLM's
     return arguments | {
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not (Path(settings.model_path) / "tokenizer.json").is_file(),  # grammars need one
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
@@ -109,6 +109,7 @@ class VllmCore:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
         try:
+            from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
@@ -121,6 +122,8 @@ class VllmCore:
                 raise ConfigurationError(
                     f"generator.engine_arguments.{name}: vLLM's EngineArgs has no such field{hint}"
                 )
+        # The backend that reads the texts of `tokens.grammar`; vLLM has one for all requests.
+        arguments = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance"), **arguments}
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError, AssertionError) as error:  # vLLM's refusals of a model

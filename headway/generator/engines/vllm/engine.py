@@ -269,6 +269,7 @@ class VllmMemory:
 def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> Any:
     """vLLM's SamplingParams of a request that may still sample ``max_tokens``."""
     from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+    from vllm.sampling_params import StructuredOutputsParams
 
     how = entry.sampling
     return SamplingParams(
@@ -284,6 +285,7 @@ def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> An
         seed=None if own_sampling else how.seed & 0x7FFFFFFFFFFFFFFF,
         routed_experts_prompt_start=entry.rows,
         extra_args={SEED: how.seed} if own_sampling else None,
+        structured_outputs=StructuredOutputsParams(grammar=how.grammar) if how.grammar else None,
         skip_clone=True,
     )
 

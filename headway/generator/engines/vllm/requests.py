@@ -126,7 +126,12 @@ class VllmRequests(Engine[VllmRequest]):
         if self._broken:
             return False
         while len(self._given) < self.slots and self._waiting:
-            self._give(heapq.heappop(self._waiting))
+            entry = heapq.heappop(self._waiting)
+            if entry.sampling.grammar and entry.response:
+                cause = f"vLLM begins every request at the start of its grammar, and this one has {len(entry.response)}"
+                self._end(entry, "error", f"{cause} tokens already", refused=True)
+            else:
+                self._give(entry)
         if not self._given:
             self._note_idleness()  # vLLM may have refused all that were waiting
             return False
@@ -183,6 +188,8 @@ class VllmRequests(Engine[VllmRequest]):
             return f"there is no adapter {entry.adapter!r}; registered: none"
         if how.temperature != 0 and not lowest <= how.temperature <= highest:
             return f"temperature = {how.temperature}: vLLM samples at 0 and from {lowest} to {highest}"
+        if how.kept_sets:
+            return f"kept_sets = {how.kept_sets}: vLLM doesn't return among which tokens it sampled; valid: 0"
         if (how.top_p < 1 or how.top_k > 0) and not self._truncates:
             return (
                 f"top_p = {how.top_p}, top_k = {how.top_k}: vLLM's own sampler has log-probabilities of the kept "

@@ -146,6 +146,7 @@ class VllmServerEngine(VllmRequests):
                     "logprobs": 0,  # of the sampled token alone
                     "detokenize": False,
                     "seed": _seed(how.seed, len(entry.response)),
+                    **({"structured_outputs": {"grammar": how.grammar}} if how.grammar else {}),
                 },
                 "stream": True,
                 "priority": entry.priority,

@@ -1,0 +1,143 @@
+"""Fields of requests that constrain answers: formats of text, choices of tools, strict tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headway.generator.endpoint.fields import Field, Values, refused, shown
+from headway.records.conversations import RequestRefused
+from headway.tokens.tool_grammar import AskedSchema, CallableTool, Constraint
+
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+_TYPED = {"type": "object", "required": ["type"]}
+_MODES = ("none", "auto", "required")
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which tools an answer calls."""
+
+    mode: Mode = "auto"
+    names: tuple[str, ...] | None = None  # of the only tools that may be called; None: all may
+    single: bool = False  # one call at most
+
+
+def text_format(*kinds: str) -> Field:
+    """Field of a format of text, of ``kinds``; its value is an AskedSchema, None for text. ``kinds`` (): those of
+    OpenAI's APIs, "text", "json_object" and "json_schema". Its chat API nests a schema in ``json_schema``, the others
+    have it beside the type."""
+    kinds = kinds or ("text", "json_object", "json_schema")
+
+    def checked(name: str, value: Any) -> AskedSchema | None:
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            valid = " and ".join(repr({"type": kind}) for kind in kinds)
+            raise RequestRefused(f"{name} = {shown(value)}: valid are {valid}", param=name)
+        if kind == "text":
+            return None
+        place, inner = _inner(name, value, kind)
+        schema = inner.get("schema")
+        if schema is None and kind == "json_object":
+            schema = _OBJECT
+        if not isinstance(schema, Mapping):
+            raise refused(f"{place}.schema", schema, "a JSON schema, an object")
+        return AskedSchema(param=f"{place}.schema" if schema is not _OBJECT else name, schema=schema)
+
+    typed = {**_TYPED, "properties": {"type": {"enum": list(kinds)}}}
+    return Field(checked, typed)
+
+
+def tool_choice() -> Field:
+    """Field ``tool_choice`` of OpenAI's APIs; its value is a Choice. The chat API nests a name in ``function`` and a
+    set of tools in ``allowed_tools``, the Responses API has them beside the type."""
+
+    def checked(name: str, value: Any) -> Choice:
+        if isinstance(value, str) and value in _MODES:
+            return Choice(mode=value)
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind not in ("function", "allowed_tools"):
+            valid = "'none', 'auto', 'required', {'type': 'function', ...} and {'type': 'allowed_tools', ...}"
+            raise RequestRefused(f"{name} = {shown(value)}: valid are {valid}", param=name)
+        place, inner = _inner(name, value, kind)
+        if kind == "function":
+            return Choice(mode="required", names=(_name(place, inner),), single=True)
+        mode, tools = inner.get("mode"), inner.get("tools")
+        if mode not in ("auto", "required"):
+            raise refused(f"{place}.mode", mode, "'auto' or 'required'")
+        if not isinstance(tools, list) or not tools:
+            raise refused(f"{place}.tools", tools, "a list of one or more tools")
+        named = (_inner(f"{place}.tools[{number}]", tool, "function") for number, tool in enumerate(tools))
+        return Choice(mode=mode, names=tuple(_name(*tool) for tool in named))
+
+    allowed = {**_TYPED, "properties": {"type": {"enum": ["function", "allowed_tools"]}}}
+    return Field(checked, {"anyOf": [{"enum": list(_MODES)}, allowed]}, default=Choice())
+
+
+def anthropic_tool_choice() -> Field:
+    """Field ``tool_choice`` of Anthropic's API; its value is a Choice."""
+    modes: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
+    def checked(name: str, value: Any) -> Choice:
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if not isinstance(kind, str) or kind not in modes:
+            raise refused(name, value, "an object with a type: 'auto', 'any', 'tool' or 'none'")
+        names = (_name(name, value),) if kind == "tool" else None
+        single = value.get("disable_parallel_tool_use") is True or kind == "tool"
+        return Choice(mode=modes[kind], names=names, single=single)
+
+    return Field(checked, {**_TYPED, "properties": {"type": {"enum": list(modes)}}}, default=Choice())
+
+
+def _inner(name: str, value: Any, kind: str) -> tuple[str, Mapping[str, Any]]:
+    """(place, fields) of what an object of this type holds: inside the field of the type's name, or beside it."""
+    if not isinstance(value, Mapping):
+        raise refused(name, value, "an object")
+    inner = value.get(kind)
+    return (f"{name}.{kind}", inner) if isinstance(inner, Mapping) else (name, value)
+
+
+def _name(place: str, value: Mapping[str, Any]) -> str:
+    name = value.get("name")
+    if not isinstance(name, str):
+        raise refused(f"{place}.name", name, "the name of a tool")
+    return name
+
+
+def constraint(values: Values, key: str, text: AskedSchema | None) -> Constraint | None:
+    """The constraint that a request puts on its answer; None: none. ``values``: of its fields ``tools`` (as
+    `CallRequest` took them, so each has a name), ``tool_choice`` and, where the API has it, ``parallel_tool_calls``;
+    ``key``: of a tool's schema. Raises RequestRefused: a tool that there isn't, a schema that is none."""
+    choice: Choice = values["tool_choice"]
+    tools = [_inner(f"tools[{number}]", tool, "function") for number, tool in enumerate(values["tools"] or ())]
+    names = [function["name"] for _, function in tools]
+    unknown = [name for name in choice.names or () if name not in names]
+    if unknown or (choice.mode == "required" and not tools):
+        what = shown(unknown[0]) if unknown else "a tool is to be called"
+        listed = ", ".join(map(repr, names)) or "none"
+        raise RequestRefused(f"tool_choice: {what}, and the names of tools are: {listed}", param="tool_choice")
+    allowed: list[CallableTool] = []
+    demanding = "tool_choice" if choice.mode == "required" or choice.names is not None else ""
+    optional = text is None and not demanding
+    for place, function in tools:
+        strict, schema = function.get("strict"), function.get(key)
+        if strict is not None and not isinstance(strict, bool):
+            raise refused(f"{place}.strict", strict, "true or false")
+        if not isinstance(schema, Mapping | None):
+            raise refused(f"{place}.{key}", schema, "a JSON schema, an object")
+        if choice.mode != "none" and (choice.names is None or function["name"] in choice.names):
+            arguments = AskedSchema(param=f"{place}.{key}", schema={**_OBJECT, **(schema or {})}, strict=bool(strict))
+            allowed.append(CallableTool(name=function["name"], arguments=arguments))
+            demanding = demanding or (f"{place}.strict" if strict else "")
+    if text is None and not demanding:
+        return None
+    return Constraint(
+        text=text if choice.mode != "required" else None,
+        tools=tuple(allowed),
+        forced=choice.mode == "required",
+        single=choice.single or values.get("parallel_tool_calls") is False,
+        calls_param=demanding,
+        optional=optional,
+    )

@@ -1,0 +1,352 @@
+"""Grammars of responses, compiled for a tokenizer, and their masks over its vocabulary, token by token.
+
+A mask depends on the grammar and the bytes of tokens alone, so whoever has both computes the engine's masks again.
+
+Shapes: n rows, w words of 32 bits, v vocabulary; bit i of a mask, from the lowest of the first word, is token i.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeGuard
+
+import llguidance
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from headway.tokens.tokenizer import Tokenizer
+
+GRAMMAR_VERSION = f"llguidance {llguidance.__version__}"
+MOST_CHARACTERS = 1 << 17  # of a grammar: what the library takes for one with thousands of properties is quadratic
+_MOST_COMPILED = 128  # grammars in a cache ...
+_MOST_CACHED_CHARACTERS = 1 << 21  # ... and of their texts together: compiled, a character takes some hundred bytes
+# Whitespace between two parts of JSON is bounded: a model that likes it would else fill its response with it.
+_SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
+# Any tokens whose bytes match may be sampled, not only those into which the tokenizer would split a forced text.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_SHORT = 200  # characters of the library's messages that are shown
+_MOST_PLACES = 500  # parts of a schema that are tried to find the one at fault
+_PARALLEL_ROWS = 8  # fewer masks are computed one after another: handing them out costs more
+_DEAD_END = "no token of the vocabulary goes on as the grammar wants"
+_MOST_THREADS = 8
+_ANY = {"type": "object"}
+_LIMIT = re.compile("fuel|too (big|large|complex)|max is|Unable to determine|limit")
+_SHARED = ("$defs", "definitions")  # of the whole schema: its parts refer to them
+_SCHEMAS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+_SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+
+
+class GrammarRefused(ValueError):
+    """A grammar that can't be used, or a token outside of it; the message names the place."""
+
+
+def json_grammar(schema: Mapping[str, Any] | bool | None = None) -> str:
+    """Text of the grammar for the JSON values of a schema; None: any JSON object. Properties come in the schema's
+    order. Raises GrammarRefused for what is no JSON; what is no schema is found when the text is compiled."""
+    return f"start: {json_part(schema)}\n"
+
+
+def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool = False) -> str:
+    """A JSON schema as a part of a grammar in llguidance's dialect of Lark. ``lenient``: keywords that it doesn't know
+    are ignored. Raises GrammarRefused as `json_grammar`."""
+    schema = _ANY if schema is None else schema
+    if not isinstance(schema, Mapping | bool):
+        raise GrammarRefused(f"a JSON schema is an object or a boolean, not {type(schema).__name__}")
+    if not isinstance(schema, bool) and "x-guidance" not in schema:
+        schema = {**schema, "x-guidance": {"whitespace_pattern": _SPACES, **({"lenient": True} if lenient else {})}}
+    try:
+        return f"%json {json.dumps(_narrowed(schema), allow_nan=False, separators=(',', ':'))}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarRefused(f"the JSON schema is no JSON: {error}") from None
+
+
+def _narrowed(schema: Any) -> Any:
+    """The schema with exclusive bounds of a number that are less than 1 apart moved inwards by a millionth of that: the
+    library would take such a bound itself, and any number where they are equal."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            found[key] = {name: _narrowed(part) for name, part in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            found[key] = [_narrowed(part) for part in value]
+        else:
+            found[key] = _narrowed(value) if key in _SCHEMAS else value
+    over, under = found.get("exclusiveMinimum"), found.get("exclusiveMaximum")
+    low = max((n for n in (over, found.get("minimum")) if _is_number(n)), default=-math.inf)
+    high = min((n for n in (under, found.get("maximum")) if _is_number(n)), default=math.inf)
+    if 0 <= high - low < 1 and (low == over or high == under):
+        step = max((high - low) * 1e-6, 1e-12)
+        for exclusive in ("exclusiveMinimum", "exclusiveMaximum"):
+            found.pop(exclusive, None)
+        found |= {"minimum": low + step * (low == over), "maximum": high - step * (high == under)}
+    return found
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class Matcher:
+    """The position of one response in its grammar; not to be used by two threads at once."""
+
+    def __init__(self, inner: LLMatcher, words: int, stop_ids: frozenset[int]) -> None:
+        self.inner = inner
+        self.tokens = 0  # so far
+        self.finished = False  # it ended with a stop token
+        self.words = words  # of its masks
+        self._stop_ids = stop_ids
+
+    @property
+    def ended(self) -> bool:
+        """Whether only a stop token may follow."""
+        return self.inner.is_stopped()
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """The mask of the tokens that may follow, [w]. Raises GrammarRefused where there is none."""
+        masks = np.empty((1, self.words), np.uint32)
+        for error in fill_masks([(self, 0)], masks).values():
+            raise error
+        return masks[0]
+
+    def advance(self, token: int) -> bool:
+        """Append a token; whether it ended the response. Raises GrammarRefused for one that isn't allowed here, and
+        where following it takes more than the library's limits."""
+        if self.finished or not self.inner.consume_token(token):
+            why = _message(self.inner.get_error())
+            if self.finished or "satisfy the grammar" in why:
+                raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
+            raise GrammarRefused(f"grammar, at place {self.tokens} of the response: {why}")
+        self.tokens += 1
+        self.finished = token in self._stop_ids
+        return self.finished
+
+
+class Grammars:
+    """The grammars of one tokenizer, compiled when they are first asked for; the last ones are kept.
+
+    Example::
+
+        matcher = Grammars(tokenizer, model.vocabulary).matcher(json_grammar({"type": "integer"}))
+        matcher.advance(allowed_ids(matcher.allowed())[0])
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int | None = None) -> None:
+        """``vocabulary``: the model's; ids without a text are never allowed."""
+        self._tokenizer = tokenizer
+        self.vocabulary = tokenizer.vocabulary_size if vocabulary is None else vocabulary
+        self.words = -(-self.vocabulary // 32)
+        self.stop_ids = frozenset(i for i in tokenizer.stop_ids if i < self.vocabulary)
+        self._inner: LLTokenizer | None = None
+        # By text, the last used last. A matcher is copied for each response, an error raised again.
+        self._compiled: OrderedDict[str, LLMatcher | GrammarRefused] = OrderedDict()
+        self._characters = 0  # of the texts in it
+        self._lock = threading.Lock()  # around the cache
+        self._compiling = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def matcher(self, text: str) -> Matcher:
+        """Return a matcher at the beginning of a response, after compiling its grammar if that isn't kept. Raises
+        GrammarRefused."""
+        found = self._kept(text)
+        if found is None:
+            with self._compiling:
+                found = self._kept(text) or self._keep(text, self._compile(text))
+        return self._opened(found)
+
+    def start(self, text: str, ids: Sequence[int] = ()) -> Future[Matcher]:
+        """`matcher`, behind the tokens ``ids``, in a thread of its own: one grammar after another, and behind the
+        machine's other work. At once where the grammar is kept and nothing is to be followed."""
+        if not ids and (found := self._kept(text)) is not None:
+            future: Future[Matcher] = Future()
+            try:
+                future.set_result(self._opened(found))
+            except GrammarRefused as error:
+                future.set_exception(error)
+            return future
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "grammars", _yield_to_others)
+        return self._pool.submit(self._followed, text, ids)
+
+    def _followed(self, text: str, ids: Sequence[int]) -> Matcher:
+        matcher = self.matcher(text)
+        for token in ids:
+            matcher.advance(token)
+        return matcher
+
+    def _opened(self, found: LLMatcher | GrammarRefused) -> Matcher:
+        if isinstance(found, GrammarRefused):
+            raise GrammarRefused(*found.args)
+        return Matcher(found.deep_copy(), self.words, self.stop_ids)
+
+    def __len__(self) -> int:
+        """Grammars that are kept."""
+        return len(self._compiled)
+
+    def _kept(self, text: str) -> LLMatcher | GrammarRefused | None:
+        with self._lock:
+            if (found := self._compiled.get(text)) is not None:
+                self._compiled.move_to_end(text)
+            return found
+
+    def _keep(self, text: str, found: LLMatcher | GrammarRefused) -> LLMatcher | GrammarRefused:
+        if len(text) > MOST_CHARACTERS:
+            return found
+        with self._lock:
+            self._compiled[text] = found
+            self._characters += len(text)
+            while len(self._compiled) > _MOST_COMPILED or self._characters > _MOST_CACHED_CHARACTERS:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._characters -= len(oldest)
+        return found
+
+    def _compile(self, text: str) -> LLMatcher | GrammarRefused:
+        if len(text) > MOST_CHARACTERS:
+            return GrammarRefused(f"a grammar of {len(text)} characters: {MOST_CHARACTERS} are the most")
+        if self._inner is None:
+            if not self.stop_ids:
+                return GrammarRefused(f"the model's {self.vocabulary} tokens have no stop token to end a response with")
+            texts = TokenizerWrapper(_Texts(self._tokenizer, self.vocabulary, self.stop_ids))
+            self._inner = LLTokenizer(texts, eos_token=sorted(self.stop_ids))
+        inner = LLMatcher(self._inner, _OPTIONS + text, log_level=0, limits=_limits())
+        if not (error := inner.get_error()):
+            inner.compute_bitmask()  # of the first token: what it needs is then computed for all copies
+            error = inner.get_error()
+        return GrammarRefused(_explained(text, error)) if error else inner
+
+
+class _Texts:
+    """The tokenizer as llguidance reads it: the bytes of each id."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: frozenset[int]) -> None:
+        texts = tokenizer.vocabulary_bytes()[:vocabulary]
+        self.tokens = texts + [b""] * (vocabulary - len(texts))
+        self.eos_token_id = min(stop_ids)
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids | stop_ids if i < vocabulary)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Nothing is ever split into tokens: no text is forced."""
+        return []
+
+
+def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> dict[int, GrammarRefused]:
+    """Write the mask of what may follow in each response into its row of ``masks`` [n, w], contiguous; return an error
+    for each row, by number, where nothing may follow: its mask is undefined."""
+    assert masks.flags.c_contiguous
+    row_bytes = masks.shape[1] * masks.itemsize
+    start, threads = masks.ctypes.data, _threads() if len(rows) >= _PARALLEL_ROWS else None
+    if threads is not None:
+        threads.unsafe_compute_mask_ptr([(one.inner, row) for one, row in rows], start, row_bytes, len(masks))
+    else:
+        for matcher, row in rows:
+            matcher.inner.unsafe_compute_mask_ptr(start + row * row_bytes, row_bytes)
+    errors, some = dict[int, GrammarRefused](), (masks != 0).any(axis=1)
+    for matcher, row in rows:
+        if matcher.finished or matcher.inner.is_error() or not some[row]:
+            why = "the response has ended" if matcher.finished else _message(matcher.inner.get_error()) or _DEAD_END
+            errors[row] = GrammarRefused(f"grammar, at place {matcher.tokens} of the response: {why}")
+    return errors
+
+
+def kept_masks(grammars: Grammars, text: str, ids: Sequence[int]) -> NDArray[np.uint32]:
+    """The mask that each of a response's tokens was sampled under, [len(ids), w]. Raises GrammarRefused, as `Matcher`,
+    for ids that its grammar can't have produced."""
+    matcher, masks = grammars.matcher(text), np.empty((len(ids), grammars.words), np.uint32)
+    for row, token in enumerate(ids):
+        for error in fill_masks([(matcher, row)], masks).values():
+            raise error
+        matcher.advance(int(token))
+    return masks
+
+
+def allowed_ids(mask: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """The ids of a mask [w], ascending."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).astype(np.int32)
+
+
+@functools.cache
+def _threads() -> LLExecutor | None:
+    """The threads in which many masks are computed, as many as this process has cores; None: it has one."""
+    cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return LLExecutor(cores) if cores > 1 else None
+
+
+def _limits() -> LLParserLimits:
+    """Bounds of a grammar's compilation, of a mask's, and of what both may hold: 40,000 states are 80 MB at most."""
+    return LLParserLimits(max_lexer_states=40_000, max_grammar_size=100_000, verbose_errors=False)
+
+
+def _yield_to_others() -> None:
+    """Give this thread a tenth of the core that others compute on."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+# --- what is wrong with a grammar ---------------------------------------------------------------------------------
+
+
+def _explained(text: str, error: str) -> str:
+    """The library's message, with the place in the JSON schema at fault where there is one."""
+    message, decoder = _message(error), json.JSONDecoder()
+    if _LIMIT.search(message):  # what took long isn't tried again in parts
+        return f"grammar: {message}"
+    for part in re.finditer(r"%json\s*", text):
+        try:
+            schema, _ = decoder.raw_decode(text, part.end())
+        except (ValueError, RecursionError):
+            continue
+        if fault := _fault(schema):
+            return f"JSON schema{_place(schema, fault)}: {fault}"
+    return f"grammar: {message}"
+
+
+def _fault(schema: Any) -> str:
+    """Why a schema can't be compiled for any tokenizer; "": it can."""
+    return _message(LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}"))
+
+
+def _place(schema: Any, fault: str) -> str:
+    """Where in a schema the innermost part with this fault is, as " at" and a JSON pointer; "": it is the whole."""
+    shared = {key: schema[key] for key in _SHARED if isinstance(schema, dict) and key in schema}
+    place, tries = "", _MOST_PLACES
+    while True:
+        for part, where in itertools.islice(_parts(schema), tries):
+            tries -= 1
+            if _fault({**shared, **part} if isinstance(part, dict) else part) == fault:
+                schema, place = part, place + where
+                break
+        else:
+            return f" at {place}" if place else ""
+
+
+def _parts(schema: Any) -> Iterator[tuple[Any, str]]:
+    """The schemas one level below, with their places."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            yield from ((part, f"/{key}/{name.replace('~', '~0').replace('/', '~1')}") for name, part in value.items())
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            yield from ((part, f"/{key}/{i}") for i, part in enumerate(value))
+        elif key in _SCHEMAS:
+            yield value, f"/{key}"
+
+
+def _message(error: str) -> str:
+    """A message of the library in one line, without the grammar's text and its parser's state."""
+    error = re.split(r"\n\s*\d+ \| |\n<state>", error, maxsplit=1)[0]
+    error = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?| <non-verbose/>$", "", " ".join(error.split()))
+    if error == "NoExtensionBias":
+        return _DEAD_END
+    return error if len(error) <= _SHORT else error[:_SHORT] + " ..."

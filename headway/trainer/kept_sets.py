@@ -1,0 +1,119 @@
+"""Kept sets: the ids that tokens were sampled among, stored beside them or computed again from their grammars.
+
+Legend: ``_n`` one value per token of the batch, ``_m`` per token that carries loss, ``_c`` per token of a chunk of
+these, ``_u`` per different mask of grammars, ``b`` bytes of such a mask, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.algorithms.samples import IntArray, SampleArrays
+from headway.records.errors import KeptSetMismatch
+from headway.records.tokens import KEPT, TokenRows, outside_kept
+from headway.tokens.grammar import GrammarRefused, Grammars
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchSets:
+    """The kept sets of a micro-batch's tokens: ids, or masks of grammars, or neither, which is the whole vocabulary."""
+
+    lengths_m: IntArray  # [M] stored ids
+    values: NDArray[np.int64]  # these ids, token after token
+    masks_m: IntArray  # [M] index into masks_ub, or -1
+    masks_ub: Tensor  # uint8, bit i of a mask, from the lowest of its first byte, is id i
+    vocabulary: int
+    masses_m: Tensor  # [M] log of each set's probability in the whole vocabulary: filled in by the pass over them
+    tokens: int  # that have a set
+    ids: int  # in all sets together
+    constrained: int  # tokens that a grammar constrained
+
+    def outside(self, first: int, behind: int) -> Tensor:
+        """[C, V] whether an id is outside the set of each token from ``first`` to ``behind``."""
+        lengths_c, masks_c = self.lengths_m[first:behind], self.masks_m[first:behind]
+        device, start = self.masses_m.device, int(self.lengths_m[:first].sum())
+        outside_cv = torch.zeros(len(lengths_c), self.vocabulary, dtype=torch.bool, device=device)
+        outside_cv[torch.from_numpy(lengths_c > 0).to(device)] = True
+        rows = torch.from_numpy(np.repeat(np.arange(len(lengths_c)), lengths_c)).to(device)
+        outside_cv[rows, torch.from_numpy(self.values[start : start + len(rows)]).to(device)] = False
+        if len(at := np.flatnonzero(masks_c >= 0)):
+            mask_cb = self.masks_ub[torch.from_numpy(masks_c[at]).to(device)]
+            bits_cb8 = mask_cb[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+            outside_cv[torch.from_numpy(at).to(device)] = bits_cb8.flatten(1)[:, : self.vocabulary] == 0
+        return outside_cv
+
+
+class KeptSets:
+    """The kept sets of a batch. A grammar's masks are computed when a token of its run is first asked for, and each
+    different one is held once."""
+
+    def __init__(self, arrays: SampleArrays, vocabulary: int, grammars: Callable[[], Grammars]) -> None:
+        self.arrays = arrays
+        self._vocabulary = vocabulary
+        self._grammars = grammars
+        self._rows = arrays.token_rows.get(KEPT, TokenRows.empty(arrays.tokens))
+        self._run_n = np.full(arrays.tokens, -1, np.int64)  # the constrained run that each token is in
+        for run, (_, first, behind) in enumerate(arrays.grammars):
+            self._run_n[first:behind] = run
+        self._mask_n = np.full(arrays.tokens, -1, np.int64)  # number of each token's mask, where its run is computed
+        self._numbers: dict[bytes, int] = {}  # of the masks ...
+        self._masks: list[bytes] = []  # ... by number
+        self._sizes: list[int] = []  # ids of each
+
+    def of(self, targets_m: IntArray, device: torch.device) -> MicroBatchSets | None:
+        """The sets of these tokens of the batch; None: all are the whole vocabulary. Raises KeptSetMismatch."""
+        ids_m = self.arrays.token_ids_n[targets_m]
+        lengths_m, values = self._rows.take(targets_m)
+        if int(values.max(initial=0)) >= self._vocabulary:
+            raise KeptSetMismatch(f"a kept set has id {values.max()} in a vocabulary of {self._vocabulary}")
+        if len(wrong := outside_kept(lengths_m, values, ids_m)):
+            at, token = int(targets_m[wrong[0]]), ids_m[wrong[0]]
+            raise self._mismatch(at, f"token {token} isn't in the kept set recorded for it")
+        runs_m = self._run_n[targets_m]
+        for run in np.unique(runs_m[(lengths_m == 0) & (runs_m >= 0)]).tolist():
+            if self._mask_n[self.arrays.grammars[run][1]] < 0:
+                self._compute(run)
+        numbers_m = np.where(lengths_m == 0, self._mask_n[targets_m], -1)
+        if not len(values) and (numbers_m < 0).all():
+            return None
+        used_u = np.unique(numbers_m[numbers_m >= 0])
+        masks = [np.frombuffer(self._masks[number], np.uint8) for number in used_u.tolist()]
+        masks_ub = np.stack(masks) if masks else np.zeros((0, 0), np.uint8)
+        return MicroBatchSets(
+            lengths_m=lengths_m,
+            values=values.astype(np.int64),
+            masks_m=np.where(numbers_m >= 0, np.searchsorted(used_u, numbers_m), -1),
+            masks_ub=torch.from_numpy(masks_ub).to(device),
+            vocabulary=self._vocabulary,
+            masses_m=torch.zeros(len(targets_m), device=device),
+            tokens=int(((lengths_m > 0) | (numbers_m >= 0)).sum()),
+            ids=len(values) + int(np.array(self._sizes, np.int64)[numbers_m[numbers_m >= 0]].sum()),
+            constrained=int((runs_m >= 0).sum()),
+        )
+
+    def _compute(self, run: int) -> None:
+        """Follow a constrained run from its first token and keep the mask of each."""
+        text, first, behind = self.arrays.grammars[run]
+        try:
+            matcher = self._grammars().matcher(text)
+            for at in range(first, behind):
+                mask = matcher.allowed()
+                number = self._numbers.setdefault(found := mask.tobytes(), len(self._masks))
+                if number == len(self._masks):
+                    self._masks.append(found)
+                    self._sizes.append(int(np.bitwise_count(mask).sum()))
+                self._mask_n[at] = number
+                matcher.advance(int(self.arrays.token_ids_n[at]))
+        except GrammarRefused as error:
+            raise self._mismatch(first, str(error)) from None
+
+    def _mismatch(self, at: int, what: str) -> KeptSetMismatch:
+        ends_s = np.cumsum(self.arrays.lengths_s)
+        group = self.arrays.groups_s[np.searchsorted(ends_s, at, "right")]
+        return KeptSetMismatch(f"group {group}: {what}: its log-probability can't be replayed")
