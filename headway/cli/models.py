@@ -114,7 +114,7 @@ def merge(
     output: str = typer.Argument(..., metavar="OUTPUT", help="Folder to write; must not exist.", show_default=False),
 ) -> None:
     """Merge an adapter into the model it was trained beside: a whole model, with its tokenizer."""
-    from headway.models.adapter_files import merge_folders
+    from headway.models.opening import merge_folders
     from headway.orchestrator.jobs.model_card import write_merge_card
 
     merge_folders(model, adapter, output)

@@ -142,13 +142,14 @@ def engine_missing(engine: str) -> str:
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
 
-def foreign_refused(engine: str) -> str:
-    """Reason why ``engine`` can't sample from a model that transformers implements; "" when it can."""
-    if engine == "torch":
+def foreign_refused(engine: str, adapted: bool) -> str:
+    """Reason why ``engine`` can't sample from a model that runs in transformers, with an adapter where ``adapted``; ""
+    when it can."""
+    if engine == "torch" or not adapted:
         return ""
     return (
-        f"{engine!r} takes no weights from a trainer with model.implementation = 'transformers'; valid: 'torch', or a "
-        "family of docs/models.md with model.implementation = 'headway'"
+        f"{engine!r} takes no adapter of PEFT's beside a model that runs in transformers; valid: 'torch', the whole "
+        "model, or a family of docs/models.md with model.implementation = 'headway'"
     )
 
 

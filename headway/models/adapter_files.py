@@ -24,12 +24,11 @@ from headway.models.adapter_targets import (
     stored_metadata,
     stored_targets,
 )
-from headway.models.configuration import DecoderConfig, read_json
-from headway.models.loading import parse_dtype, save_model
+from headway.models.configuration import DecoderConfig
+from headway.models.decoder import Decoder
 from headway.models.lora import Lora, merge
 from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
-from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
 _PREFIX = "base_model.model."
 _QUANTIZATION = "base_quantization"  # that the adapter was trained with, in the metadata of the weights' file
@@ -88,24 +87,13 @@ def save_adapter(lora: Lora, folder: str | Path, model: str | Path) -> None:
     (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
 
 
-def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
-    """Write the model folder ``output``: ``model`` with ``adapter`` merged, in the dtype of its config.json, with its
-    tokenizer. Raises ConfigurationError: ``output`` exists, or the adapter isn't one of this model."""
-    target = Path(output)
-    if target.exists():
-        raise ConfigurationError(f"{output} exists: a merged model is written into a new folder")
-    raw = read_json(Path(model) / "config.json")
-    dtype = parse_dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+def merge_decoder(model: str | Path, adapter: str | Path, dtype: torch.dtype) -> Decoder:
+    """The decoder in the folder ``model``, in ``dtype``, with the adapter in a folder merged. Raises
+    ConfigurationError when it isn't one of this model."""
     lora = load_adapter(adapter, model, DecoderConfig.from_pretrained(Path(model)))
     merged = load_sampled(model, lora.quantization, torch.float32 if lora.quantization else dtype, torch.device("cpu"))
     merge(merged, lora)
-    merged = merged.to(dtype)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
-        save_model(merged, folder, model)
-        flush_folder(folder)
-        folder.rename(target)
-        flush(target.parent)
+    return merged.to(dtype)
 
 
 def _theirs(lora: Lora) -> dict[str, Tensor]:

@@ -10,12 +10,12 @@ l padded length of a bucket, w width of the joint projection (h + 2g) * e.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from headway.models.attention_plan import AttentionPlan
+from headway.models.attention_plan import AttentionPlan, Bucket
 from headway.models.configuration import Scores
 from headway.models.cpu.cpu_attention import CpuAttention
 from headway.models.kernels import PadDocuments, UnpadDocuments
@@ -42,25 +42,51 @@ def padded_attention(
     """As `packed_attention`, by PyTorch's own attention on whole documents: each document attends from its own copy of
     a shared prefix, the rest of the layer still computes it once. Padding follows a document, so causality hides it.
 
-    Autograd would keep the copies of every layer until the backward, many times the memory of the packed rows. So with
-    shared prefixes only ``qkv`` is kept, and the backward computes this attention again.
+    Copies would take many times the memory of the packed rows. So they are made for a part of the documents at a time,
+    of no more rows than are packed, and the backward, for which only ``qkv`` is kept, makes them again.
     """
     sizes = (heads, kv_heads, head_dim)
-    if plan.shared and torch.is_grad_enabled():
-        return checkpoint(  # pyright: ignore[reportReturnType]
-            _attend_whole, qkv, sizes, plan, scores, use_reentrant=False, preserve_rng_state=False
-        )
-    return _attend_whole(qkv, sizes, plan, scores)
+    if plan.shared:
+        return _AttendCopies.apply(qkv, sizes, plan, scores)  # pyright: ignore[reportReturnType]
+    blocks = PadDocuments.apply(qkv, plan.scatter_n, *(bucket.gather_bl for bucket in plan.buckets))
+    outputs = [
+        _attend(block, sizes, bucket, scores).flatten(0, 1)
+        for bucket, block in zip(plan.buckets, blocks, strict=True)  # pyright: ignore[reportArgumentType]
+    ]
+    return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
 
 
-def _attend_whole(qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
+def _attend(block: Tensor, sizes: tuple[int, int, int], bucket: Bucket, scores: Scores) -> Tensor:
+    """Attention of a bucket's documents, from their padded rows [b*l, w] to [b, l, h*e]."""
     heads, kv_heads, head_dim = sizes
-    buckets, scatter_n = plan.whole
-    blocks = PadDocuments.apply(qkv, scatter_n, bool(plan.shared), *(bucket.gather_bl for bucket in buckets))
-    outputs: list[Tensor] = []
-    for bucket, block in zip(buckets, blocks, strict=True):  # pyright: ignore[reportArgumentType]
-        padded = block.view(bucket.documents, bucket.length, -1, head_dim).transpose(1, 2)
-        q, k, v = padded.split((heads, kv_heads, kv_heads), dim=1)
-        out = causal_attention(q, k, v, scores)
-        outputs.append(out.transpose(1, 2).reshape(bucket.documents * bucket.length, -1))
-    return UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportReturnType]
+    padded = block.view(bucket.documents, bucket.length, -1, head_dim).transpose(1, 2)
+    q, k, v = padded.split((heads, kv_heads, kv_heads), dim=1)
+    return causal_attention(q, k, v, scores).transpose(1, 2).flatten(2)
+
+
+class _AttendCopies(torch.autograd.Function):
+    """Attention of documents that share rows, [N, w] to [N, h*e], bucket by bucket of `AttentionPlan.copies`."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
+        kind = qkv.device.type
+        ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.save_for_backward(qkv)
+        ctx.how = sizes, plan, scores
+        copies = plan.copies
+        rows = (_attend(qkv.index_select(0, one.gather_bl), sizes, one, scores).flatten(0, 1) for one in copies)
+        kept = torch.cat([part[one.outputs[1]] for one, part in zip(copies, rows, strict=True)])
+        return torch.empty_like(kept).index_copy_(0, torch.cat([one.outputs[0] for one in copies]), kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (qkv,) = ctx.saved_tensors
+        sizes, plan, scores = ctx.how
+        found = torch.zeros_like(qkv, dtype=torch.promote_types(qkv.dtype, torch.float32))
+        for bucket in plan.copies:
+            with torch.enable_grad(), torch.autocast(*ctx.autocast):
+                block = qkv.detach().index_select(0, bucket.gather_bl).requires_grad_()
+                out = _attend(block, sizes, bucket, scores)
+            (part,) = torch.autograd.grad(out, block, bucket.take_zeroed(grads[0]))
+            found.index_add_(0, bucket.gather_bl, part.to(found.dtype))
+        return found.to(qkv.dtype), None, None, None

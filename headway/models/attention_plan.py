@@ -8,6 +8,7 @@ causally to itself and to all of its prefix.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,11 +115,9 @@ class AttentionPlan:
         return max(map(sum, zip(self.lengths, prefix_lengths(self.lengths, self.continues), strict=True)))
 
     @cached_property
-    def whole(self) -> tuple[tuple[Bucket, ...], Tensor]:
-        """Buckets and scatter index of whole documents, each with its own copy of its prefix: for attention kernels
-        that can't merge two parts."""
-        if not self.shared:
-            return self.buckets, self.scatter_n
+    def copies(self) -> tuple[Bucket, ...]:
+        """Buckets of whole documents, each with its own copy of its prefix, for attention kernels that can't merge two
+        parts. No bucket has more rows, padding included, than are packed."""
         continued, copied = set(self.continues), set[int]()
         pieces: list[int] = []  # of all documents, one after another
         first: list[bool] = []  # of the documents with a piece, one keeps its results
@@ -133,7 +132,7 @@ class AttentionPlan:
         sizes, starts = (x[torch.tensor(pieces)] for x in _sizes_and_starts(self.lengths))
         rows = torch.arange(sum(documents)) + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
         kept = torch.repeat_interleave(torch.tensor(first), sizes)
-        return _buckets(rows, kept, torch.tensor(documents), self.scatter_n.device)
+        return _buckets(rows, kept, torch.tensor(documents), self.scatter_n.device, self.tokens)[0]
 
 
 def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -172,15 +171,16 @@ def _shared_prefixes(sizes: list[int], starts: list[int], continues: tuple[int, 
 
 
 def _buckets(
-    rows: Tensor, kept: Tensor, documents: Tensor, device: torch.device | str
+    rows: Tensor, kept: Tensor, documents: Tensor, device: torch.device | str, most: float = math.inf
 ) -> tuple[tuple[Bucket, ...], Tensor]:
     """Buckets of documents, and each packed row's index in their concatenation. ``documents``: the tokens of each;
-    ``rows``: their packed rows, document after document; ``kept``: whether the result at that place is the row's."""
+    ``rows``: their packed rows, document after document; ``kept``: whether the result at that place is the row's;
+    ``most``: rows of a bucket with several documents."""
     firsts = documents.cumsum(0) - documents
     scatter = torch.empty(int(kept.sum()), dtype=torch.int64)
     buckets: list[Bucket] = []
     offset = 0
-    for members in _split(documents, torch.argsort(documents, stable=True, descending=True)):
+    for members in _split(documents, torch.argsort(documents, stable=True, descending=True), most):
         length = int(documents[members[0]])
         columns, total = torch.arange(length), documents[members, None]
         at = firsts[members, None] + torch.minimum(columns, total - 1)
@@ -201,12 +201,14 @@ def _buckets(
     return tuple(buckets), scatter.to(device)
 
 
-def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
-    """Cut the documents, longest first, where the padding to the bucket's longest would exceed the ratio."""
+def _split(sizes: Tensor, order: Tensor, most: float) -> list[Tensor]:
+    """Cut the documents, longest first, where the padding to the bucket's longest would exceed the ratio, or its rows
+    ``most``."""
     ordered = sizes[order].tolist()
     cuts = [0]
     for i, size in enumerate(ordered):
-        if ordered[cuts[-1]] > PADDING_RATIO * size + 1:
+        longest = ordered[cuts[-1]]
+        if longest > PADDING_RATIO * size + 1 or (i + 1 - cuts[-1]) * longest > most:
             cuts.append(i)
     cuts.append(len(ordered))
     return [order[a:b] for a, b in itertools.pairwise(cuts)]

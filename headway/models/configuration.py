@@ -281,6 +281,11 @@ class DecoderConfig:
         return attention + self.width * mixture.experts + experts * 3 * self.width * mixture.intermediate
 
     @property
+    def cached_values(self) -> int:
+        """Values cached of one token in all layers."""
+        return 2 * self.kv_heads * self.head_dim * self.layers
+
+    @property
     def has_experts(self) -> bool:
         return self.mixture is not None
 

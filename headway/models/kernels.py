@@ -299,27 +299,20 @@ class PadDocuments(torch.autograd.Function):
     """Packed rows [N, W] to one padded block [b*l, W] per bucket.
 
     Attention gives padding a gradient of exactly zero, since no document attends to what stands after it and padded
-    outputs are never used. So the gradient of a packed row is that of the one padded row that holds it or, where
-    documents share rows (``repeated``), the sum of all of them.
+    outputs are never used. So the gradient of a packed row is that of the one padded row that holds it.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, scatter_n: Tensor, repeated: bool, *gathers: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(scatter_n, *(gathers if repeated else ()))
+    def forward(ctx: Any, rows: Tensor, scatter_n: Tensor, *gathers: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(scatter_n)
         ctx.buckets = len(gathers)
         return tuple(rows.index_select(0, gather) for gather in gathers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scatter_n, *gathers = ctx.saved_tensors
+        (scatter_n,) = ctx.saved_tensors
         padded = grads[0] if len(grads) == 1 else torch.cat(grads)
-        if gathers:
-            wide = torch.promote_types(padded.dtype, torch.float32)
-            rows = torch.zeros(len(scatter_n), padded.shape[1], dtype=wide, device=padded.device)
-            found = rows.index_add_(0, torch.cat(gathers), padded.to(wide)).to(padded.dtype)
-        else:
-            found = padded.index_select(0, scatter_n)
-        return (found, None, None, *(None,) * ctx.buckets)
+        return (padded.index_select(0, scatter_n), None, *(None,) * ctx.buckets)
 
 
 class UnpadDocuments(torch.autograd.Function):

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,8 @@ from headway.models.decoder import Decoder
 from headway.models.layout import TensorEntry, fused_expert_entries, hugging_face_entries
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16
+
+P = TypeVar("P", bound=Tensor)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (
@@ -165,7 +167,7 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     All names and shapes are checked before anything is written. Raises ConfigurationError when they differ.
     """
-    parameters = _checked(model, tensors)
+    parameters = checked(dict(model.named_parameters()), tensors)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -176,7 +178,7 @@ def adopt_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
 
     True: the tensors have become the parameters and must not be changed by the caller.
     """
-    parameters = _checked(model, tensors)
+    parameters = checked(dict(model.named_parameters()), tensors)
     if any((one.dtype, one.device) != (tensors[name].dtype, tensors[name].device) for name, one in parameters.items()):
         copy_weights(model, tensors)
         return False
@@ -185,9 +187,8 @@ def adopt_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _checked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's parameters by name. Raises ConfigurationError unless ``tensors`` have their names and shapes."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+def checked(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> dict[str, P]:
+    """``parameters``, by name. Raises ConfigurationError unless ``tensors`` have their names and shapes."""
     if parameters.keys() != tensors.keys():
         raise ConfigurationError(f"weights differ in names: {_some(sorted(parameters.keys() ^ tensors.keys()))}")
     for name, parameter in parameters.items():

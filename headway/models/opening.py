@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
-from headway.models.adapter_files import load_adapter, open_adapter, save_adapter
+from headway.models.adapter_files import load_adapter, merge_decoder, open_adapter, save_adapter
+from headway.models.configuration import read_json
 from headway.models.decoder import Decoder
 from headway.models.hub.configuration import implementation_of
-from headway.models.loading import load_model, save_model
+from headway.models.loading import load_model, parse_dtype, save_model
 from headway.models.lora import Lora, base_of, use
 from headway.models.packed_model import PackedModel
 from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_extra
+from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
 if TYPE_CHECKING:
     from headway.models.hub.adapter import HubAdapter
@@ -46,17 +49,44 @@ def open_policy(chosen: ModelConfig, device: torch.device, seed: int) -> tuple[P
         return model, None
     model.requires_grad_(False)
     if not isinstance(model, Decoder):
-        import_extra("peft", "transformers", "model.adapter beside a model of transformers")
-        from headway.models.hub.adapter import HubAdapter
-        from headway.models.hub.model import HubModel
-
-        assert isinstance(model, HubModel)
-        return model, HubAdapter(model, chosen.path, chosen.adapter, seed)
+        return model, open_hub_adapter(model, chosen.path, chosen.adapter, seed)
     lora = open_adapter(chosen.path, model.config, chosen.adapter, seed=seed, device=device)
     lora.quantization = chosen.quantization
     lora.dropout.rate = chosen.adapter.dropout
     use(model, lora.layers)
     return model, lora
+
+
+def open_hub_adapter(model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int) -> HubAdapter:
+    """The adapter beside a model of transformers, of ``folder``: PEFT's modules, which are put into it. Raises
+    ConfigurationError, for a missing PEFT too."""
+    import_extra("peft", "transformers", "model.adapter beside a model of transformers")
+    from headway.models.hub.adapter import HubAdapter
+    from headway.models.hub.model import HubModel
+
+    assert isinstance(model, HubModel)
+    return HubAdapter(model, folder, settings, seed)
+
+
+def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
+    """Write the model folder ``output``: ``model`` with ``adapter`` merged, in the dtype of its config.json, with its
+    tokenizer. Raises ConfigurationError: ``output`` exists, or the adapter isn't one of this model."""
+    target = Path(output)
+    if target.exists():
+        raise ConfigurationError(f"{output} exists: a merged model is written into a new folder")
+    raw = read_json(Path(model) / "config.json")
+    dtype = parse_dtype(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    if implementation_of(model, None) == "headway":
+        merged: PackedModel = merge_decoder(model, adapter, dtype)
+    else:
+        merged = open_model(ModelConfig(path=str(model)), dtype, "cpu")
+        merged = open_hub_adapter(merged, model, AdapterConfig(path=str(adapter)), 0).merged()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
+        save_opened(merged, None, folder, model)
+        flush_folder(folder)
+        folder.rename(target)
+        flush(target.parent)
 
 
 def save_opened(model: PackedModel, adapter: Lora | HubAdapter | None, path: str | Path, source: str | Path) -> None:

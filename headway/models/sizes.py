@@ -145,7 +145,7 @@ def sizes_of(folder: str | Path) -> ModelSizes:
         if _model_type(raw) in RULES or not (files := sorted(Path(folder).glob("*.safetensors"))):
             return sizes_from(raw)
         text = {**raw, **raw["text_config"]} if raw.get("text_config") else raw  # the language model in one that sees
-        return sizes_of_shapes({**text, "model_type": raw.get("model_type")}, _shapes(files))
+        return sizes_of_shapes({**text, "model_type": raw.get("model_type")}, tensor_shapes(files))
     except ConfigurationError as error:
         raise ConfigurationError(f"{file}: {error}") from None
 
@@ -390,6 +390,8 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
             own.update(experts=count, idle=count - count * each // experts)
         if name.endswith(("k_proj.weight", "v_proj.weight", "kv_a_proj_with_mqa.weight")):
             own["cached"] += shape[0]
+        if name.endswith("conv1d.weight"):  # of a recurrent layer, whose other states shapes don't tell
+            own["state"] += count
     if not any(own["cached"] for own in counts.values()):
         for own in counts.values():
             own["cached"] = 2 * kv_heads * dim
@@ -407,8 +409,8 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
     )
 
 
-def _shapes(files: Sequence[Path]) -> dict[str, list[int]]:
-    """Shapes of all tensors in ``files``, read from their headers."""
+def tensor_shapes(files: Sequence[Path]) -> dict[str, list[int]]:
+    """Shapes of all tensors in ``files``, read from their headers. Raises ConfigurationError."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, list[int]] = {}

@@ -25,6 +25,7 @@ from headway.generator.endpoint.server import serving
 from headway.generator.recording.recorder import Recorder
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
+from headway.models.adapter_targets import stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.hub.configuration import read_config
 from headway.models.routing import without_replay
@@ -114,7 +115,7 @@ def _adapters(given: Sequence[str], experiment: Experiment) -> dict[str, Adapter
     from headway.models.adapter_files import load_adapter  # torch, which this process needs for nothing else
 
     generator, endpoint, found = experiment.generator, experiment.endpoint, dict[str, AdapterConfig]()
-    path = Path(experiment.model.path)
+    path, config = Path(experiment.model.path), None
     taken = (BASE_MODEL, POLICY_ADAPTER, endpoint.model, *endpoint.aliases, path.name, str(path))
     for one in given:
         name, _, folder = one.partition("=")
@@ -126,7 +127,13 @@ def _adapters(given: Sequence[str], experiment: Experiment) -> dict[str, Adapter
             raise ConfigurationError(
                 f"--adapter {one}: valid with generator.engine = 'torch' on this machine's devices"
             )
-        load_adapter(folder, path, DecoderConfig.from_pretrained(path))
+        config = config or read_config(experiment.model)
+        if isinstance(config, DecoderConfig):
+            load_adapter(folder, path, config)
+        elif found:
+            raise ConfigurationError(f"--adapter {one}: beside a model that runs in transformers: valid: one")
+        else:
+            stored_metadata(Path(folder), path)
         found[name] = AdapterConfig(path=folder)
     return found
 

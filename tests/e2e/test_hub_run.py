@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,19 @@ from safetensors.numpy import load_file
 from tiny_hub import make_hub_model
 
 from headway.models.loading import TOKENIZER_FILES
+from headway.runtime.nodes.files import file_digests
 from headway.trainer.checkpoints import checkpoint_path
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 STEPS = 3
 
 
-def written(folder: Path, kind: str, **sections: dict[str, Any]) -> Path:
+def written(folder: Path, kind: str, sizes: Mapping[str, int] = {}, /, **sections: dict[str, Any]) -> Path:
     """An experiment on a random model of this kind with the tokenizer of the tiny runs."""
     tiny_run.write_inputs(folder)
     own = (folder / "model").rename(folder / "tokenizer")
     size = json.loads((own / "config.json").read_text())["vocab_size"]
-    make_hub_model(folder / "model", kind, vocab_size=size)
+    make_hub_model(folder / "model", kind, vocab_size=size, **sizes)
     for name in TOKENIZER_FILES:
         if (own / name).is_file():
             shutil.copyfile(own / name, folder / "model" / name)
@@ -75,6 +78,46 @@ def test_rewards_rise(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
 
 
-def test_adapters_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    config = written(tmp_path, "Olmo2", model={"adapter": {"rank": 4}})
-    assert "model.adapter" in tiny_run.refused("train", config)
+ADAPTER = {"rank": 4, "alpha": 8.0}
+
+
+def test_an_adapter_is_trained_killed_resumed_scored_and_merged(tmp_path: Path) -> None:
+    config = written(
+        tmp_path,
+        "Olmo2",
+        model={"implementation": "transformers", "adapter": ADAPTER},
+        queue={"groups_per_step": 4, "budget": 1, "filter_zero_variance": False},
+        generator={"update_mode": "finish"},
+        algorithm={"kl_coefficient": 0.05},
+        checkpoint={"every_steps": 2},
+        **{"tasks.test": {"path": str(tmp_path / "test.jsonl")}},
+    )
+    rows = [json.dumps({"prompt": f"{60 + i}+{i}=", "answer": "1"}) for i in range(6)]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows) + "\n")
+    run, model = tmp_path / "run", tmp_path / "model"
+    before = file_digests(model)
+    assert tiny_run.train(config, fault="all-publishing:2").process.returncode == -signal.SIGKILL
+    command = tiny_run.train(config, "--resume")
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(run, STEPS)
+    tiny_run.require_nothing_left(command)
+    steps = tiny_run.steps_of(run)
+    fresh = [step for step in steps if step.token_staleness.max == 0]
+    assert fresh
+    assert all(step.metrics["mismatch_max"] < 1e-4 for step in fresh)
+    assert any(step.metrics["kl_reference"] > 0 for step in steps)  # to the model without the adapter
+    assert file_digests(model) == before
+    adapter = checkpoint_path(run, STEPS) / "adapter"
+    assert any(one.any() for name, one in load_file(adapter / "adapter_model.safetensors").items() if "lora_B" in name)
+    scored = json.loads(tiny_run.output_of("eval", config, "--adapter", adapter, "--json"))
+    tiny_run.output_of("merge", model, adapter, tmp_path / "merged")
+    alike = json.loads(tiny_run.output_of("eval", config, "--model", tmp_path / "merged", "--json"))
+    assert (alike["solve_rate"], alike["length_mean"]) == (scored["solve_rate"], scored["length_mean"])
+
+
+def test_what_an_adapter_beside_transformers_can_not_is_refused(tmp_path: Path) -> None:
+    keys = {"implementation": "transformers", "adapter": ADAPTER}
+    config = written(tmp_path, "Olmo2", model=keys, generator={"engine": "vllm", "update_mode": "finish"})
+    assert "takes no adapter of PEFT's beside a model that runs in transformers" in tiny_run.refused("train", config)
+    other = ("--generator.engine=torch", '--model.adapter.targets=["quux"]')
+    assert "no matrix in" in tiny_run.refused("train", config, *other)

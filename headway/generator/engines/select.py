@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from headway.config.engines import cpu_refused, foreign_refused
+from headway.config.model import ModelConfig
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import why_none
-from headway.models.hub.configuration import implementation_of
-from headway.models.loading import load_model, weights_of
+from headway.models.hub.configuration import implementation_of, read_config
+from headway.models.opening import open_hub_adapter
 from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
 from headway.runtime.child import WorkerContext
@@ -29,14 +30,13 @@ def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine[Any
     """Build the engine of a replica. Raises ConfigurationError when it can't be built."""
     foreign = implementation_of(settings.model_path, settings.implementation) == "transformers"
     if foreign:
-        _require_whole(settings)
-        engine = _hub(settings, context)
-    elif settings.engine == "vllm":
+        _require_served(settings)
+    if settings.engine == "vllm":
         engine = _vllm(settings, context.device)
     elif settings.engine == "vllm-server":
         engine = _vllm_server(settings, context.device)
     else:
-        engine = _torch(settings, context)
+        engine = _hub(settings, context) if foreign else _torch(settings, context)
     folder = settings.offload_directory
     if engine.memory is not None and folder and Path(folder).is_dir():
         engine.memory.directory = folder
@@ -66,17 +66,15 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
     )
 
 
-def _require_whole(settings: EngineSettings) -> None:
-    """Raise ConfigurationError for what isn't sampled from a model that transformers implements."""
-    if refused := foreign_refused(settings.engine):
+def _require_served(settings: EngineSettings) -> None:
+    """Raise ConfigurationError for what isn't sampled from a model that runs in transformers."""
+    if refused := foreign_refused(settings.engine, bool(settings.adapters)):
         raise ConfigurationError(f"generator.engine = {refused}")
-    adapters = f"model.adapter ({', '.join(settings.adapters)})" if settings.adapters else ""
-    for what in (adapters, settings.quantization and f"model.quantization = {settings.quantization!r}"):
-        if what:
-            raise ConfigurationError(
-                f"{what} on a model that transformers implements can't be sampled from; valid: the whole model, or a "
-                "family of docs/models.md with model.implementation = 'headway'"
-            )
+    if settings.quantization:
+        raise ConfigurationError(
+            f"model.quantization = {settings.quantization!r} on a model that runs in transformers can't be sampled "
+            "from; valid: the whole model, or a family of docs/models.md with model.implementation = 'headway'"
+        )
 
 
 def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
@@ -87,6 +85,8 @@ def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
     narrow = settings.dtype == "bfloat16" and device.type == "cpu" and not cpu_multiplies_bfloat16()
     dtype = "float32" if narrow else settings.dtype  # as `load_for_generation`
     model = load_hub(settings.model_path, dtype, device, settings.trust_remote_code)
+    path, seed = settings.model_path, settings.seed
+    adapters = {name: open_hub_adapter(model, path, one, seed) for name, one in settings.adapters.items()}
     engine = HubEngine(
         model,
         slots=settings.slots,
@@ -96,6 +96,7 @@ def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
         tokenizer=_tokenizer(settings),
         deterministic=settings.deterministic,
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
+        adapters=adapters,
     )
     context.log.info("sampling from transformers' %s, in batches of %s", model.config.model_type, engine.batching)
     return engine
@@ -113,10 +114,9 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.server_engine import VllmServerEngine
     from headway.generator.engines.vllm.server_info import connect
 
-    model = load_model(settings.model_path, settings.dtype)
-    settings = _within(settings, model.config.max_positions)
-    published = PublishedModel(model.config)
-    published.take(weights_of(model))
+    published = PublishedModel.of(_chosen(settings))
+    published.load(settings.dtype)
+    settings = _within(settings, published.shape.max_positions)
     adapters = VllmAdapters(settings, published) if settings.adapters else None
     server = VllmServer(device.address)
     served = connect(
@@ -136,21 +136,33 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     from headway.generator.engines.vllm.reference import PublishedModel
 
     prepare_process(device, settings.engine_arguments.get("tensor_parallel_size", 1))
-    model = DecoderConfig.from_pretrained(Path(settings.model_path))
-    mixture = bool(settings.adapters) and model.mixture is not None
-    if refused := cpu_refused("vllm", (str(device),), model.head_dim, mixture):
-        raise ConfigurationError(f"generator.engine = {refused}")
+    chosen = _chosen(settings)
+    model = read_config(chosen)
+    if isinstance(model, DecoderConfig):
+        mixture = bool(settings.adapters) and model.mixture is not None
+        if refused := cpu_refused("vllm", (str(device),), model.head_dim, mixture):
+            raise ConfigurationError(f"generator.engine = {refused}")
     settings = _within(settings, model.max_positions)
     if settings.kv_capacity_tokens is not None:  # one request must always fit alone
         settings = _within(settings, settings.kv_capacity_tokens)
     adapters = None
     if settings.adapters:
-        published = PublishedModel(model)
-        published.take(weights_of(load_model(settings.model_path, settings.dtype)))
+        published = PublishedModel.of(chosen)
+        published.load(settings.dtype)
         adapters = VllmAdapters(settings, published)
     arguments = engine_arguments(settings, model, device) | (adapters.arguments if adapters is not None else {})
-    core, experts = VllmCore(arguments), model.mixture is not None
-    return VllmEngine(core, settings, model.vocabulary_size, _tokenizer(settings), adapters, mixture=experts)
+    choice = {"implementation": chosen.implementation, "trust_remote_code": chosen.trust_remote_code}
+    core, tokenizer = VllmCore(arguments, choice), _tokenizer(settings)
+    return VllmEngine(core, settings, model.vocabulary_size, tokenizer, adapters, mixture=model.has_experts)
+
+
+def _chosen(settings: EngineSettings) -> ModelConfig:
+    """The model as the trainer runs it."""
+    return ModelConfig(
+        path=settings.model_path,
+        implementation=settings.implementation,
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def _within(settings: EngineSettings, context_tokens: int) -> EngineSettings:

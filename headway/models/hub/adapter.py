@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headway.config.adapter import AdapterConfig, Quantization
 from headway.models.adapter_targets import ALL_LINEAR, BASE, WEIGHTS_FILE, base_digest, stored_metadata
 from headway.models.hub.model import HubModel
+from headway.models.loading import checked
 from headway.models.lora import Dropout
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError
@@ -51,6 +52,28 @@ class HubAdapter:
     def weights(self) -> dict[str, Tensor]:
         """Every matrix by name, without copying: what is published."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of ``tensors``, the matrices of a revision, for `computing`. Raises ConfigurationError when names or
+        shapes differ from the adapter's."""
+        mine = checked(self.parameters, tensors)
+        return {name: tensors[name].to(one.device, one.dtype, copy=True) for name, one in mine.items()}
+
+    @contextmanager
+    def computing(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Let the model compute with these matrices, which become the adapter's own; None: without an adapter."""
+        if weights is None:
+            with self._peft.disable_adapter():
+                yield
+            return
+        for name, parameter in self.parameters.items():
+            parameter.data = weights[name]
+        yield
+
+    def merged(self) -> HubModel:
+        """The model with the adapter merged into its weights; this one is of no use any more."""
+        self._peft.merge_and_unload()
+        return self._model
 
     def load(self, path: str | Path) -> None:
         """Overwrite the matrices with those of an adapter in folder ``path``. Raises ConfigurationError, with nothing

@@ -102,13 +102,13 @@ def _attend(
     if not isinstance(attention_mask, PackedMask):
         return plain(module, query, key, value, attention_mask, *args, **kwargs)
     plan = attention_mask.plan
-    buckets, scatter_n = plan.whole
+    buckets, scatter_n = plan.buckets, plan.scatter_n
     gathers = [bucket.gather_bl for bucket in buckets]
     padded: list[list[Tensor]] = []
     for rows in (query, key, value):
         heads = rows.shape[1]
         packed = rows[0].transpose(0, 1).flatten(1)
-        blocks = PadDocuments.apply(packed, scatter_n, False, *gathers)
+        blocks = PadDocuments.apply(packed, scatter_n, *gathers)
         padded.append(
             [
                 block.view(bucket.documents, bucket.length, heads, -1).transpose(1, 2)

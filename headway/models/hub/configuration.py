@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,14 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from headway.config.adapter import AdapterConfig
 from headway.config.model import Implementation, ModelConfig
+from headway.models.adapter_targets import ALL_LINEAR, WEIGHTS_FILE
 from headway.models.configuration import DecoderConfig, attended_pairs, read_json
 from headway.models.families import FAMILIES
-from headway.models.sizes import ModelSizes, sizes_of
+from headway.models.sizes import ModelSizes, sizes_of, tensor_shapes
 from headway.records.errors import ConfigurationError
 
 _OTHER_MODALITIES = ("audio_config", "audio_encoder", "speech_config", "vq_config")
 _BY_LENGTH = ("dynamic", "longrope", "su")  # rotary embeddings that change with the longest row of a call
+
+_NOT_LINEAR = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b|visual|vision")  # matrices that "all-linear" leaves out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,20 @@ class HubConfig:
     @property
     def layers(self) -> int:
         return len(self.sizes.layers)
+
+    @property
+    def tied(self) -> bool:
+        return self.sizes.tied
+
+    @property
+    def kv_heads(self) -> int:
+        return self.sizes.kv_heads
+
+    @property
+    def cached_values(self) -> int:
+        """Values cached of one token in all layers; 0 where some keep a state."""
+        states = any(layer.state or not layer.cached for layer in self.sizes.layers)
+        return 0 if states else self.sizes.cached_values
 
     @property
     def max_positions(self) -> int:
@@ -117,12 +136,31 @@ def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderC
         raise
 
 
-def require_decoder_config(config: DecoderConfig | HubConfig, what: str) -> DecoderConfig:
-    """``config``, which has to be of a model that the project's own decoder runs. Raises ConfigurationError that names
-    ``what`` needs it."""
-    if isinstance(config, HubConfig):
-        raise ConfigurationError(f"{what}: valid with a family of Headway's own; this model runs in transformers")
-    return config
+def adapter_size(folder: str | Path, settings: AdapterConfig) -> int:
+    """Count of the weights of a run's adapter beside the model in ``folder``, which runs in transformers: those in
+    ``settings.path``, or about those of the files' matrices that PEFT will choose. Raises ConfigurationError for files
+    that can't be read, targets that none has, and without PEFT."""
+    if find_spec("peft") is None:
+        raise ConfigurationError(
+            "an adapter beside a model that runs in transformers is PEFT's, which isn't installed: "
+            "pip install 'headway[transformers]'"
+        )
+    if settings.path:
+        return sum(math.prod(shape) for shape in tensor_shapes([Path(settings.path) / WEIGHTS_FILE]).values())
+    every, found = settings.targets == (ALL_LINEAR,), 0
+    ends = tuple(f".{target}.weight" for target in settings.targets)
+    for name, shape in tensor_shapes(sorted(Path(folder).glob("*.safetensors"))).items():
+        if len(shape) < 2 or name.endswith("bias") or _NOT_LINEAR.search(name):
+            continue
+        *many, rows, columns = shape
+        if ".experts." in name:  # PEFT: one matrix for gate and up, of twice the rank
+            chosen, rows = every or bool(settings.target_parameters), rows * (1 + ("down" not in name))
+        else:
+            chosen = name.endswith(".weight") if every else f".{name}".endswith(ends)
+        found += math.prod(many) * (settings.rank or 0) * (rows + columns) if chosen else 0
+    if not found:
+        raise ConfigurationError(f"targets = {list(settings.targets)}: no matrix in {folder} has such a name")
+    return found
 
 
 def require_runnable(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:

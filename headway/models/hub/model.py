@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging as transformers_logging
@@ -137,6 +138,12 @@ class HubModel(PackedModel):
         ids = torch.zeros(1, len(x_nd), dtype=torch.int64, device=x_nd.device)
         with _given(self._body[0], x_nd[None]):
             return self.module(input_ids=ids, use_cache=False).logits[0]
+
+    def tensors_in_files(self) -> dict[str, Tensor]:
+        """Every tensor by its name in the folder that was loaded, a tied one once: what `save` writes."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        kept = {name: one for name, one in self.module.state_dict().items() if name in named}
+        return revert_weight_conversion(self.module, kept)
 
     def save(self, path: str | Path, source: str | Path | None = None) -> None:
         """Write the folder ``path`` so that transformers and `load_hub` can read it. Not atomic: callers write into a

@@ -14,7 +14,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
-from headway.models.hub.configuration import HubConfig, read_config, require_decoder_config
+from headway.models.hub.configuration import HubConfig, adapter_size, read_config
 from headway.models.sizes import sizes_of
 from headway.orchestrator.device_turns import require_offload
 from headway.orchestrator.preflight.cluster import cluster_findings
@@ -145,7 +145,10 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
     if adapter is None or inputs.model is None:
         return
     with findings.refused("model.adapter"):
-        adapted_targets(require_decoder_config(inputs.model, "model.adapter"), adapter)
+        if isinstance(inputs.model, DecoderConfig):
+            adapted_targets(inputs.model, adapter)
+        else:
+            adapter_size(inputs.experiment.model.path, adapter)
         if adapter.path:
             stored_metadata(Path(adapter.path), inputs.experiment.model.path)
     if adapter.dropout:

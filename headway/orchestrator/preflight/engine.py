@@ -17,10 +17,11 @@ def engine_findings(experiment: Experiment, model: DecoderConfig | HubConfig | N
     findings, generator = Findings(), experiment.generator
     if missing := engine_missing(generator.engine):
         findings.error("generator.engine", missing)
-    if isinstance(model, HubConfig) and (refused := foreign_refused(generator.engine)):
+    adapted = experiment.model.adapter is not None
+    if isinstance(model, HubConfig) and (refused := foreign_refused(generator.engine, adapted)):
         findings.error("generator.engine", refused)
     if isinstance(model, DecoderConfig):
-        mixture = model.mixture is not None and experiment.model.adapter is not None
+        mixture = model.mixture is not None and adapted
         if refused := cpu_refused(generator.engine, generator.devices, model.head_dim, mixture):
             findings.error("generator.engine", refused)
     with findings.refused("algorithm.routing_replay"):

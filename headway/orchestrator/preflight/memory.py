@@ -36,6 +36,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
+from headway.models.hub.configuration import adapter_size, implementation_of
 from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
@@ -81,10 +82,12 @@ def bytes_of(dtype: str) -> int:
 
 def trained_weights(experiment: Experiment, model: ModelSizes) -> int:
     """Count of the weights that are trained, published and saved: the model's, or its adapter's."""
-    adapter = experiment.model.adapter
+    adapter, folder = experiment.model.adapter, experiment.model.path
     if adapter is None:
         return model.parameters
-    decoder = DecoderConfig.from_pretrained(Path(experiment.model.path))
+    if implementation_of(folder, experiment.model.implementation) == "transformers":
+        return adapter_size(folder, adapter)
+    decoder = DecoderConfig.from_pretrained(Path(folder))
     return sum(one.size for one in adapted_targets(decoder, adapter))
 
 

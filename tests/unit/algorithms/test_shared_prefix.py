@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_definition import gradient
 from tiny_trainer import Context, make_batch, make_experiment, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.algorithms.prefix_tree import LEAST_SAVED
 from headway.algorithms.samples import SampleArrays, build_arrays, prefix_tree, slice_micro_batch
 from headway.models import decoder as decoder_module
-from headway.models.attention import _attend_whole, packed_attention, padded_attention
+from headway.models.attention import packed_attention, padded_attention
 from headway.models.attention_plan import NOTHING, AttentionPlan
 from headway.models.configuration import Scores
 from headway.models.decoder import Decoder
@@ -127,30 +128,45 @@ def test_a_window_that_covers_every_document_is_none(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(cut, dense_attention(rows, lengths, continues, calls[0]))
 
 
+class LargestTensor(TorchDispatchMode):
+    """Notes the most values of a tensor that is made within the block."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple) else (made,):
+            self.values = max(self.values, one.numel() if isinstance(one, torch.Tensor) else 0)
+        return made
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shared_prefix_is_not_kept_for_each_of_its_continuations(kind: Scores) -> None:
-    """Whole documents need 8 copies of the prefix; the backward makes them again, and the gradient is the same."""
-    lengths, continues = [30, 20] + [2] * 8, [NOTHING, 0] + [1] * 8
+def test_copies_of_a_shared_prefix_are_no_larger_than_what_is_packed(kind: Scores) -> None:
+    """Whole documents need 24 copies of the prefix, made for a few at a time; the backward makes them again."""
+    lengths, continues = [30, 20] + [2, 5, 9] * 8, [NOTHING, 0] + [1] * 24
     plan = AttentionPlan.build(lengths, continues=continues)
-    sizes = (HEADS, KV_HEADS, HEAD_DIM)
-    gradients, kept_bytes = [], []
-    for again in (True, False):
-        rows = random_rows(lengths)
-        kept: dict[int, int] = {}
+    rows = random_rows(lengths).detach().double().requires_grad_()
+    assert sum(bucket.documents * bucket.length for bucket in plan.copies) > 7 * plan.tokens
+    kept: dict[int, int] = {}
 
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
 
+    with LargestTensor() as largest:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = padded_attention(rows, *sizes, plan, kind) if again else _attend_whole(rows, sizes, plan, kind)
-        kept_bytes.append(sum(kept.values()))
+            out = padded_attention(rows, HEADS, KV_HEADS, HEAD_DIM, plan, kind)
         out.square().sum().backward()
-        assert rows.grad is not None
-        gradients.append(rows.grad)
-    assert torch.equal(gradients[0], gradients[1])
-    packed_bytes = rows.untyped_storage().nbytes()
-    assert kept_bytes[0] <= packed_bytes < 5 * packed_bytes < kept_bytes[1]
+    scores = 0 if kind.softcap is None else HEADS * max(one.documents * one.length**2 for one in plan.copies)
+    assert largest.values <= max(rows.numel(), scores)
+    assert sum(kept.values()) == rows.untyped_storage().nbytes()
+    exact = rows.detach().clone().requires_grad_()
+    expected = dense_attention(exact, lengths, continues, kind)
+    expected.square().sum().backward()
+    assert rows.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(rows.grad, exact.grad, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

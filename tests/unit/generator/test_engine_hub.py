@@ -25,7 +25,7 @@ from headway.models.hub.model import HubModel, load_hub
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import copy_weights, save_model, weights_of
 from headway.records.errors import ConfigurationError
-from headway.records.generation import AppliedWeights, GenerationResult, PublishedWeights, UpdateMode
+from headway.records.generation import AppliedWeights, GenerationResult, UpdateMode
 from headway.runtime.devices import parse_device
 from headway.weights.shared_memory import Publisher
 from tests.conformance import engine as conformance
@@ -392,9 +392,8 @@ def test_chosen_where_headway_has_no_decoder_or_where_asked() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"engine": "vllm"}, "generator.engine = 'vllm'"),
-        ({"engine": "vllm-server"}, "generator.engine = 'vllm-server'"),
-        ({"adapters": {"policy": object()}}, "model.adapter (policy)"),
+        ({"engine": "vllm", "adapters": {"policy": object()}}, "generator.engine = 'vllm'"),
+        ({"engine": "vllm-server", "adapters": {"policy": object()}}, "generator.engine = 'vllm-server'"),
         ({"quantization": "4bit"}, "model.quantization"),
     ],
 )
@@ -411,9 +410,8 @@ def test_adapters_of_requests_and_updates_are_refused_by_name() -> None:
     results = session.run()
     assert "'mine'" in results["a"].error
     assert results["b"].finish_reason == "length"
-    published = PublishedWeights(version=1, path="", checksum="", size_bytes=0, adapter="mine")
-    with pytest.raises(ConfigurationError, match="'mine'"):
-        engine.apply(published, "keep")
+    with pytest.raises(ConfigurationError, match="'mine', which isn't registered; registered: none"):
+        engine.update_adapter("mine", {}, 1, "keep")
 
 
 def test_weights_of_another_model_change_nothing() -> None:

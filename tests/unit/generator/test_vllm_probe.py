@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +92,20 @@ def model_with(tensors: dict[str, Tensor]) -> nn.Module:
     )
     inner = nn.ModuleDict({"embed_tokens": VocabParallelEmbedding(padded), "layers": nn.ModuleList([layer])})
     return nn.ModuleDict({"model": inner, "lm_head": ParallelLMHead(padded)})
+
+
+def test_a_matrix_that_lies_the_other_way_round_is_left_to_the_probe_of_sequences() -> None:
+    """Products of a packed matrix with inputs of another size read memory that isn't theirs."""
+    tensors = published(torch.float32)
+    model: Any = model_with(tensors)
+    linear = model["model"]["layers"][0]["mlp"]["down_proj"]
+    linear.input_size = 20
+    assert differing_module(model, tensors, 1) is None
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert differing_module(model, tensors | {name: tensors[name].t().contiguous()}, 1) is None
+    found = differing_module(model, tensors | {name: -tensors[name]}, 1)
+    assert found is not None
+    assert found.module == "model.layers.0.mlp.down_proj"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from safetensors.torch import load_file
+from tiny_hub import make_hub_model
 
+from headway.config.model import ModelConfig
 from headway.control.agreement import disagreement
 from headway.generator import service as service_module
 from headway.generator.engines.settings import EngineSettings
@@ -24,6 +27,7 @@ from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
 from headway.generator.engines.vllm.server_info import ServerInfo
 from headway.generator.service import GeneratorService
+from headway.models.hub.model import load_hub
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
 from headway.records.generation import (
@@ -273,6 +277,35 @@ def test_a_trainer_with_other_weights_is_found_by_positions_share_and_largest_di
         assert (wrong == "") is agrees
     assert "allowed are 0.001 and 0.001 (tf32). 31 of 31 tokens (100%) differ" in wrong
     assert "hidden states" not in wrong
+
+
+@pytest.mark.parametrize("kind", ["Olmoe", "GPT2"])
+def test_a_model_that_the_trainer_runs_in_transformers_is_written_by_the_names_of_its_folder(
+    tmp_path: Path, kind: str
+) -> None:
+    """Experts apart; of a tied head nothing but the embedding."""
+    folder = make_hub_model(tmp_path / "m", kind, max_position_embeddings=256)
+    server, given = FakeServer(), list[dict[str, Any]]()
+    server.published = PublishedModel.of(ModelConfig(path=folder))
+    server.published.load("float32")
+    post = server.post
+
+    def load(path: str, body: Any = None) -> Any:
+        if path == "/collective_rpc":
+            given.append(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"))
+        return post(path, body)
+
+    server.post = load  # type: ignore[method-assign]
+    engine, trained = engine_of(server, tmp_path), load_hub(folder, "float32", "cpu")
+    for parameter in trained.parameters():
+        parameter.data *= 2
+    with Publisher(f"server-engine-hub-{os.getpid()}") as publisher:
+        engine.apply(publisher.publish(1, weights_of(trained)), "recompute")
+    trained.save(tmp_path / "saved")
+    for found, stored in zip(given, (folder, tmp_path / "saved"), strict=True):
+        expected = load_file(Path(stored) / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all((found[name] == one).all() for name, one in expected.items())
 
 
 # --- what ends the process ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tiny_hub import ONE_A_ROW, PACKED, VOCABULARY, make_hub_model, make_seeing_
 from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
 from headway.models.hub.adapter import HubAdapter
-from headway.models.hub.configuration import implementation_of, read_config
+from headway.models.hub.configuration import adapter_size, implementation_of, read_config
 from headway.models.hub.model import HubModel, load_hub
 from headway.models.loading import adopt_weights, copy_weights, load_model, save_model, weights_of
 from headway.models.opening import open_model
@@ -125,6 +125,20 @@ def test_of_a_model_that_sees_the_language_model_is_adapted(tmp_path: Path) -> N
         adapter = HubAdapter(load_hub(folder, "float32", "cpu"), folder, settings, 0)
         assert adapter.parameters
         assert all("language_model" in name for name in adapter.parameters)
+
+
+@pytest.mark.parametrize("kind", ["Olmo2", "Phi3", "GPT2", "DeepseekV3", "Olmoe"])
+def test_the_size_of_an_adapter_is_known_before_it_is_made(tmp_path: Path, kind: str) -> None:
+    folder = make_hub_model(tmp_path / "m", kind)
+    named = {"Phi3": ("qkv_proj",), "GPT2": ("c_attn",)}.get(kind, ("v_proj", "o_proj", "kv_b_proj"))
+    for targets in (("all-linear",), named):
+        settings = AdapterConfig(rank=3, alpha=2.0, targets=targets)
+        adapter = HubAdapter(load_hub(folder, "float32", "cpu"), folder, settings, 0)
+        exact = sum(parameter.numel() for parameter in adapter.parameters.values())
+        rough = 0.3 if kind in ("DeepseekV3", "Olmoe") else 0.05  # PEFT has rules of its own for each mixture
+        assert adapter_size(folder, settings) == pytest.approx(exact, rel=rough)
+        adapter.save(tmp_path / "adapter")
+        assert adapter_size(folder, AdapterConfig(path=str(tmp_path / "adapter"))) == exact
 
 
 def test_a_model_that_sees_without_a_decoder_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.models import adapter_files, adapter_targets
-from headway.models.adapter_files import load_adapter, merge_folders
+from headway.models.adapter_files import load_adapter
 from headway.models.kernels import norm_rotate, rms_norm
 from headway.models.loading import load_model
 from headway.models.lora import use
+from headway.models.opening import merge_folders
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.records.generation import POLICY_ADAPTER
 from headway.trainer.service import TrainerService

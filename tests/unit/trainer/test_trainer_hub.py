@@ -15,6 +15,7 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import lay_out
 from headway.models.hub.model import HubModel
+from headway.models.opening import merge_folders
 from headway.records.errors import ConfigurationError
 from headway.trainer.service import TrainerService
 from headway.trainer.supervised import SupervisedService
@@ -93,6 +94,12 @@ def test_an_adapter_of_peft_is_trained_saved_and_resumed(tmp_path: Path) -> None
         assert not torch.allclose(plain(input_ids=ids[None]).logits[0], expected, atol=1e-4)
         theirs = peft.PeftModel.from_pretrained(plain, path / "adapter").eval()
         torch.testing.assert_close(theirs(input_ids=ids[None]).logits[0], expected, rtol=1e-4, atol=1e-5)
+
+    merge_folders(model, path / "adapter", tmp_path / "merged")
+    with torch.no_grad():
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(merged(input_ids=ids[None]).logits[0], expected, rtol=1e-4, atol=1e-5)
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(f"{model}/model.safetensors").keys()
 
     other = service(model, tmp_path, **keys)
     assert other.load_checkpoint(str(path)) == 2

@@ -11,7 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.grammars import CompilingGrammars
+from headway.generator.engines.hub.adapters import HubRevisions
 from headway.generator.engines.hub.caches import join, take, tensors_of
 from headway.generator.engines.hub.runner import HubRunner
 from headway.generator.engines.requests import EngineRequest
@@ -30,7 +31,7 @@ from headway.models.hub.model import HubModel
 from headway.models.loading import adopt_weights, copy_weights
 from headway.records.errors import ConfigurationError
 from headway.records.generation import (
-    BASE_MODEL,
+    POLICY_ADAPTER,
     AppliedWeights,
     EngineStatistics,
     FinishReason,
@@ -43,11 +44,14 @@ from headway.records.generation import (
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.shared_memory import Subscriber
 
+if TYPE_CHECKING:
+    from headway.models.hub.adapter import HubAdapter
+
 
 @dataclass
 class _Batch:
-    """Requests that are computed in one forward pass. ``cache`` has all tokens of each but the pending one; None:
-    nothing is computed yet, and all have as many tokens."""
+    """Requests that are computed in one forward pass, with one revision of the adapter. ``cache`` has all tokens of
+    each but the pending one; None: nothing is computed yet."""
 
     requests: list[EngineRequest | None]  # by row; None: it left
     cache: Any = None
@@ -83,9 +87,11 @@ class HubEngine(Engine[EngineRequest]):
         tokenizer: Tokenizer | None = None,
         deterministic: bool = False,
         prefill_tokens_per_step: int = 8192,
+        adapters: Mapping[str, HubAdapter] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model`` is changed in place by updates; ``now``: monotonic seconds, for the statistics."""
+        """``model`` is changed in place by updates; ``adapters``: one beside it at most, by name, the engine's from now
+        on, at ``version``; ``now``: monotonic seconds, for the statistics."""
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         super().__init__(
             slots=slots,
@@ -104,6 +110,8 @@ class HubEngine(Engine[EngineRequest]):
         self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
         self._rows = 0  # the running requests are rows 0 .. _rows-1
         self._batches: list[_Batch] = []
+        self._revisions = HubRevisions(adapters or {}, version)
+        self._model_version = version  # of the model without an adapter
         self._subscriber = Subscriber()
         self.memory = EngineMemory(self._subscriber, self._tensors)
 
@@ -127,11 +135,18 @@ class HubEngine(Engine[EngineRequest]):
         self._note_idleness()
 
     def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
-        return EngineRequest(request, arrival)
+        entry = EngineRequest(request, arrival)
+        if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
+            revision = self._revisions.held(entry.adapter, request.partial.versions[-1].version)
+            entry.update = -1 if revision is None else revision.update
+        return entry
 
     def _unserved(self, entry: EngineRequest) -> str:
-        known = entry.adapter in ("", BASE_MODEL)
-        return "" if known else f"there is no adapter {entry.adapter!r}; this engine serves none"
+        return self._revisions.unknown(entry.adapter)
+
+    def _ended(self, entry: EngineRequest) -> None:
+        super()._ended(entry)
+        self._revisions.unload(self._open.values())
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -161,20 +176,22 @@ class HubEngine(Engine[EngineRequest]):
     def _admit(self) -> None:
         """Give free slots to waiting requests while KV tokens and this step's budget of new tokens last."""
         used, budget = (self._table.position[: self._rows] + 1).tolist(), self._prefill_tokens_per_step
-        begun: set[Sequence[int]] = set()
+        begun: set[tuple[int, Sequence[int]]] = set()
         admitted: list[EngineRequest | None] = []
         while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
             wanted = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
             if self._scarce and self._rows and wanted > self.kv_capacity_tokens:
                 break
-            ids = request.prompt + request.response
+            update = self._revisions.chosen(request)
+            ids = (update, request.prompt + request.response)
             if ids not in begun:
                 if begun and request.tokens > budget:
                     break
                 budget -= request.tokens
                 begun.add(ids)
             heapq.heappop(self._waiting)
+            request.update = update
             request.reprefilled = request.reprefilled or bool(request.response)
             self._table.occupy(self._rows, request, self.context_tokens)
             self._rows += 1
@@ -191,11 +208,13 @@ class HubEngine(Engine[EngineRequest]):
             running = batch.running
             slots = [request.slot for request in running]
             pending = torch.from_numpy(table.pending[slots, None])
-            out, batch.cache = self._runner.feed(pending, batch.cache, table.position[slots].tolist())
+            with self._revisions.computing(running[0].update):
+                out, batch.cache = self._runner.feed(pending, batch.cache, table.position[slots].tolist())
             batches.append(batch)
             logits.append(out)
         for ids_uk, holders in self._new():
-            out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk))
+            with self._revisions.computing(holders[0][0].update):
+                out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk))
             self._prefilled += ids_uk[:, :-1].numel()
             row_n = [row for row, requests in enumerate(holders) for _ in requests]
             requests = [request for requests in holders for request in requests]
@@ -221,7 +240,7 @@ class HubEngine(Engine[EngineRequest]):
                 tokens = max(int(position[request.slot]) for request in running)
                 batch = _Batch(list(running), take(batch.cache, rows, tokens))
             keys = {"padded": 0, "equal lengths": position[running[0].slot], "single rows": id(batch)}
-            together.setdefault(keys[self.batching], []).append(batch)
+            together.setdefault((running[0].update, keys[self.batching]), []).append(batch)
         for one in together.values():
             cache = one[0].cache if len(one) == 1 else join([batch.cache for batch in one])
             yield _Batch([request for batch in one for request in batch.requests], cache)
@@ -229,12 +248,13 @@ class HubEngine(Engine[EngineRequest]):
     def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
         """Tokens of the requests of which nothing is computed, [u, k], as many at once as one step may begin; with the
         requests that have each row's tokens."""
-        by_length: dict[int, dict[bytes, list[EngineRequest]]] = {}
+        by_length: dict[tuple[int, int], dict[bytes, list[EngineRequest]]] = {}  # and by update
         for batch in self._batches:
             for request in batch.running if batch.cache is None else ():
                 ids = self._table.sequence[request.slot, : self._table.position[request.slot] + 1]
-                by_length.setdefault(len(ids), {}).setdefault(ids.tobytes(), []).append(request)
-        for length, by_ids in by_length.items():
+                by_ids = by_length.setdefault((request.update, len(ids)), {})
+                by_ids.setdefault(ids.tobytes(), []).append(request)
+        for (_, length), by_ids in by_length.items():
             most = 1 if self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
             holders = list(by_ids.values())
             for first in range(0, len(holders), most):
@@ -256,11 +276,13 @@ class HubEngine(Engine[EngineRequest]):
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
         data, kept = self._table.take_unsent(entry)
+        revision = self._revisions.of(entry.update)
+        version = self._model_version if revision is None else revision.version
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
                 data=data,
-                version=self.version if data else -1,
+                version=version if data else -1,
                 finish_reason=finish_reason,
                 error=error,
                 reprefilled=entry.reprefilled,
@@ -304,13 +326,14 @@ class HubEngine(Engine[EngineRequest]):
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """See `Engine.apply`; `update_weights` explains the modes."""
-        if published.adapter:
-            raise ConfigurationError(f"an update of adapter {published.adapter!r}: this engine serves none")
         started = self._now()
         with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
             tensors = self._subscriber.fetch(published)
         fetch_s = self._now() - started
-        applied = self.update_weights(tensors, published.version, mode, adopt=True)
+        if published.adapter:
+            applied = self.update_adapter(published.adapter, tensors, published.version, mode)
+        else:
+            applied = self.update_weights(tensors, published.version, mode, adopt=True)
         return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
 
     def update_weights(
@@ -321,36 +344,66 @@ class HubEngine(Engine[EngineRequest]):
 
         ``keep``: running requests continue on their caches; ``recompute``: those are dropped, and the next step
         computes all tokens anew; ``abort``: running requests end with reason "abort" (waiting and not interruptible
-        ones stay). Raises ConfigurationError, with nothing changed, when the tensors are not this model's, and for
-        ``finish``.
+        ones stay). Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for
+        ``finish``, and beside an adapter, which belongs to the weights that are here.
         """
-        if mode == "finish":
-            raise ConfigurationError("an update of the model's own weights: update_mode = 'finish' is for adapters")
-        before_s, reprefilled = self._paused_s, 0
+        if mode == "finish" or self._revisions:
+            beside = "an adapter is registered beside them"
+            cause = beside if self._revisions else "update_mode = 'finish' is for adapters"
+            raise ConfigurationError(f"an update of the model's own weights: {cause}")
+        before_s = self._paused_s
         with self.paused():
             if not adopt:
                 copy_weights(self._model, tensors)
             elif adopt_weights(self._model, tensors):
                 self._subscriber.keep()
             self._emit_ready()  # tokens so far are the old version's
-            running = [request for request in self._table.requests[: self._rows] if request is not None]
-            if mode == "abort":
-                for request in running:
-                    if request.interruptible:
-                        self._end_running(request, "abort")
-            elif mode == "recompute":
-                reprefilled = int(self._table.position[: self._rows].sum())
-                self._batches = [_Batch(list(running))]
-                for request in running:
-                    request.reprefilled = request.reprefilled or self._table.position[request.slot] > 0
+            self._model_version = version
+            in_flight, reprefilled = self._cross("", mode)
+        return self._applied(version, before_s, in_flight, reprefilled)
+
+    def update_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
+    ) -> AppliedWeights:
+        """Register a revision of the adapter between two steps. Modes as of `update_weights`, for its own requests;
+        ``finish``: those that have begun keep the revision that they are on. Raises ConfigurationError, with nothing
+        changed, when no adapter of this name, with these names and shapes, is registered."""
+        before_s = self._paused_s
+        with self.paused():
+            self._revisions.register(name, tensors, version)
+            self._emit_ready()
+            in_flight, reprefilled = (0, 0) if mode == "finish" else self._cross(name, mode)
+            self._revisions.unload(self._open.values())
+        return self._applied(version, before_s, in_flight, reprefilled)
+
+    def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
+        """Move the requests of the adapter (""; of the model) to what the last update made; returns the count of
+        running ones and of tokens that the next step computes anew."""
+        mine = {one for one in self._open.values() if not adapter or (one.adapter or POLICY_ADAPTER) == adapter}
+        running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
+        for request in mine:
+            request.update = -1
+            if request.slot >= 0:
+                request.update = self._revisions.chosen(request)
+        if mode == "abort":
+            for request in running:
+                if request.interruptible:
+                    self._end_running(request, "abort")
+        if mode != "recompute":
+            return len(running), 0
+        self._batches = [batch for batch in self._batches if batch.running[0] not in mine]
+        if running:
+            self._batches.append(_Batch(list(running)))
+        for request in running:
+            request.reprefilled = request.reprefilled or self._table.position[request.slot] > 0
+        return len(running), sum(int(self._table.position[request.slot]) for request in running)
+
+    def _applied(self, version: int, before_s: float, in_flight: int, reprefilled: int) -> AppliedWeights:
+        """Report of an update; ``before_s``: time paused before it."""
         self.version = version
         self._note_idleness()
-        return AppliedWeights(
-            version=version,
-            pause_s=self._paused_s - before_s,
-            in_flight=len(running),
-            reprefilled_tokens=reprefilled,
-        )
+        pause_s = self._paused_s - before_s
+        return AppliedWeights(version=version, pause_s=pause_s, in_flight=in_flight, reprefilled_tokens=reprefilled)
 
     # --- memory, statistics ---------------------------------------------------------------------------------
 
@@ -361,12 +414,15 @@ class HubEngine(Engine[EngineRequest]):
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
+        yield from self._revisions.tensors()
         for batch in self._batches:
             yield from tensors_of(batch.cache)
 
     def score(self, ids: tuple[int, ...]) -> ProbeScores:
         """See `Engine.score`."""
-        return self._runner.score(ids)
+        newest = self._revisions.newest(POLICY_ADAPTER)
+        with self._revisions.computing(0 if newest is None else newest.update):
+            return self._runner.score(ids)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

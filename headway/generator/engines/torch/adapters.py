@@ -6,90 +6,53 @@ Shape suffixes: n rows, d input and f output features, m (row, expert) pairs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.revisions import Revision, Revisions
 from headway.generator.engines.torch.native_decode import AdapterPanels, NativeDecode
 from headway.models.decoder import Decoder
 from headway.models.lora import LayerLora, Lora, use
 from headway.records.errors import ConfigurationError
-from headway.records.generation import BASE_MODEL, POLICY_ADAPTER
 
 
-class AdapterRevision(NamedTuple):
-    """An adapter as one update made it. ``update``: the number of that update in the engine, which never repeats."""
+@dataclass(frozen=True)
+class AdapterRevision(Revision):
+    """A revision as the decoder computes it."""
 
-    name: str
-    version: int
-    update: int
     lora: Lora
     panels: AdapterPanels | None  # for the native decode step
 
 
-class AdapterRevisions:
-    """The adapters that an engine serves: of each name the newest revision, and older ones that requests hold."""
+class AdapterRevisions(Revisions[AdapterRevision]):
+    """The adapters that the torch engine serves."""
 
     def __init__(self, model: Decoder, fixed_shapes: bool) -> None:
+        super().__init__()
         self._model = model
-        self._newest: dict[str, AdapterRevision] = {}
-        self._by_update: dict[int, AdapterRevision] = {}
         self.rows = RowAdapters(self._by_update, fixed_shapes)
-
-    def __len__(self) -> int:
-        return len(self._by_update)
 
     def register(self, name: str, lora: Lora, version: int, update: int, decode: NativeDecode | None) -> None:
         """Make ``lora``, which the caller must not change any more, the newest revision of ``name``."""
         panels = None if decode is None else decode.adapter_panels(lora)
-        revision = AdapterRevision(name, version, update, lora, panels)
         if not self._by_update:
             layers = range(len(self._model.layers))
             use(self._model, {number: _MixedLayer(self.rows, number) for number in layers})
-        self._newest[name] = self._by_update[update] = revision
+        self.add(AdapterRevision(name, version, update, lora, panels))
 
     def revised(self, name: str, tensors: Mapping[str, Tensor]) -> Lora:
         """A copy of the adapter with other weights. Raises ConfigurationError when it isn't registered, or has other
         names or shapes."""
         if name not in self._newest:
-            raise ConfigurationError(f"an update of adapter {name!r}, which isn't registered; {self._known()}")
+            raise ConfigurationError(f"an update of adapter {name!r}, which isn't registered; {self.known}")
         lora = copy.deepcopy(self._newest[name].lora)
         lora.copy_weights(tensors)
         return lora
-
-    def newest(self, name: str) -> AdapterRevision | None:
-        """The revision that a new request gets; None: the model alone. ``name`` as in `GenerationRequest.adapter`."""
-        return self._newest.get(name or POLICY_ADAPTER)
-
-    def held(self, name: str, version: int) -> AdapterRevision | None:
-        """The newest registered revision of this version."""
-        wanted = name or POLICY_ADAPTER
-        found = [one for one in self._by_update.values() if (one.name, one.version) == (wanted, version)]
-        return found[-1] if found else None
-
-    def of(self, update: int) -> AdapterRevision | None:
-        """The revision that this update made; None: it was of the model."""
-        return self._by_update.get(update)
-
-    def unknown(self, name: str) -> str:
-        """Reason why no request can have this adapter; "" when one can."""
-        return "" if name in ("", BASE_MODEL, *self._newest) else f"there is no adapter {name!r}; {self._known()}"
-
-    def unload(self, requests: Iterable[EngineRequest]) -> None:
-        """Drop the revisions that are neither newest nor held by one of the open ``requests``."""
-        if len(self._by_update) == len(self._newest):
-            return
-        kept = {revision.update for revision in self._newest.values()} | {request.update for request in requests}
-        for update in [update for update in self._by_update if update not in kept]:
-            del self._by_update[update]
-
-    def _known(self) -> str:
-        return f"registered: {', '.join(sorted(self._newest)) or 'none'}"
 
 
 class RowAdapters:

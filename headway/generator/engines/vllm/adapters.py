@@ -18,6 +18,7 @@ from headway.config.engines import VLLM_LORA_RANKS
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.models.adapter_files import open_adapter, save_adapter
+from headway.models.configuration import DecoderConfig
 from headway.models.lora import Lora
 from headway.records.errors import ConfigurationError
 from headway.records.generation import BASE_MODEL, POLICY_ADAPTER, PublishedWeights
@@ -51,6 +52,7 @@ class VllmAdapters:
         self._settings, self._model = settings, model
         self._life = uuid.uuid4().hex[:12]  # a server may have labels of a predecessor
         config = model.shape
+        assert isinstance(config, DecoderConfig)
         self._loras = {
             name: open_adapter(settings.model_path, config, one, seed=settings.seed)
             for name, one in settings.adapters.items()

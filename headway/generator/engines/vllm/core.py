@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
+from headway.models.hub.configuration import HubConfig
 from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
 from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device
@@ -64,7 +65,7 @@ def prepare_process(device: Device, ranks: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
 
 
-def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Device) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings, model: DecoderConfig | HubConfig, device: Device) -> dict[str, Any]:
     """Return vLLM's ``EngineArgs`` as a mapping: defaults, the user's own arguments, headway's requirements."""
     own, slots, context_tokens = settings.engine_arguments, settings.slots, settings.max_context_tokens
     arguments: dict[str, Any] = {
@@ -78,9 +79,11 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Dev
     }
     if device.kind == "cpu":
         arguments["block_size"] = BLOCK_TOKENS
+    if settings.trust_remote_code:
+        arguments["trust_remote_code"] = True
     arguments |= own
     sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-    if not sized & own.keys():
+    if not sized & own.keys() and model.cached_values:
         block = arguments.get("block_size") or 16
         per_slot = -(-context_tokens // block)
         # By default there is KV for a whole context in each slot, and for the probe.
@@ -89,8 +92,8 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Dev
         blocks = full if wanted is None else max(per_slot, wanted // block)
         width = 4 if settings.dtype == "float32" else 2
         heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # in each rank, at least one
-        block_bytes = 2 * block * heads * model.head_dim * width
-        arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes  # one block is vLLM's
+        block_bytes = block * heads * (model.cached_values // model.kv_heads) * width  # in all layers
+        arguments["kv_cache_memory_bytes"] = (blocks + 1) * block_bytes  # one block is vLLM's
     return arguments | {
         "skip_tokenizer_init": not (Path(settings.model_path) / "tokenizer.json").is_file(),  # grammars need one
         "generation_config": "vllm",
@@ -106,8 +109,9 @@ def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Dev
 class VllmCore:
     """vLLM's engine behind the few operations that headway needs. Not thread-safe."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
+    def __init__(self, arguments: Mapping[str, Any], chosen: Mapping[str, Any] = {}) -> None:
+        """``chosen``: how the trainer runs the model, where that isn't told by its folder (``worker.ModelChoice``).
+        Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
         try:
             from vllm.config import StructuredOutputsConfig
             from vllm.engine.arg_utils import EngineArgs
@@ -138,7 +142,7 @@ class VllmCore:
         self.context_tokens: int = engine.vllm_config.model_config.max_model_len
         self.updates = 0  # applied so far
         self._adapters = 0  # LoRAs added so far
-        self._rpc("init_weight_transfer_engine", init_info={})
+        self._rpc("init_weight_transfer_engine", init_info=dict(chosen))
         installed = self._rpc("headway_install")
         # True: headway's sampler (worker.py). vLLM's own has no log-probabilities of the full vocabulary under top-p or
         # top-k.

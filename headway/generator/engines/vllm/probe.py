@@ -48,14 +48,14 @@ def differing_module(
 ) -> Difference | None:
     """Return the first module, in the model's order, that differs from ``published`` (tensors by Hugging Face's names).
 
-    ``update`` seeds the inputs. Modules without published tensors of their own (attention, rotary embeddings) and
-    mixtures of experts are skipped: the probe of whole sequences covers them.
+    ``update`` seeds the inputs. Modules without published tensors of their own (attention, rotary embeddings),
+    mixtures of experts and matrices of another shape are skipped: the probe of whole sequences covers them.
     """
     names = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
     generator = torch.Generator().manual_seed(update)
     for name, module in model.named_modules():
         weight = _published(name, "weight", names, published)
-        if weight is None or weight.ndim > 2:
+        if weight is None or weight.ndim > 2 or getattr(module, "input_size", weight.shape[-1]) != weight.shape[-1]:
             continue
         bias = _published(name, "bias", names, published)
         for got, expected, allowed in _checks(module, weight, bias, generator, quantised):

@@ -1,4 +1,4 @@
-"""Reference of the probes of vLLM: headway's own forward pass on the published weights."""
+"""Reference of the probes of vLLM: the trainer's forward pass on the published weights."""
 
 from __future__ import annotations
 
@@ -7,31 +7,53 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headway.config.model import ModelConfig
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.hub.configuration import HubConfig, read_config
 from headway.models.layout import hugging_face_entries
 from headway.models.loading import build
 from headway.models.lora import Lora, use
+from headway.models.opening import open_model
+from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError
 
 
 class PublishedModel:
-    """The last published model: a decoder whose parameters are the published tensors themselves.
+    """The last published model: a decoder, or a model of transformers, whose parameters are the published tensors
+    themselves.
 
     It takes no memory of its own, returns the tensors by Hugging Face's names, and is the reference of the probes.
     """
 
-    def __init__(self, shape: DecoderConfig) -> None:
+    def __init__(self, shape: DecoderConfig | HubConfig, chosen: ModelConfig | None = None) -> None:
+        """``chosen``: what `load` loads, and transformers a first version into; None: neither is needed."""
         self.shape = shape
-        self._decoder: Decoder | None = None  # None before the first version
+        self._chosen = chosen
+        self._model: PackedModel | None = None  # None before the first version
+
+    @classmethod
+    def of(cls, chosen: ModelConfig) -> PublishedModel:
+        """That of a model as the trainer runs it. Raises ConfigurationError."""
+        return cls(read_config(chosen), chosen)
+
+    def load(self, dtype: str | torch.dtype) -> None:
+        """Use the weights of the model's folder from now on."""
+        assert self._chosen is not None
+        self._model = open_model(self._chosen, dtype, "cpu")
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Use ``tensors`` from now on. Raises ConfigurationError, with nothing changed, if they aren't this model's."""
         dtypes = {tensor.dtype for tensor in tensors.values()}
-        decoder = self._decoder
-        if decoder is None or dtypes != {decoder.dtype}:
-            decoder = build(self.shape, next(iter(dtypes)))  # its memory is never touched
-        parameters = dict(decoder.named_parameters())
+        model, dtype = self._model, next(iter(dtypes))
+        if isinstance(self.shape, HubConfig):
+            if model is None:
+                self.load(dtype)
+                model = self._model
+        elif model is None or dtypes != {model.dtype}:
+            model = build(self.shape, dtype)  # its memory is never touched
+        assert model is not None
+        parameters = dict(model.named_parameters())
         expected = {name: parameter.shape for name, parameter in parameters.items()}
         given = {name: tensor.shape for name, tensor in tensors.items()}
         wrong = {name for name, _ in expected.items() ^ given.items()}
@@ -40,21 +62,33 @@ class PublishedModel:
         for name, parameter in parameters.items():
             parameter.requires_grad_(False)
             parameter.data = tensors[name]
-        self._decoder = decoder
+        self._model = model
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors by Hugging Face's names, layer by layer; a tied head is not repeated."""
-        assert self._decoder is not None
-        for entry in hugging_face_entries(self._decoder):
-            yield entry.name, entry.view.reshape(entry.shape)
+        if isinstance(self._model, Decoder):
+            yield from ((entry.name, entry.view.reshape(entry.shape)) for entry in hugging_face_entries(self._model))
+            return
+        from headway.models.hub.model import HubModel
+
+        assert isinstance(self._model, HubModel)
+        yield from self._model.tensors_in_files().items()
+
+    def multiplied(self) -> dict[str, Tensor]:
+        """The tensors as `tensors` names them, without the matrices that lie the other way round than vLLM's: those of
+        transformers' Conv1D (GPT-2)."""
+        assert self._model is not None
+        kinds = {f"{name}.weight": type(one).__name__ for name, one in self._model.named_modules()}
+        return {name: one for name, one in self.tensors() if kinds.get(f"module.{name}") != "Conv1D"}
 
     def logprobs(self, ids: Sequence[int], temperature: float = 1.0, lora: Lora | None = None) -> list[float]:
-        """log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it: headway's own forward pass
-        on the CPU, with an adapter if one is given."""
-        assert self._decoder is not None
+        """log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it: the trainer's forward pass
+        on the CPU, with an adapter of a decoder if one is given."""
+        assert self._model is not None
         sequence = torch.tensor(ids)
-        use(self._decoder, None if lora is None else lora.layers)
+        if isinstance(self._model, Decoder):
+            use(self._model, None if lora is None else lora.layers)
         with torch.inference_mode():
-            logits = self._decoder(sequence, [len(ids)])[:-1].float() / temperature
+            logits = self._model(sequence, [len(ids)])[:-1].float() / temperature
             chosen = torch.log_softmax(logits, dim=-1).gather(-1, sequence[1:, None])
         return chosen[:, 0].tolist()

@@ -51,6 +51,7 @@ _ABORT_AGAIN_S = 0.25  # interval of repeating an abort, which may overtake its 
 _NO_LOGPROB = -9999.0  # the server's value for log-probabilities that aren't finite
 _PROBE_TEMPERATURE = 0.5  # raw and processed log-probabilities differ there
 _NEXT_TOKEN = 1e-2  # nats: allowed difference of the probe's sampled token in float32; ten times the sequence's
+_EMBEDDING = "model.embed_tokens.weight"
 _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -99,7 +100,7 @@ class VllmServerEngine(VllmRequests):
             vocabulary=model.shape.vocabulary_size,
             tokenizer=tokenizer,
             truncates=False,
-            precision=precision_of(served.dtype, quantised=served.quantised, mixture=model.shape.mixture is not None),
+            precision=precision_of(served.dtype, quantised=served.quantised, mixture=model.shape.has_experts),
             adapters=adapters,
             now=now,
         )
@@ -345,10 +346,10 @@ class VllmServerEngine(VllmRequests):
 
     def _checkpoint(self) -> dict[str, Tensor]:
         tensors = {name: tensor.contiguous() for name, tensor in self._model.tensors()}
-        if self._tied:
+        if self._tied and _EMBEDDING in tensors:
             # Write the tied tensor twice: on a CPU vLLM's head has its own packed copy, which is renewed only when
             # ``lm_head.weight`` is loaded.
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors["lm_head.weight"] = tensors[_EMBEDDING].clone()
         return tensors
 
     # --- adapters -------------------------------------------------------------------------------------------

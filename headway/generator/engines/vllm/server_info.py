@@ -22,7 +22,7 @@ COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
     "--scheduling-policy priority"
 )
-UPDATING = "VLLM_ALLOW_RUNTIME_LORAUPDATING=1 in its environment"
+UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 
 
 class Counters(NamedTuple):

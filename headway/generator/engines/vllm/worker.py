@@ -8,17 +8,18 @@ nothing else does. Written for vLLM 0.32; ``file:line`` in comments is relative 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -30,11 +31,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from headway.config.model import Implementation, ModelConfig
 from headway.generator.engines.sampling import counter_bits
 from headway.generator.engines.vllm.core import BACKEND, SEED
 from headway.generator.engines.vllm.probe import differing_module
 from headway.generator.engines.vllm.reference import PublishedModel
-from headway.models.configuration import DecoderConfig
 from headway.records.errors import WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.child import die_with_parent
@@ -44,8 +45,11 @@ from headway.weights.shared_memory import Subscriber
 
 
 @dataclass
-class NoInitialisation(WeightTransferInitInfo):
-    """Empty: every update brings its own path."""
+class ModelChoice(WeightTransferInitInfo):
+    """How the trainer runs the model that it publishes: keys of `[model]`."""
+
+    implementation: Implementation | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass
@@ -60,23 +64,26 @@ class PublishedInfo(WeightTransferUpdateInfo):
     adapter: str = ""
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]):
+class SharedMemoryTransfer(WeightTransferEngine[ModelChoice, PublishedInfo]):
     """Weight transfer from the slots of weights/shared_memory.py; weights are verified before the model is changed.
 
     ``published`` is the reference model: views of the subscriber's private buffer.
     """
 
-    init_info_cls = NoInitialisation
+    init_info_cls = ModelChoice
+    published: PublishedModel
     update_info_cls = PublishedInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._subscriber = Subscriber()
-        self.published = PublishedModel(DecoderConfig.from_pretrained(Path(vllm_config.model_config.model)))
+        self._subscriber, self._path = Subscriber(), vllm_config.model_config.model
+        self._plain = copy.copy(vllm_config)
+        self._plain.compilation_config = copy.copy(vllm_config.compilation_config)
+        self._plain.compilation_config.mode = CompilationMode.NONE
         self.fetch_s = 0.0  # time to fetch the last update
 
-    def init_transfer_engine(self, init_info: NoInitialisation) -> None:
-        del init_info
+    def init_transfer_engine(self, init_info: ModelChoice) -> None:
+        self.published = PublishedModel.of(ModelConfig(path=self._path, **vars(init_info)))
 
     # Both empty: a layerwise reload leaves tensors on the meta device from its beginning, so it begins only once the
     # weights are fetched and verified.
@@ -89,7 +96,10 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]
         started = time.monotonic()
         tensors = self._subscriber.fetch(PublishedWeights(**vars(update_info)))
         self.fetch_s = time.monotonic() - started
-        self.published.take(tensors)
+        # Where vLLM has no code of its own for an architecture, it has wrapped transformers' class (the reference's),
+        # which asks for a configuration: by this one it isn't compiled.
+        with set_current_vllm_config(self._plain):
+            self.published.take(tensors)
         load_weights(self.model, self.model_config, self.published.tensors())
 
     def shutdown(self) -> None: ...
@@ -215,7 +225,7 @@ class WorkerExtension:
         quantised = self.vllm_config.model_config.quantization is not None
         model = self.model_runner.get_model()
         with torch.inference_mode():
-            published = dict(self.weight_transfer_engine.published.tensors())
+            published = self.weight_transfer_engine.published.multiplied()
             found = differing_module(model, published, update, quantised)
         return "" if found is None else str(found)
 
