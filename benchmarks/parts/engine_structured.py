@@ -159,7 +159,7 @@ def beside_others(engine: TorchEngine, schemas: int, with_grammars: bool) -> lis
     numbers, begun, seconds = itertools.count(), dict[str, float](), list[float]()
     open_others = 0
     left = True
-    while left or open_others:
+    while left or open_others or len(seconds) < 32:
         plain = [f"plain-{next(numbers)}" for _ in range(16 - len(begun))]
         some = list(itertools.islice(others, 16 - open_others))
         left = bool(some) or open_others > 0
