@@ -41,6 +41,14 @@ def read_member(path: Path, group: int, member: int) -> tuple[str, Rollout | Non
         return ("", None) if row is None else (row[0], next(stored, None))
 
 
+def read_pixels(path: Path) -> set[str]:
+    """Content hashes of the pixel arrays that groups refer to which may still be generated or trained. Raises as
+    above."""
+    with _opened(path) as connection:
+        query = "SELECT DISTINCT json_extract(CAST(task AS TEXT), '$.pixels') FROM groups WHERE task IS NOT NULL"
+        return {digest for (digest,) in connection.execute(query) if digest}
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     uri = f"{path.resolve().as_uri()}?mode=ro"

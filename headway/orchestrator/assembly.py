@@ -14,6 +14,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
+from headway.models.hub.prompts import Pictures, Prompts
 from headway.models.routing import replayed_routing
 from headway.orchestrator.context import Decide, RunContext, Sides, no_copy, no_sandboxes
 from headway.orchestrator.device_turns import RunMemory, open_locks, require_offload
@@ -50,6 +51,7 @@ class Actors:
     trainer: Trainer
     verifier: Verifier
     tokenizer: PromptCodec
+    pictures: Pictures | None = None  # None: no task has any
     train_tasks: Sequence[Task]
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     record: Callable[[LedgerLine], None]  # the ledger
@@ -109,6 +111,7 @@ def assemble(
         routing=replayed_routing(experiment),
         kept_sets=experiment.kept_sets,
     )
+    made = actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host, buffer.park)
     waits = actors.waits or Waits(clock.now)
     meter = Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s)
     memory = _memory(
@@ -124,9 +127,8 @@ def assemble(
         buffer=buffer,
         drawing=drawing,
         tokenizer=actors.tokenizer,
-        rollouts=actors.rollouts(sampler)
-        if actors.rollouts
-        else make_rollouts(experiment, sampler, actors.host, buffer.park),
+        prompts=Prompts(actors.tokenizer, experiment.model.template, actors.pictures),
+        rollouts=made,
         parking=parking,
         waits=waits,
         locks=open_locks(experiment, actors.generator, clock, waits, actors.shared, memory),

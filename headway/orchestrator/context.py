@@ -12,6 +12,7 @@ from headway.control.tuning.controller import ControllerState, Decision
 from headway.control.tuning.knob_search import ControlLimits
 from headway.flow.device_locks import DeviceLocks
 from headway.generator.client import GeneratorPool
+from headway.models.hub.prompts import Prompts
 from headway.orchestrator.device_turns import RunMemory
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
@@ -77,6 +78,7 @@ class RunContext:
     buffer: GroupBuffer
     drawing: TaskSelector
     tokenizer: PromptCodec
+    prompts: Prompts
     rollouts: RolloutMaker
     parking: Parking
     waits: Waits

@@ -43,10 +43,12 @@ class Dispatch:
                 applied = await self._run.generator.applied_version()
                 groups = 0 if state.draining else self._credit(applied)
                 opened = 0
-                while opened < groups and self._fits():
+                while opened < groups and self._fits() and self._ready():
                     self._open(applied)
                     opened += 1
-                if not opened:
+                if not opened and groups > 0 and self._fits() and not self._ready():
+                    await self._run.prompts.prepare(self._run.drawing.peek().task)
+                elif not opened:
                     await state.changed.wait(mark)
 
     async def drained(self) -> None:
@@ -86,14 +88,18 @@ class Dispatch:
     def _free_rollouts(self) -> int:
         return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
 
+    def _ready(self) -> bool:
+        """Whether the next task's prompt can be made without waiting for a process."""
+        prompts = self._run.prompts
+        return prompts.pictures is None or prompts.ready(self._run.drawing.peek().task)
+
     def _open(self, applied_version: int) -> None:
         run = self._run
         state = run.state
         task, size, draw = run.drawing.take()
         group = Group(
             index=state.admitted,
-            task=task,
-            prompt_ids=run.tokenizer.render(task.shown, run.experiment.model.template),
+            **run.prompts.of(task),
             size=size,
             admitted_version=applied_version,
             admitted_s=run.clock.now(),

@@ -13,6 +13,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.control.estimates import clustered_standard_error, pass_at
 from headway.control.progress import failure_kind
+from headway.models.hub.prompts import Prompts
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
@@ -24,7 +25,6 @@ from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.runtime.clock import Clock
 from headway.telemetry.ledger import EVENT_BEST, EVENT_LAST_KEPT
-from headway.tokens.tokenizer import Template
 from headway.trainer.checkpoints import CANDIDATE, CARD_FILE, has_own_card
 
 OnAttempt = Callable[[int, int], None]  # attempts generated, of all
@@ -43,7 +43,7 @@ async def attempt_tasks(
     verifier: Verifier,
     tokenizer: PromptCodec,
     clock: Clock,
-    template: Template,
+    prompts: Prompts,
     samples_per_task: int,
     version: int,
     concurrent: int,
@@ -63,8 +63,7 @@ async def attempt_tasks(
     async def attempt(position: int, task: Task) -> tuple[Rollout, ...]:
         group = Group(
             index=position - len(tasks),
-            task=task,
-            prompt_ids=tokenizer.render(task.shown, template),
+            **await prompts.make(task),
             size=samples_per_task,
             admitted_version=version,
             admitted_s=clock.now(),
@@ -263,7 +262,7 @@ class Evaluations:
             verifier=run.verifier,
             tokenizer=run.tokenizer,
             clock=run.clock,
-            template=run.experiment.model.template,
+            prompts=run.prompts,
             samples_per_task=evaluation.samples_per_task,
             version=run.meter.applied_version,
             concurrent=run.experiment.concurrent_rollouts,

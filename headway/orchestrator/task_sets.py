@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
+from headway.models.configuration import read_json
+from headway.models.hub.configuration import implementation_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.rollout.verification.verifiers import PRUNER_KEY, VERIFIERS
+from headway.runtime.devices import parse_device
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
 from headway.telemetry.ledger import EVENT_RESUME, EVENT_START
 from headway.telemetry.summary import last_event
@@ -24,7 +28,7 @@ def load_task_sets(experiment: Experiment) -> dict[str, list[Task]]:
 
     Prompts of held-out sets are left out of *generated* training tasks; files must be disjoint already.
     Raises ConfigurationError for sources that can't be read, overlap, or leave no training task, and for
-    conversations without a chat template.
+    conversations without a chat template, and pictures that the model isn't shown.
     """
     sets: dict[str, list[Task]] = {}
     for split in SPLITS:
@@ -32,6 +36,7 @@ def load_task_sets(experiment: Experiment) -> dict[str, list[Task]]:
         if sources is not None:
             sets[split] = load_tasks(sources, experiment.run.seed)
             require_template(experiment, split, sets[split])
+            require_seeing(experiment, split, sets[split])
     held_out = [task for split, members in sets.items() if split != "train" for task in members]
     sets["train"] = generated_apart(experiment.tasks.train, sets["train"], held_out)
     require_disjoint({f"tasks.{split}": members for split, members in sets.items()})
@@ -55,6 +60,29 @@ def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) 
             f"tasks.{split}: the prompts of {conversation.source} are conversations, and model.template = "
             f"{experiment.model.template!r} takes texts: set model.template = 'chat'"
         )
+
+
+def require_seeing(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:
+    """Raise ConfigurationError where the tasks have pictures that this experiment's model is never shown."""
+    task = next((task for task in tasks if task.pictures), None)
+    if task is None:
+        return
+    model, generator, shown_by = experiment.model, experiment.generator, experiment.environment.name
+    shown_by = experiment.hooks.rollout if shown_by == "single_turn" else shown_by
+    folder, devices = Path(model.path), (*generator.devices, *experiment.trainer.devices)
+    why = ""
+    if implementation_of(folder, model.implementation) != "transformers" or generator.engine != "torch":
+        why = "valid: a model with model.implementation = 'transformers' and generator.engine = 'torch'"
+    elif not read_json(folder / "config.json").get("vision_config"):
+        why = f"{folder} reads text alone: its config.json has no vision_config"
+    elif not any(folder.glob("*processor_config.json")):
+        why = f"images without a processor: {folder} has no preprocessor_config.json or processor_config.json"
+    elif shown_by != "single_turn":
+        why = f"{shown_by} can't show them: valid: environment.name = 'single_turn'"
+    elif remote := [device for device in devices if parse_device(device).node]:
+        why = f"their pixel arrays lie on this machine: valid: devices of it, not {remote[0]}"
+    if why:
+        raise ConfigurationError(f"tasks.{split}: the prompts of {task.source} have pictures: {why}")
 
 
 def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:

@@ -19,6 +19,7 @@ from headway.buffer.epoch import HeldEpoch, keeping, take_epoch
 from headway.buffer.replication import BooksCopy
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.models.hub.prompts import open_pictures
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.actors.moves import require_movable
@@ -306,11 +307,13 @@ async def wire(
         on_event=events,
     )
     looking = ControllerProcess(launcher, clock, directory.logs)
+    pictures = open_pictures(experiment, sets, launcher, clock)
     actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
         tokenizer=Tokenizer.load(experiment.model.path),
+        pictures=pictures,
         train_tasks=sets.pop("train"),
         evaluation_tasks=sets,
         record=ledger.record,
@@ -329,7 +332,7 @@ async def wire(
     copies = [BooksCopy(launcher, clock, place, books, events) for place in places if place]
     run = assemble(experiment, actors, clock, books, stack, fence, *copies)
     events.begin(run.context)
-    for actor in (trainer, generator, verifier, looking, *copies):
+    for actor in (trainer, generator, verifier, looking, *([] if pictures is None else [pictures]), *copies):
         stack.push_async_callback(actor.stop)
     began_s = clock.now()
     await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))

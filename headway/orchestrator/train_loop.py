@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from headway.algorithms.groups.batches import build_batch, useful_samples
+from headway.buffer.view import read_pixels
 from headway.control.staleness import NextPart, Selection
 from headway.control.stalls import LOOPS
 from headway.orchestrator.actors.moves import Moves
@@ -321,6 +322,8 @@ class TrainLoop:
         kept = find_checkpoints(run.directory)
         if kept:
             run.buffer.release_covered(version_of(kept[0]))
+            if run.prompts.pictures is not None:
+                run.prompts.pictures.keep(read_pixels(run.buffer.path))
         elapsed_s = run.clock.now() - started
         run.meter.checkpointed(elapsed_s)
         run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))

@@ -17,8 +17,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}  # whatever else the verifier needs (JSON types only)
     source: str = ""  # the label of the task source it came from
     verifier: str = ""  # scores it: "" [verifier], NAME of [verifiers.NAME], or a verifier's settings as JSON
+    pixels: str = ""  # of a group's task: content hash of the pixel arrays that its pictures became
 
     @property
     def shown(self) -> str | tuple[dict[str, Any], ...]:
         """The prompt that the policy answers: the conversation where there is one, else the text."""
         return self.messages or self.prompt
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """Where the pictures in its messages are, in their order: paths and data: URLs."""
+        contents: list[list[Any]] = [one["content"] for one in self.messages if isinstance(one.get("content"), list)]
+        return tuple(part["image_url"]["url"] for parts in contents for part in parts if part["type"] == "image_url")

@@ -39,8 +39,9 @@ class TokenBlock:
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
         self._rows: dict[str, list[TokenRows]] = {}  # by kind, joined when somebody looks
-        if begun is not None and begun.ids:
-            self.extend(begun.ids, begun.logprobs, begun.versions)
+        if begun is not None:
+            if begun.ids:
+                self.extend(begun.ids, begun.logprobs, begun.versions)
             self.append_rows(begun.token_rows)
 
     def __len__(self) -> int:

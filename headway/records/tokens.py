@@ -11,7 +11,7 @@ behind the last row, and those whose row is empty, have none. A call is asked fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import total_ordering
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeVar, overload
@@ -27,6 +27,7 @@ SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with 
 # one that was given, or sampled among the whole vocabulary or all that its grammar allows.
 EXPERTS = "experts"
 KEPT = "kept"
+PIXELS = "pixels"  # kind of rows: a prompt's first token has the content hash of its pictures' pixel arrays
 
 T = TypeVar("T", int, float, bool, covariant=True)
 
@@ -272,6 +273,17 @@ class TokenRows(msgspec.Struct, frozen=True, array_like=True):
         values = self.values.reshape(-1, width)
         table[lengths > 0] = np.where(values == np.iinfo(values.dtype).max, -1, values.astype(np.int32))
         return table
+
+
+def pixel_rows(digest: str) -> dict[str, TokenRows]:
+    """The rows of a prompt with pictures, whose pixel arrays have this content hash, in hex; "": of one without."""
+    return {PIXELS: TokenRows.of([list(bytes.fromhex(digest))])} if digest else {}
+
+
+def pixels_of(token_rows: Mapping[str, TokenRows], token: int = 0) -> str:
+    """The content hash that the rows of a sequence which begins at ``token`` hold; "": none."""
+    rows = token_rows.get(PIXELS, TokenRows())[token : token + 1]
+    return rows.data.array.tobytes().hex()
 
 
 class ExpertRouting(msgspec.Struct, frozen=True):

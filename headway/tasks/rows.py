@@ -14,6 +14,7 @@ from headway.config.sources import SftSource, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_function
 from headway.tasks.datasets import read_dataset
+from headway.tokens.pictures import require_parts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -124,10 +125,11 @@ def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def require_messages(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...]:
+def require_messages(value: Any, key: str, where: str, pictures: Path | None = None) -> tuple[dict[str, Any], ...]:
     """Check a conversation: at least one {role, content}; further keys are kept unless None (data sets add those).
 
-    The content must be a string; an assistant's may be missing beside ``tool_calls``. Raises ConfigurationError.
+    The content must be a string, or parts that may be ``pictures``, whose paths are taken from that folder; an
+    assistant's may be missing beside ``tool_calls``. Raises ConfigurationError.
     """
     if not isinstance(value, list) or not value:
         raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a list of {{"role", "content"}}')
@@ -143,6 +145,10 @@ def require_messages(value: Any, key: str, where: str) -> tuple[dict[str, Any], 
             raise ConfigurationError(f"{place}: role = {role!r}{have}; valid: {', '.join(ROLES)}")
         if content is None and role == "assistant" and message.get("tool_calls"):
             message["content"] = ""  # templates test and concatenate it
+        elif isinstance(content, list) and pictures is not None:
+            message["content"] = require_parts(cast("list[Any]", content), f"{place}.content", pictures)
+        elif isinstance(content, list) and "image" in repr(content)[:400]:
+            raise ConfigurationError(f"{place}: pictures: headway sft learns from text alone")
         elif not isinstance(content, str):
             raise ConfigurationError(f"{place}: content = {short(content)}: must be a string; 'convert' can make one")
         messages.append(message)

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +21,9 @@ from headway.records.task import Task
 from headway.tasks.cursor import permutation
 from headway.tasks.entries import pack_entry
 from headway.tasks.rows import Rows, require_column, require_messages, require_text, short
+from headway.tokens.pictures import picture_part, said
+
+IMAGES = "images"  # column of the pictures that come before a prompt's text
 
 
 class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,11 +105,11 @@ def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None)
 
 def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
     columns = source.columns
-    prompt, messages = _prompt_from(raw, columns.prompt, where)
+    prompt, messages, shown = _prompt_from(raw, columns.prompt, where, Path(source.path).parent)
     answer = _answer_from(raw, columns.answer, where, exact=source.source == "jsonl")
     own = _verifier_key(raw.get("verifier"), where)
     everything = _metadata_from(raw, columns, where)
-    further = {"messages": messages, "verifier": own}
+    further = {"messages": shown, "verifier": own}
     return Task(
         task_id=task_id(prompt, answer, everything | {key: value for key, value in further.items() if value}),
         prompt=prompt,
@@ -117,18 +121,33 @@ def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
     )
 
 
-def _prompt_from(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+def _prompt_from(
+    raw: dict[str, Any], column: str, where: str, folder: Path
+) -> tuple[str, tuple[dict[str, Any], ...], Any]:
+    """The prompt's text, its messages where it is a conversation or has pictures (paths from ``folder``), and those as
+    they are written, which names the task wherever its file lies."""
+    images = raw.get(IMAGES) or ()
     if not isinstance(raw.get(column), list):
-        return require_text(raw, column, where), ()
-    messages = require_messages(raw[column], column, where)
+        text = require_text(raw, column, where)
+        if not images:
+            return text, (), ()
+        given = [images] if isinstance(images, str) else images
+        if not isinstance(given, list):
+            raise ConfigurationError(f'{where}: "{IMAGES}" = {short(images)}: must be a list of paths or data: URLs')
+        parts = [picture_part(url, f'{where}: "{IMAGES}"', folder) for url in given]
+        return text, ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},), [text, *given]
+    if images:
+        raise ConfigurationError(f'{where}: "{IMAGES}" beside messages: write pictures as their parts, image_url')
+    messages = require_messages(raw[column], column, where, folder)
     if messages[-1]["role"] == "assistant":
         raise ConfigurationError(
             f'{where}: "{column}" ends with the assistant\'s message, but the next one is to be sampled'
         )
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    if not any(said):
+    texts = [said(message["content"]) for message in messages if message["role"] == "user"]
+    if not any(texts):
         raise ConfigurationError(f'{where}: "{column}" holds no message of a user')
-    return "\n\n".join(said), messages  # the text of a single message is shared, not copied
+    plain = all(isinstance(message["content"], str) for message in messages)
+    return "\n\n".join(texts), messages, messages if plain else raw[column]  # a single message's text isn't copied
 
 
 def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
@@ -160,7 +179,7 @@ def _metadata_from(raw: dict[str, Any], columns: TaskColumns, where: str) -> dic
         if not isinstance(nested, dict):
             raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
         answer = "answer" if columns.answer is None else columns.answer  # "" takes none, so "answer" is one of the rest
-        taken = (columns.prompt, answer, "metadata", "verifier")
+        taken = (columns.prompt, answer, "metadata", "verifier", IMAGES)
         kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
     for name, value in kept.items():
         if not _is_json(value):
@@ -266,12 +285,17 @@ class TaskOverlap(msgspec.Struct, frozen=True, kw_only=True):
 
 def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[TaskOverlap]:
     """Every pair of sets that share a prompt, in the order of the mapping."""
-    prompts = {name: dict.fromkeys(task.prompt for task in tasks) for name, tasks in named_sets.items()}
+    prompts = {name: dict.fromkeys(_asked(task) for task in tasks) for name, tasks in named_sets.items()}
     return [
         TaskOverlap(first=first, second=second, prompts=len(shared), example=shared[0])
         for first, second in combinations(prompts, 2)
         if (shared := [prompt for prompt in prompts[second] if prompt in prompts[first]])
     ]
+
+
+def _asked(task: Task) -> str:
+    """A task's prompt, its pictures included."""
+    return "\n".join((task.prompt, *task.pictures)) if task.messages else task.prompt
 
 
 def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
@@ -287,5 +311,5 @@ def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
 
 def without_prompts_of(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     """``tasks`` without those whose prompt is in ``held_out``: makes generated sets disjoint."""
-    taken = {task.prompt for task in held_out}
-    return [task for task in tasks if task.prompt not in taken]
+    taken = {_asked(task) for task in held_out}
+    return [task for task in tasks if _asked(task) not in taken]

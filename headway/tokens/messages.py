@@ -206,7 +206,7 @@ def _text(value: Any, field: str) -> str:
     for number, part in enumerate(_list(value, field, "a text or a list of parts")):
         text = part.get(_TEXT_PARTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
-            what = ": valid is a part with type = 'text' and its text; this model reads text alone"
+            what = ": valid is a part with type = 'text' and its text; requests are of text alone"
             raise _refused(f"{field}[{number}]", what)
         texts.append(text)
     return require_encodable("\n".join(texts), field)

@@ -24,12 +24,13 @@ from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
+from headway.models.hub.pixels import Pixels, PixelStore
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, ProbeScores
-from headway.records.tokens import EXPERTS, KEPT, ExpertRouting
+from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
 from headway.records.training import OptimiserSettings
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ class Learner:
         self.model.checkpoints_layers = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
         self.replays = False  # experts that a batch has for the model in training are chosen again
+        self.pixels: PixelStore | None = None  # of the run's folder
         self.expert_counts: list[int] = [0, 0, 0]  # `ExpertReplay.counts` of the last forward pass, all layers together
         self.kept: MicroBatchSets | None = None  # the kept sets of the last forward pass's targets
         self._sets: KeptSets | None = None  # of the last batch
@@ -116,11 +118,15 @@ class Learner:
         experts of another model, KeptSetMismatch for sets without their tokens."""
         chosen = model or self.model
         replay = self._replay(batch) if chosen is self.model else None
+        pictures = self._pictures(batch)
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision(), native.using(self._kernels):
-            if replay is None:
+            if pictures:  # a model of transformers: others aren't shown any
+                documents = input_ids_n, batch.input_lengths, batch.continues
+                hidden_nd = chosen.forward_packed(*documents, pictures)  # pyright: ignore[reportCallIssue]
+            elif replay is None:
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             else:
                 assert isinstance(chosen, Decoder)
@@ -174,6 +180,15 @@ class Learner:
     def forget_sets(self) -> None:
         """Forget the last batch, whose kept sets several passes may have asked for."""
         self._sets = self.kept = None
+
+    def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
+        """The pixel arrays of each document; empty where none has any. Raises BufferCorrupt for missing ones."""
+        firsts = np.cumsum(batch.input_lengths) - batch.input_lengths
+        digests = [pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else []
+        if not any(digests):
+            return []
+        assert self.pixels is not None, "set with the policy"
+        return [self.pixels.read(digest) if digest else {} for digest in digests]
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from headway.algorithms.samples import (
 )
 from headway.algorithms.shared_packing import pack_trees
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
+from headway.models.hub.pixels import FOLDER, PixelStore
 from headway.models.packed_model import PackedModel
 from headway.models.routing import replayed_routing
 from headway.records.errors import StepRefused
@@ -78,6 +80,7 @@ class PolicyGradient:
         self.loss = resolve(experiment.algorithm.loss)
         self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
         learner.replays = replayed_routing(experiment) is not None
+        learner.pixels = PixelStore(Path(experiment.run.directory) / FOLDER)
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.settings = LossSettings(**{key.name: getattr(self.algorithm, key.name) for key in fields(LossSettings)})
 

@@ -93,7 +93,7 @@ def make_seeing_model(folder: Path) -> str:
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
     )
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=VOCABULARY
     )
     randomise(transformers.Gemma3ForConditionalGeneration(config)).save_pretrained(folder)
     return str(folder)

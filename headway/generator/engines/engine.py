@@ -55,6 +55,7 @@ class Engine(ABC, Generic[Entry]):
     """
 
     memory: Memory | None = None  # None: it can't leave
+    sees = False  # requests may have pictures
 
     def __init__(
         self,
@@ -157,6 +158,8 @@ class Engine(ABC, Generic[Entry]):
         self._arrivals += 1
         self._open[entry.request_id] = entry
         error = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._unserved(entry)
+        if not error and entry.pixels and not self.sees:
+            error = "its prompt has pictures, which this engine can't read; valid: a model of transformers that can"
         if error:
             self._end(entry, "error", error, refused=True)
         elif (ended := entry.already_ended(self._tokenizer, self.context_tokens)) is not None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
-from headway.records.tokens import EXPERTS, KEPT, RowBytes, RowLengths, TokenIds, TokenRows
+from headway.records.tokens import EXPERTS, KEPT, RowBytes, RowLengths, TokenIds, TokenRows, pixels_of
 from headway.tokens.grammar import Matcher
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -28,6 +28,10 @@ class EngineRequest:
         self.interruptible = request.interruptible
         self.arrival = arrival
         self.response = TokenIds(request.partial.ids)
+        self.pixels = pixels_of(
+            request.partial.token_rows
+        )  # content hash of the pixel arrays of its pictures; "": none
+        self.shift = 0  # of positions behind them
         self.slot = -1
         self.adapter = request.adapter
         self.update = -1  # number of the update whose weights it is sampled from; -1: the newest, once it runs

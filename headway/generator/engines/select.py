@@ -18,6 +18,7 @@ from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import why_none
 from headway.models.hub.configuration import implementation_of, read_config
+from headway.models.hub.pixels import PixelStore
 from headway.models.opening import open_hub_adapter
 from headway.models.quantization import load_sampled
 from headway.records.errors import ConfigurationError
@@ -97,6 +98,7 @@ def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
         deterministic=settings.deterministic,
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
         adapters=adapters,
+        pixels=None if settings.pixels_directory is None else PixelStore(settings.pixels_directory),
     )
     context.log.info("sampling from transformers' %s, in batches of %s", model.config.model_type, engine.batching)
     return engine

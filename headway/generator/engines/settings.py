@@ -34,5 +34,6 @@ class EngineSettings:
     probe_every_updates: int = 1
     exchange_directory: str | None = None
     offload_directory: str | None = None  # of what is offloaded; no folder: the temporary one
+    pixels_directory: str | None = None  # of pixel arrays; None: requests have no pictures
     return_experts: bool = False  # those that each token goes through, as rows of its deltas
     restarted: bool = False  # of a replica that died: a server that is away is waited for

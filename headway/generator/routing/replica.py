@@ -13,6 +13,7 @@ from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.calls import OpenRequest
+from headway.models.hub.pixels import FOLDER
 from headway.models.routing import replayed_routing
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
@@ -167,6 +168,7 @@ def replica_spec(
             "probe_every_updates": settings.probe_every_updates,
             "exchange_directory": settings.exchange_directory,
             "offload_directory": experiment.run.directory,
+            "pixels_directory": str(Path(experiment.run.directory) / FOLDER),
             "return_experts": replayed_routing(experiment) is not None,
         },
         device=device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headway.config.adapter import AdapterConfig, Quantization
 from headway.models.adapter_targets import ALL_LINEAR, BASE, WEIGHTS_FILE, base_digest, stored_metadata
 from headway.models.hub.model import HubModel
+from headway.models.hub.pixels import Pixels
 from headway.models.loading import checked
 from headway.models.lora import Dropout
 from headway.models.packed_model import PackedModel
@@ -127,11 +128,13 @@ class _Without(PackedModel):
     def dtype(self) -> torch.dtype:
         return self._both[0].dtype
 
-    def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
+    def forward_packed(
+        self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None, pictures: Sequence[Pixels] = ()
+    ) -> Tensor:
         """See `HubModel.forward_packed`."""
         model, peft = self._both
         with peft.disable_adapter():
-            return model.forward_packed(ids_n, lengths, continues)
+            return model.forward_packed(ids_n, lengths, continues, pictures)
 
     def head(self, x_nd: Tensor) -> Tensor:
         """See `HubModel.head`."""

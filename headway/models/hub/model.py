@@ -5,9 +5,11 @@ Shape suffixes: n packed tokens of all documents, d width, v vocabulary, b docum
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import read_json
 from headway.models.hub.attention import PACKED, packing
 from headway.models.hub.configuration import HubConfig, ropes_by_length
+from headway.models.hub.pixels import Pixels
 from headway.models.kernels import UnpadDocuments
 from headway.models.loading import TOKENIZER_FILES, parse_dtype
 from headway.models.packed_model import PackedModel
@@ -39,6 +42,9 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 _APART = {torch.float32: 1e-4, torch.float64: 1e-4}
 _APART_HALF = 3e-2  # bfloat16 and float16: eight bits, over some layers
 _PROBE_TOKENS = (7, 3, 12, 5)
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # keys of a configuration
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 where a picture is
+_NEVER = -256.0  # a logit that no token is sampled with: its probability is 0 in float32
 
 
 class HubModel(PackedModel):
@@ -61,6 +67,11 @@ class HubModel(PackedModel):
         if body is None:
             raise ConfigurationError(f"{type(module).__name__} has no body apart from its head: not supported")
         self._body = (body,)  # in a tuple: its parameters are the module's
+        self._body_takes = frozenset(inspect.signature(body.forward).parameters)
+        found = [getattr(module.config, name, None) for name in _PLACEHOLDERS] if _sees(module) else []
+        self._image_token = found[0] if found else None
+        self.sees = self._image_token is not None
+        self._placeholders = [one for one in found if one is not None and one < config.vocabulary_size]
         self.rope_by_length = bool(ropes_by_length(module.config.get_text_config().to_dict()))
         self._router_logits = getattr(module.config, "output_router_logits", False)  # what the folder says
         if self._router_logits:
@@ -100,9 +111,12 @@ class HubModel(PackedModel):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         self._checkpoints = value
 
-    def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
-        """Hidden states [N, d] after the last norm of documents laid end to end. Raises ValueError when lengths don't
-        add up, for documents that share a prefix, and for one that would change the rotary embeddings of the others."""
+    def forward_packed(
+        self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None, pictures: Sequence[Pixels] = ()
+    ) -> Tensor:
+        """Hidden states [N, d] after the last norm of documents laid end to end; ``pictures``: each document's pixel
+        arrays, an empty mapping where it has none. Raises ValueError when lengths don't add up, for documents that
+        share a prefix, and for one that would change the rotary embeddings of the others."""
         if continues is not None and any(prefix >= 0 for prefix in continues):
             raise ValueError("a model of transformers computes whole documents: none may continue another")
         plan = AttentionPlan.build(lengths, self.device)
@@ -112,7 +126,7 @@ class HubModel(PackedModel):
             raise ValueError(
                 f"a document of {plan.longest} tokens is beyond the context of {self.config.max_positions}"
             )
-        return self._packed(ids_n, plan) if self.packs else self._by_rows(ids_n, plan)
+        return self._packed(ids_n, plan) if self.packs and not any(pictures) else self._by_rows(ids_n, plan, pictures)
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
         # A mask of ones keeps transformers from looking for borders of documents, which the plan has.
@@ -120,14 +134,49 @@ class HubModel(PackedModel):
         with packing(plan):
             return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=everything)[0]
 
-    def _by_rows(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
+    def _by_rows(self, ids_n: Tensor, plan: AttentionPlan, pictures: Sequence[Pixels]) -> Tensor:
         if not self._padding_told:
             self._padding_told = True
             share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
             _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * share)
-        rows = (ids_n[bucket.gather_bl].view(bucket.documents, bucket.length) for bucket in plan.buckets)
-        outputs = [self._hidden(ids_bl).flatten(0, 1) for ids_bl in rows]
+        starts = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
+        outputs: list[Tensor] = []
+        for bucket in plan.buckets:
+            places_bl = bucket.gather_bl.view(bucket.documents, bucket.length)
+            ids_bl = ids_n[places_bl]
+            if self._image_token is not None:  # padding stands for no picture
+                ids_bl[:, 1:].masked_fill_(places_bl.diff() == 0, int(self._image_token == 0))
+            seen = [starts[place] for place in places_bl[:, 0].tolist()] if pictures else [{}]
+            outputs.append(self._rows(ids_bl, seen).flatten(0, 1))
         return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
+
+    def _rows(self, ids_bl: Tensor, seen: Sequence[Pixels]) -> Tensor:
+        """As `_hidden`, of rows that have these pictures; those of other shapes than the others are computed alone."""
+        if not any(seen):
+            return self._hidden(ids_bl)
+        if len({tuple((name, array.shape[1:]) for name, array in one.items()) for one in seen}) > 1:
+            rows = zip(ids_bl[:, None], seen, strict=True)
+            return torch.cat([self._rows(ids_1l, [one]) for ids_1l, one in rows])
+        return self._hidden(ids_bl, **self.beside(ids_bl, seen, self._body_takes))
+
+    def beside(self, ids_bl: Tensor, seen: Sequence[Pixels], taken: Container[str]) -> dict[str, Tensor]:
+        """Arguments beside rows of ids, for each row's pictures, of a forward() that takes these names."""
+        given = {name: torch.cat([torch.tensor(one[name]) for one in seen]).to(self.device) for name in seen[0]}
+        given = {name: one.to(self.dtype) if one.is_floating_point() else one for name, one in given.items()}
+        types_bl = (ids_bl == self._image_token).long()
+        return given | {name: types_bl for name in _TOKEN_TYPES if name in taken}
+
+    @property
+    def picture_shift(self) -> int:
+        """How far positions are from a token's place behind the pictures of the row computed last."""
+        deltas = getattr(self._body[0], "rope_deltas", None)
+        return 0 if deltas is None else int(deltas.flatten()[0])
+
+    def sampled(self, logits: Tensor) -> Tensor:
+        """The logits by which tokens are sampled: none that a picture would have to stand for."""
+        if not self._placeholders:
+            return logits
+        return logits.index_fill(-1, torch.tensor(self._placeholders, device=logits.device), _NEVER)
 
     def _hidden(self, ids_bl: Tensor, **more: Tensor) -> Tensor:
         """Hidden states [b, l, d] of rows of token ids, each a document; its padding, on the right, is seen by none."""
@@ -137,7 +186,7 @@ class HubModel(PackedModel):
         """Logits [N, V] of hidden states [N, d]: what the architecture makes of them, scales and soft caps included."""
         ids = torch.zeros(1, len(x_nd), dtype=torch.int64, device=x_nd.device)
         with _given(self._body[0], x_nd[None]):
-            return self.module(input_ids=ids, use_cache=False).logits[0]
+            return self.sampled(self.module(input_ids=ids, use_cache=False).logits[0])
 
     def tensors_in_files(self) -> dict[str, Tensor]:
         """Every tensor by its name in the folder that was loaded, a tied one once: what `save` writes."""

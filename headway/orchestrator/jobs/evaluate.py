@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.models.hub.prompts import Prompts, open_pictures
 from headway.models.routing import without_replay
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
@@ -21,6 +22,7 @@ from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
+from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -35,8 +37,13 @@ class Scorer:
         self._split = split
         self._tasks = sets[split]
         self._clock = RealClock()
+        self._scratch = ScratchFolder("headway-eval-")  # of pixel arrays
+        run = experiment.run.model_copy(update={"directory": str(self._scratch.path)})
+        experiment = self._experiment = experiment.model_copy(update={"run": run})
         self._tokenizer = Tokenizer.load(experiment.model.path)
         self._launcher = launcher = machines.launcher
+        self._pictures = open_pictures(experiment, {split: self._tasks}, launcher, self._clock)
+        self._prompts = Prompts(self._tokenizer, experiment.model.template, self._pictures)
         self.generator = GeneratorPool(launcher, experiment, self._clock, bring_to=machines.bring_to)
         named, retries = named_verifiers(experiment, {split: self._tasks}), experiment.rollout.retries
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=retries)
@@ -54,7 +61,8 @@ class Scorer:
         sampler = TurnSampler(self.generator.generate, self._tokenizer, experiment.rollout, clock, run_seed=seed)
         prefix, temperature = evaluation_prefix(self._split), experiment.evaluation.temperature
         self._rollouts = make_rollouts(experiment, sampler, host).for_evaluation(prefix, temperature)
-        for actor in (self.generator, self._verifier):
+        stack.callback(self._scratch.remove)
+        for actor in (self.generator, self._verifier, *([] if self._pictures is None else [self._pictures])):
             stack.push_async_callback(actor.stop)
         await asyncio.gather(self.generator.start(), self._verifier.start())
 
@@ -71,7 +79,7 @@ class Scorer:
             verifier=self._verifier,
             tokenizer=self._tokenizer,
             clock=self._clock,
-            template=self._experiment.model.template,
+            prompts=self._prompts,
             samples_per_task=self._experiment.evaluation.samples_per_task,
             version=step,
             concurrent=self._experiment.concurrent_rollouts,

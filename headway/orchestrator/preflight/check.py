@@ -24,10 +24,11 @@ from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.functions import function_findings, require_kernel_services
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.preflight.verifier import verifier_findings
-from headway.orchestrator.task_sets import SPLITS, generated_apart, require_template
+from headway.orchestrator.task_sets import SPLITS, generated_apart, require_seeing, require_template
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
@@ -78,7 +79,7 @@ def check(
         _cluster,
         _exporters,
         _environment,
-        *([_episode, _verifier] if smoke_test else []),
+        *([_pictures, _episode, _verifier] if smoke_test else []),
     ):
         try:
             look(inputs, findings)
@@ -205,6 +206,7 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
         with findings.refused(key):
             read = read_tasks(sources, inputs.experiment.run.seed)
             require_template(inputs.experiment, split, read.tasks)
+            require_seeing(inputs.experiment, split, read.tasks)
             tasks[split] = list(read.tasks)
             if read.duplicates:
                 findings.info(key, f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
@@ -253,7 +255,8 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
     limit = inputs.experiment.rollout.max_prompt_tokens
     if inputs.experiment.environment.name != "single_turn":
         return  # its prompts are its own
-    for split, tasks in inputs.tasks.items():
+    for split, found in inputs.tasks.items():
+        tasks = [task for task in found if not task.pictures]  # theirs are tried by `picture_findings`
         if not tasks:
             continue
         lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
@@ -267,6 +270,10 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
             )
         if not min(lengths):
             findings.error(f"tasks.{split}", f"{lengths.count(0):,} prompts have no token at all")
+
+
+def _pictures(inputs: _Inputs, findings: Findings) -> None:
+    findings.extend(picture_findings(inputs.experiment, inputs.tasks or {}))
 
 
 def _shortened(text: str) -> str:

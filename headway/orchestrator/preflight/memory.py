@@ -91,14 +91,19 @@ def trained_weights(experiment: Experiment, model: ModelSizes) -> int:
     return sum(one.size for one in adapted_targets(decoder, adapter))
 
 
+def uncovered_groups(experiment: Experiment) -> int:
+    """Trained groups whose payloads are kept at once, at most: those that no kept checkpoint covers."""
+    kept = experiment.checkpoint
+    return min(experiment.run.steps, kept.every_steps * (kept.keep_last + 1)) * experiment.queue.groups_per_step
+
+
 def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     """Bytes that each process and kind of file needs, and in which place."""
     queue, run, weights = experiment.queue, experiment.run.directory, trained_weights(experiment, model)
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
     workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
-    steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
-    trained_rollouts = steps * queue.groups_per_step * experiment.largest_group
+    trained_rollouts = uncovered_groups(experiment) * experiment.largest_group
     trained = trained_rollouts * experiment.max_sequence_tokens
     published = _PUBLISHED_VERSIONS * weights * bytes_of(experiment.generator.dtype)
     experts, sets = expert_bytes(experiment), kept_set_bytes(experiment, model)

@@ -59,6 +59,10 @@ def preview(
     if seconds is None:
         return CheckReport(findings=findings.by_level(), memory=uses, places=places)
     sets = load_task_sets(experiment)
+    if any(task.pictures for task in sets["train"]):
+        return CheckReport(
+            findings=findings.by_level(), memory=uses, places=places
+        )  # no rate without pictures means much
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
     on_progress("forecasts the run")
     predicted = forecast(run_shape(experiment, sets), measured, lengths)

@@ -24,7 +24,7 @@ from headway.records.generation import (
     SamplingParameters,
 )
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout
-from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, TokenIds, outside_kept
+from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, TokenIds, outside_kept, pixel_rows
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
@@ -76,7 +76,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def first(cls, group: Group, member: int, parked: PartialRollout | None = None) -> ModelCall:
         """The call for a response to the group's own prompt, continued where it was ``parked``."""
-        partial, resumes = (PartialResponse(), 0) if parked is None else (parked.response, parked.resumes + 1)
+        partial, resumes = (_nothing(group), 0) if parked is None else (parked.response, parked.resumes + 1)
         return cls(group=group, member=member, prompt_ids=group.prompt_ids, partial=partial, resumes=resumes)
 
 
@@ -345,7 +345,7 @@ class MemberProgress:
     def resume(self, how: Resumption) -> None:
         """Resume as the gate decided. A turn that isn't the first can't restart alone: its whole rollout does."""
         if how == "restart" and self.call.environment_version < 0:
-            self.response = PartialResponse()
+            self.response = _nothing(self.call.group)
         elif how != "continue":
             self.stopped = Failure(boundary="environment", cause=TOO_STALE, infrastructure=how == "restart")
 
@@ -386,6 +386,11 @@ class MemberProgress:
             token_rows=self.response.token_rows,
             grammars={grammar: ((0, tokens),)} if (grammar := self.call.grammar) and tokens else {},
         )
+
+
+def _nothing(group: Group) -> PartialResponse:
+    """A response to the group's own prompt of which no token is sampled: it names the prompt's pictures."""
+    return PartialResponse(token_rows=pixel_rows(group.task.pixels))
 
 
 def timed_out(settings: schema.RolloutConfig) -> Failure:

@@ -21,7 +21,10 @@ from tests.unit.docs.test_docs_names import ROOT, anchors, prose
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 CODE = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "headway").rglob("*.py"))}
-ROLES = ("trainer", "generator", "verifier", "environment", "controller", "mirror-b", "files-b", "books-copy", "agents")
+ROLES = (
+    "trainer", "generator", "verifier", "environment", "controller", "pictures", "mirror-b", "files-b", "books-copy",
+    "agents",
+)  # fmt: skip
 
 
 def section(address: str) -> str:

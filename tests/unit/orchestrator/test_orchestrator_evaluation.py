@@ -15,6 +15,7 @@ from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.control.estimates import pass_at
 from headway.generator.fake import FakeGenerator
+from headway.models.hub.prompts import Prompts
 from headway.orchestrator.evaluation import attempt_tasks, clustered_standard_error, evaluation_record, reached
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import PassAt
@@ -69,7 +70,7 @@ def attempt_all(concurrent: int, timeout_s: float) -> tuple[list[Any], int]:
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
             tokenizer=tokenizer,
             clock=clock,
-            template="raw",
+            prompts=Prompts(tokenizer, "raw"),
             samples_per_task=1,
             version=0,
             concurrent=concurrent,

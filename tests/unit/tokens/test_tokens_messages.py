@@ -139,7 +139,7 @@ def test_template_form_of_messages() -> None:
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0]",
-            "reads text alone",
+            "of text alone",
         ),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content", "surrogate"),
         ([{"role": "user", "content": "x", "name": 3}], "messages[0].name", "not int"),

@@ -28,8 +28,9 @@ from headway.generator.engines.sampling import sample_tokens
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS, SlotTable
 from headway.models.hub.model import HubModel
+from headway.models.hub.pixels import Pixels, PixelStore
 from headway.models.loading import adopt_weights, copy_weights
-from headway.records.errors import ConfigurationError
+from headway.records.errors import BufferCorrupt, ConfigurationError
 from headway.records.generation import (
     POLICY_ADAPTER,
     AppliedWeights,
@@ -88,10 +89,11 @@ class HubEngine(Engine[EngineRequest]):
         deterministic: bool = False,
         prefill_tokens_per_step: int = 8192,
         adapters: Mapping[str, HubAdapter] | None = None,
+        pixels: PixelStore | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``model`` is changed in place by updates; ``adapters``: one beside it at most, by name, the engine's from now
-        on, at ``version``; ``now``: monotonic seconds, for the statistics."""
+        on, at ``version``; ``pixels``: of prompts with pictures; ``now``: monotonic seconds, for the statistics."""
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         super().__init__(
             slots=slots,
@@ -106,6 +108,7 @@ class HubEngine(Engine[EngineRequest]):
             self._compiling = CompilingGrammars(tokenizer, self._vocabulary, now)
         self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
         self._model, self._runner = model, HubRunner(model, deterministic)
+        self._pixels, self.sees = pixels, model.sees and pixels is not None
         self._prefill_tokens_per_step = prefill_tokens_per_step
         self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
         self._rows = 0  # the running requests are rows 0 .. _rows-1
@@ -142,11 +145,19 @@ class HubEngine(Engine[EngineRequest]):
         return entry
 
     def _unserved(self, entry: EngineRequest) -> str:
+        try:
+            self._pictures(entry)
+        except BufferCorrupt as error:
+            return str(error)
         return self._revisions.unknown(entry.adapter)
 
     def _ended(self, entry: EngineRequest) -> None:
         super()._ended(entry)
         self._revisions.unload(self._open.values())
+
+    def _pictures(self, entry: EngineRequest) -> Pixels:
+        """The pixel arrays of a request's pictures. Raises BufferCorrupt."""
+        return self._pixels.read(entry.pixels) if entry.pixels and self._pixels is not None else {}
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -176,7 +187,7 @@ class HubEngine(Engine[EngineRequest]):
     def _admit(self) -> None:
         """Give free slots to waiting requests while KV tokens and this step's budget of new tokens last."""
         used, budget = (self._table.position[: self._rows] + 1).tolist(), self._prefill_tokens_per_step
-        begun: set[tuple[int, Sequence[int]]] = set()
+        begun: set[tuple[int, Sequence[int], str]] = set()
         admitted: list[EngineRequest | None] = []
         while self._rows < self.slots and self._waiting:
             request = self._waiting[0]
@@ -184,7 +195,7 @@ class HubEngine(Engine[EngineRequest]):
             if self._scarce and self._rows and wanted > self.kv_capacity_tokens:
                 break
             update = self._revisions.chosen(request)
-            ids = (update, request.prompt + request.response)
+            ids = (update, request.prompt + request.response, request.pixels)
             if ids not in begun:
                 if begun and request.tokens > budget:
                     break
@@ -207,17 +218,22 @@ class HubEngine(Engine[EngineRequest]):
         for batch in self._joined():
             running = batch.running
             slots = [request.slot for request in running]
-            pending = torch.from_numpy(table.pending[slots, None])
+            pending, place = torch.from_numpy(table.pending[slots, None]), table.position[slots]
+            moved = self._runner.moved(place, [request.shift for request in running])
             with self._revisions.computing(running[0].update):
-                out, batch.cache = self._runner.feed(pending, batch.cache, table.position[slots].tolist())
+                out, batch.cache = self._runner.feed(pending, batch.cache, place.tolist(), moved)
             batches.append(batch)
             logits.append(out)
         for ids_uk, holders in self._new():
+            pictures = self._pictures(holders[0][0])
+            beside = self._runner.beside(ids_uk, pictures)
             with self._revisions.computing(holders[0][0].update):
-                out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk))
+                out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk), beside)
             self._prefilled += ids_uk[:, :-1].numel()
             row_n = [row for row, requests in enumerate(holders) for _ in requests]
             requests = [request for requests in holders for request in requests]
+            for request in requests:
+                request.shift = self._model.picture_shift if pictures else 0
             logits.append(out[row_n])
             if self.batching == "single rows":  # of equal tokens
                 batches += [
@@ -226,7 +242,7 @@ class HubEngine(Engine[EngineRequest]):
             else:
                 kept = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
                 batches.append(_Batch(list(requests), kept))
-        return batches, torch.cat(logits)
+        return batches, self._model.sampled(torch.cat(logits))
 
     def _joined(self) -> Iterator[_Batch]:
         """The batches that have a cache, without the rows that left, joined as far as the model allows."""
@@ -247,15 +263,15 @@ class HubEngine(Engine[EngineRequest]):
 
     def _new(self) -> Iterator[tuple[Tensor, list[list[EngineRequest]]]]:
         """Tokens of the requests of which nothing is computed, [u, k], as many at once as one step may begin; with the
-        requests that have each row's tokens."""
-        by_length: dict[tuple[int, int], dict[bytes, list[EngineRequest]]] = {}  # and by update
+        requests that have each row's tokens. Rows with pictures are fed one by one."""
+        by_length: dict[tuple[int, int, str], dict[bytes, list[EngineRequest]]] = {}  # by update and pictures as well
         for batch in self._batches:
             for request in batch.running if batch.cache is None else ():
                 ids = self._table.sequence[request.slot, : self._table.position[request.slot] + 1]
-                by_ids = by_length.setdefault((request.update, len(ids)), {})
+                by_ids = by_length.setdefault((request.update, len(ids), request.pixels), {})
                 by_ids.setdefault(ids.tobytes(), []).append(request)
-        for (_, length), by_ids in by_length.items():
-            most = 1 if self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
+        for (_, length, pixels), by_ids in by_length.items():
+            most = 1 if pixels or self.batching == "single rows" else max(1, self._prefill_tokens_per_step // length)
             holders = list(by_ids.values())
             for first in range(0, len(holders), most):
                 chunk = holders[first : first + most]

@@ -8,15 +8,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.generator.engines.hub.caches import join, joinable, take
 from headway.models.hidden_states import HiddenStates
 from headway.models.hub.model import HubModel, why_not_shifted
+from headway.models.hub.pixels import Pixels
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PathScores, ProbeScores
 
@@ -51,13 +53,33 @@ class HubRunner:
         self.device = next(self._module.parameters()).device
         self.batching: Batching = "single rows" if fixed_shapes else self._try_batches()
 
-    def feed(self, ids_nk: Tensor, cache: Any, computed: Sequence[int]) -> tuple[Tensor, Any]:
+    def feed(
+        self, ids_nk: Tensor, cache: Any, computed: Sequence[int], beside: Mapping[str, Any] = {}
+    ) -> tuple[Tensor, Any]:
         """Compute ``ids_nk`` after what ``cache`` has: ``computed`` tokens of each row, padded on the left to the
-        longest; None: nothing. Returns the logits after the last token, [n, v], and the cache with all tokens."""
-        logits_nkv, cache = self._feed(ids_nk, cache, computed, logits_to_keep=1)
+        longest; None: nothing. Returns the logits after the last token, [n, v], and the cache with all tokens.
+        ``beside``: further arguments of the model."""
+        logits_nkv, cache = self._feed(ids_nk, cache, computed, 1, beside)
         return logits_nkv[:, -1], cache
 
-    def _feed(self, ids_nk: Tensor, cache: Any, computed: Sequence[int], logits_to_keep: int = 0) -> tuple[Tensor, Any]:
+    def beside(self, ids_1k: Tensor, pictures: Pixels) -> dict[str, Any]:
+        """Arguments for `feed` of a row that begins and has these pictures, in which the model knows the positions."""
+        given = self.model.beside(ids_1k.to(self.device), [pictures], self._taken) if pictures else {}
+        return given | ({"position_ids": None} if given and "position_ids" in self._taken else {})
+
+    def moved(self, places: np.ndarray, shifts: Sequence[int]) -> dict[str, Any]:
+        """Arguments for `feed` of one token a row, whose positions pictures have shifted."""
+        at_n = torch.from_numpy(places + np.array(shifts)).to(self.device)
+        return {"position_ids": at_n[:, None]} if any(shifts) else {}
+
+    def _feed(
+        self,
+        ids_nk: Tensor,
+        cache: Any,
+        computed: Sequence[int],
+        logits_to_keep: int = 0,
+        beside: Mapping[str, Any] = {},
+    ) -> tuple[Tensor, Any]:
         """As `feed`; the logits [n, k, v] after the last ``logits_to_keep`` of the tokens where the model can
         leave out the others; 0: after each."""
         longest, k = max(computed), ids_nk.shape[1]
@@ -70,7 +92,7 @@ class HubRunner:
             inputs["attention_mask"] = (place >= longest - computed_n[:, None]).long()
         if "logits_to_keep" in self._taken:
             inputs["logits_to_keep"] = logits_to_keep
-        out = self._module(input_ids=ids_nk.to(self.device), **inputs)
+        out = self._module(input_ids=ids_nk.to(self.device), **{**inputs, **beside})
         return out.logits, getattr(out, self._cache)
 
     @torch.inference_mode()
@@ -86,7 +108,7 @@ class HubRunner:
                     out, cache = self._feed(part, cache, [start])
                 logits.append(out[0])
                 states.end_pass()
-            found[path] = states.scores(torch.cat(logits), ids)
+            found[path] = states.scores(self.model.sampled(torch.cat(logits)), ids)
         return ProbeScores(ids=ids, precision=str(self.model.dtype).removeprefix("torch."), paths=found)
 
     @torch.inference_mode()

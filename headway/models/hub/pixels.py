@@ -1,0 +1,67 @@
+"""Pixel arrays of prompts' pictures: stored once by content hash in the run's folder, read by engine and trainer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from headway.records.errors import BufferCorrupt
+from headway.runtime.run_directory import write_whole
+
+Pixels = Mapping[str, NDArray[Any]]  # by the name under which the model's forward() takes it
+FOLDER = "pixels"  # of a run's folder
+_SUFFIX = ".safetensors"
+_CACHED = 32  # prompts whose arrays a process keeps in memory
+
+
+class PixelStore:
+    """Pixel arrays in a folder, a file for each content hash. ``read(digest)`` keeps those of the last prompts."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self.read = lru_cache(_CACHED)(self._read)
+
+    def write(self, arrays: Pixels) -> str:
+        """Store the arrays, once; those that are there get the present time. Returns their content hash, in hex.
+        Raises HeadwayError on a full disk."""
+        data = save(dict(sorted(arrays.items())))
+        file = self._file(digest := _digest(data))
+        if file.is_file():
+            file.touch()
+        else:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, data)
+        return digest
+
+    def _read(self, digest: str) -> Pixels:
+        """The arrays with this hash; not to be written to. Raises BufferCorrupt when they are missing or others."""
+        file = self._file(digest)
+        try:
+            data = file.read_bytes()
+            if _digest(data) == digest:
+                return load(data)
+        except (OSError, SafetensorError) as error:
+            raise BufferCorrupt(f"pixel arrays of a prompt can't be read: {file}: {error}") from None
+        raise BufferCorrupt(f"pixel arrays of a prompt aren't what was stored: {file}")
+
+    def stored(self) -> dict[str, int]:
+        """The hashes of all that is stored, and when each was written last."""
+        return {file.stem: file.stat().st_mtime_ns for file in self._folder.glob(f"[!.]*{_SUFFIX}")}
+
+    def remove(self, digest: str) -> None:
+        """Delete arrays."""
+        self._file(digest).unlink(missing_ok=True)
+
+    def _file(self, digest: str) -> Path:
+        return self._folder / f"{digest}{_SUFFIX}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
