@@ -67,24 +67,24 @@ FUNCTIONS = {
 # slot -> (text, its class, weight in demonstrations). Choices that depend on others are in `classify`.
 SLOTS: dict[str, tuple[tuple[str, str, float], ...]] = {
     "attribute": (
-        ("", RIGHT, 0.6),
+        ("", RIGHT, 0.62),
         ('__attribute__((optimize("O1"))) ', SLOW, 0.3),
-        ("__attribute__((fast) ", BROKEN, 0.1),
+        ("__attribute__((fast) ", BROKEN, 0.08),
     ),
-    "qualifier": (("__restrict__ ", RIGHT, 0.45), ("", RIGHT, 0.43), ("restrict ", BROKEN, 0.12)),
-    "index": (("long ", RIGHT, 0.45), ("int ", RIGHT, 0.43), ("", BROKEN, 0.12)),
-    "real": (("float", RIGHT, 0.48), ("double", RIGHT, 0.4), ("real", BROKEN, 0.12)),
+    "qualifier": (("__restrict__ ", RIGHT, 0.45), ("", RIGHT, 0.46), ("restrict ", BROKEN, 0.09)),
+    "index": (("long ", RIGHT, 0.45), ("int ", RIGHT, 0.46), ("", BROKEN, 0.09)),
+    "real": (("float", RIGHT, 0.48), ("double", RIGHT, 0.43), ("real", BROKEN, 0.09)),
     "order": (("rows first", RIGHT, 0.4), ("columns first", SLOW, 0.6)),
     "bound": (("columns", RIGHT, 0.88), ("columns - 1", WRONG, 0.12)),
     "start": (("0", RIGHT, 0.88), ("1", WRONG, 0.12)),
     "volatile": (("", RIGHT, 0.6), ("volatile ", SLOW, 0.4)),
     "pragma": (
         ("", SLOW, 0.6),
-        ("#pragma omp simd reduction(+:sum)\n        ", RIGHT, 0.28),
-        ("#pragma omp simd reduction(+:total)\n        ", BROKEN, 0.12),
+        ("#pragma omp simd reduction(+:sum)\n        ", RIGHT, 0.31),
+        ("#pragma omp simd reduction(+:total)\n        ", BROKEN, 0.09),
     ),
     "add": (("+=", RIGHT, 0.84), ("-=", WRONG, 0.08), ("=+", WRONG, 0.08)),
-    "semicolon": ((";", RIGHT, 0.88), ("", BROKEN, 0.12)),
+    "semicolon": ((";", RIGHT, 0.91), ("", BROKEN, 0.09)),
     "allocate": (("torch.zeros", RIGHT, 0.5), ("torch.empty", RIGHT, 0.5)),
     "function": (("right", RIGHT, 0.88), ("another", WRONG, 0.12)),
 }
