@@ -3,7 +3,7 @@
 A problem is a shape of computation (`SHAPES`) of a function of each element (`FUNCTIONS`). A solution is a whole module
 as `headway kernels` judges it; the grammar's slots (`SLOTS`) leave open how it is written. A choice keeps the kernel
 right, makes it slow or wrong, or keeps it from compiling, and some depend on each other. The demonstrations of the cold
-start (``sft.jsonl``) draw each slot at random, so half of them don't compile: which choices are right and fast is for
+start (``sft.jsonl``) draw each slot at random, so four in ten don't compile: which choices are right and fast is for
 reinforcement learning to find out, from the evaluator's rewards alone.
 
 HELD_OUT problems are in no demonstration and in no training task, and their sizes in no other problem.
