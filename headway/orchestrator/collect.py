@@ -37,7 +37,8 @@ class Collect:
         self._generated = generated
         self._leaving = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
         self._told: set[str] = set()  # hooks whose failure is in the ledger
-        self._failed_alike = FailedAlike(groups_per_step=run.experiment.queue.groups_per_step)
+        each = run.experiment.queue.groups_per_step
+        self._failed_alike = FailedAlike(groups_per_step=each, accepted=each if run.buffer.completed_steps else 0)
 
     async def loop(self) -> None:
         """Runs until cancelled."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 from headway.records.errors import ConfigurationError
 
 _DATA = "data:"
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow reads others by programs of theirs
 
 
 def require_parts(value: Sequence[Any], place: str, folder: Path) -> list[dict[str, Any]]:
@@ -51,11 +52,11 @@ def open_picture(url: str, *, whole: bool = True) -> Any:
     Raises ConfigurationError."""
     from PIL import Image  # a tenth of a second: only where there are pictures
 
-    shown = url if len(url) <= 80 else url[:77] + "..."
+    shown = f"{url[:40]}..." if url.startswith(_DATA) else url
     try:
         head, _, data = url.partition(";base64,")
         file = io.BytesIO(base64.b64decode(data, validate=True)) if head.startswith(_DATA) else url
-        with Image.open(file) as found:
+        with Image.open(file, formats=_FORMATS) as found:
             return found.convert("RGB") if whole else found.verify()
     except FileNotFoundError:
         raise ConfigurationError(f"no such picture: {shown}") from None

@@ -216,3 +216,4 @@ def test_demonstrations_are_attempts_at_tasks_that_are_known(tmp_path: Path) -> 
     )
     known = Task(task_id="a", prompt="1+1=", metadata={"n": 1})
     assert tried(known, other) == ([*own, ("1+1=", "?")], True)
+    assert not tried(known, msgspec.structs.replace(known, task_id="c", metadata={"n": 2}))[1]  # of which?

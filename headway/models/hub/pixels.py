@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -33,11 +34,13 @@ class PixelStore:
         Raises HeadwayError on a full disk."""
         data = save(dict(sorted(arrays.items())))
         file = self._file(digest := _digest(data))
-        if file.is_file():
-            file.touch()
-        else:
+        try:
+            if file.stat().st_size == len(data):
+                os.utime(file)
+                return digest
+        except FileNotFoundError:  # or it was removed since: `remove` runs in another process
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, data)
+        write_whole(file, data)
         return digest
 
     def _read(self, digest: str) -> Pixels:
@@ -55,9 +58,15 @@ class PixelStore:
         """The hashes of all that is stored, and when each was written last."""
         return {file.stem: file.stat().st_mtime_ns for file in self._folder.glob(f"[!.]*{_SUFFIX}")}
 
-    def remove(self, digest: str) -> None:
-        """Delete arrays."""
-        self._file(digest).unlink(missing_ok=True)
+    def remove(self, digest: str, written: int) -> None:
+        """Delete arrays, unless they were written again since ``written`` (as of `stored`)."""
+        if self.stored_at(digest) == written:
+            self._file(digest).unlink(missing_ok=True)
+
+    def stored_at(self, digest: str) -> int | None:
+        """When these arrays were written last; None: they aren't there."""
+        file = self._file(digest)
+        return file.stat().st_mtime_ns if file.is_file() else None
 
     def _file(self, digest: str) -> Path:
         return self._folder / f"{digest}{_SUFFIX}"

@@ -36,6 +36,7 @@ class Pictures:
         self._slot = WorkerSlot(spec, launcher, clock)
         self._store = PixelStore(folder)
         self._held = set[str]()  # of tasks that no group in the buffer names: evaluations'
+        self._opening = ""  # of the group that opens next
         self._unneeded: dict[str, int] = {}  # what nobody needed when last looked
 
     async def prompt(self, task: Task, *, hold: bool) -> tuple[Task, Any, int]:
@@ -48,6 +49,8 @@ class Pictures:
             ids, digest, size = await self._asked(task)
         if hold:
             self._held.add(digest)
+        else:
+            self._opening = digest
         return msgspec.structs.replace(task, pixels=digest), ids, size
 
     async def _asked(self, task: Task) -> tuple[Any, str, int]:
@@ -63,9 +66,10 @@ class Pictures:
         """Delete the arrays that nobody needs now nor did when last called, nor has asked for meanwhile; ``needed``: by
         groups in the buffer."""
         stored = self._store.stored()
-        unneeded = {digest: at for digest, at in stored.items() if digest not in needed | self._held}
-        for digest, _ in unneeded.items() & self._unneeded.items():
-            self._store.remove(digest)
+        kept = needed | self._held | {self._opening}
+        unneeded = {digest: at for digest, at in stored.items() if digest not in kept}
+        for digest, at in unneeded.items() & self._unneeded.items():
+            self._store.remove(digest, at)
         self._unneeded = unneeded
 
     async def stop(self) -> None:

@@ -39,7 +39,11 @@ def demonstrated(
     can't be read, which `headway sft` says; those with calls of tools are left out. Where tasks have more than prompt
     and answer, one whose task isn't known is no attempt but for the first, which is then at a training task."""
     source, train, attempts, sure = experiment.sft.data, tasks["train"], list[DemonstratedTask](), True
-    known = {task.prompt: task for found in tasks.values() for task in found}
+    known, several = dict[str, Task](), set[str]()
+    for task in (one for found in tasks.values() for one in found):
+        if known.setdefault(task.prompt, task).task_id != task.task_id:
+            several.add(task.prompt)  # which of them a demonstration is of can't be told
+    known = {prompt: task for prompt, task in known.items() if prompt not in several}
     more, bare = any(one.metadata for one in train), not any(one.answer or one.metadata for one in train)
     try:
         for where, row in islice(read_demonstrations(source), _MOST) if source and source.source == "jsonl" else ():

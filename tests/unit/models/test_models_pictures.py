@@ -246,10 +246,15 @@ def test_pixel_arrays_are_stored_once_and_checked(tmp_path: Path) -> None:
     again = PixelStore(tmp_path / "pixels")
     with pytest.raises(BufferCorrupt, match="aren't what was stored"):
         again.read(digest)
-    again.remove(digest)
+    again.remove(digest, 1)  # it was written later
+    assert digest in store.stored()
+    again.remove(digest, store.stored()[digest])
     with pytest.raises(BufferCorrupt, match="can't be read"):
         again.read(digest)
     assert set(store.stored()) == {other}
+    file.touch()  # empty
+    assert store.write(arrays) == digest
+    assert (PixelStore(tmp_path / "pixels").read(digest)["grid"] == arrays["grid"]).all()
 
 
 def test_pixel_arrays_go_when_nobody_has_needed_them_twice(tmp_path: Path) -> None:
@@ -258,15 +263,16 @@ def test_pixel_arrays_go_when_nobody_has_needed_them_twice(tmp_path: Path) -> No
     )
     nothing: Any = SimpleNamespace(now=lambda: 0.0)
     pictures, store = Pictures(nothing, nothing, experiment), PixelStore(tmp_path / FOLDER)
-    a, b, c, d = (store.write({"pixels": np.full(3, value, np.float32)}) for value in range(4))
+    a, b, c, d, e = (store.write({"pixels": np.full(3, value, np.float32)}) for value in range(5))
     pictures._held.add(c)
+    pictures._opening = e
     pictures.keep({a})
     os.utime(tmp_path / FOLDER / f"{d}.safetensors", ns=(1, 1))  # it was asked for again
     pictures.keep({a, b})
     pictures.keep({a, d})
-    assert set(store.stored()) == {a, b, c, d}
+    assert set(store.stored()) == {a, b, c, d, e}
     pictures.keep({a, d})
-    assert set(store.stored()) == {a, c, d}
+    assert set(store.stored()) == {a, c, d, e}
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headway.generator.fake import FakeGenerator
+from headway.models.hub.prompts import Prompts
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.state import Signal
 from headway.records.clients import Watch
@@ -40,6 +41,7 @@ def test_splits_number_their_tasks_alike_and_yet_draw_different_numbers(tmp_path
             evaluation_tasks={"validation": tasks, "test": tasks},
             experiment=experiment,
             meter=SimpleNamespace(applied_version=0),
+            prompts=Prompts(tokenizer, "raw"),
             record=lambda line: None,
             rollouts=SingleTurn(TurnSampler(noted, tokenizer, experiment.rollout, clock, run_seed=0)),
             state=SimpleNamespace(version=0),
@@ -74,6 +76,7 @@ def test_an_evaluation_of_which_half_failed_makes_no_version_the_best(
             evaluation_tasks={"validation": [Task(task_id=str(i), prompt=str(i)) for i in range(8)]},
             experiment=experiment,
             meter=SimpleNamespace(applied_version=0),
+            prompts=Prompts(tokenizer, "raw"),
             record=judged.append,
             rollouts=SingleTurn(TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=0)),
             state=SimpleNamespace(version=0, changed=Signal()),

@@ -83,6 +83,7 @@ def test_tasks_that_differ_in_their_pictures_are_others(tmp_path: Path) -> None:
     [
         (part("blue.png"), "no such picture: "),
         (part("broken.png"), "broken.png can't be read as a picture"),
+        (part("drawing.eps"), "drawing.eps can't be read as a picture"),
         (part("cut.png"), "cut.png can't be read as a picture"),
         (part("data:image/png;base64,%%%"), "can't be read as a picture: a data: URL needs base64"),
         (part("data:image/png,abc"), "a data: URL needs base64"),
@@ -96,6 +97,9 @@ def test_tasks_that_differ_in_their_pictures_are_others(tmp_path: Path) -> None:
 def test_what_is_no_picture_is_refused_where_it_stands(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     (tmp_path / "broken.png").write_bytes(b"no picture")
     (tmp_path / "cut.png").write_bytes(png()[:40])
+    (tmp_path / "drawing.eps").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    )
     with pytest.raises(ConfigurationError, match=r'tasks.jsonl:1: "prompt"\[0\].content\[0\]') as caught:
         tasks_of(written(tmp_path, asked(given)))
     assert message in str(caught.value)
