@@ -14,6 +14,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from headway.tokens.grammar_trial import TRIAL_S, grammar_trial
 from headway.tokens.tokenizer import Tokenizer
 
 GRAMMAR_VERSION = f"llguidance {llguidance.__version__}"
@@ -35,7 +37,7 @@ _SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
 # Any tokens whose bytes match may be sampled, not only those into which the tokenizer would split a forced text.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _SHORT = 200  # characters of the library's messages that are shown
-_MOST_PLACES = 500  # parts of a schema that are tried to find the one at fault
+_PLACE_S = 0.5  # in which parts of a schema are tried to find the one at fault
 _PARALLEL_ROWS = 8  # fewer masks are computed one after another: handing them out costs more
 _DEAD_END = "no token of the vocabulary goes on as the grammar wants"
 _MOST_THREADS = 8
@@ -197,8 +199,13 @@ class Grammars:
 
     def _kept(self, text: str) -> LLMatcher | GrammarRefused | None:
         with self._lock:
-            if (found := self._compiled.get(text)) is not None:
-                self._compiled.move_to_end(text)
+            if (found := self._compiled.get(text)) is None:
+                return None
+            self._compiled.move_to_end(text)
+            if isinstance(found, LLMatcher) and _worn_out(found):
+                del self._compiled[text]
+                self._characters -= len(text)
+                return None
             return found
 
     def _keep(self, text: str, found: LLMatcher | GrammarRefused) -> LLMatcher | GrammarRefused:
@@ -220,11 +227,22 @@ class Grammars:
                 return GrammarRefused(f"the model's {self.vocabulary} tokens have no stop token to end a response with")
             texts = TokenizerWrapper(_Texts(self._tokenizer, self.vocabulary, self.stop_ids))
             self._inner = LLTokenizer(texts, eos_token=sorted(self.stop_ids))
+        if not grammar_trial().survives(_OPTIONS + text):
+            return GrammarRefused(
+                f"grammar: it can't be compiled within {TRIAL_S:.0f} s and a gibibyte: make it simpler"
+            )
         inner = LLMatcher(self._inner, _OPTIONS + text, log_level=0, limits=_limits())
         if not (error := inner.get_error()):
             inner.compute_bitmask()  # of the first token: what it needs is then computed for all copies
             error = inner.get_error()
         return GrammarRefused(_explained(text, error)) if error else inner
+
+
+def _worn_out(compiled: LLMatcher) -> bool:
+    """Whether responses have used up the states that a compiled grammar may have: all of its copies share them."""
+    first = compiled.deep_copy()
+    first.compute_bitmask()
+    return first.is_error()
 
 
 class _Texts:
@@ -315,16 +333,15 @@ def _explained(text: str, error: str) -> str:
 
 def _fault(schema: Any) -> str:
     """Why a schema can't be compiled for any tokenizer; "": it can."""
-    return _message(LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}"))
+    return _message(LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=_limits()))
 
 
 def _place(schema: Any, fault: str) -> str:
     """Where in a schema the innermost part with this fault is, as " at" and a JSON pointer; "": it is the whole."""
     shared = {key: schema[key] for key in _SHARED if isinstance(schema, dict) and key in schema}
-    place, tries = "", _MOST_PLACES
+    place, until = "", time.monotonic() + _PLACE_S
     while True:
-        for part, where in itertools.islice(_parts(schema), tries):
-            tries -= 1
+        for part, where in itertools.takewhile(lambda _: time.monotonic() < until, _parts(schema)):
             if _fault({**shared, **part} if isinstance(part, dict) else part) == fault:
                 schema, place = part, place + where
                 break

@@ -172,9 +172,9 @@ class Engine(ABC, Generic[Entry]):
 
     def _take_compiled(self, *, idle: bool = False) -> None:
         """Queue the requests whose grammars are compiled, and end those whose can't be."""
-        for entry, error in () if self._compiling is None else self._compiling.take(idle=idle):
+        for entry, error, refused in () if self._compiling is None else self._compiling.take(idle=idle):
             if error:
-                self._end(entry, "error", error, refused=True)
+                self._end(entry, "error", error, refused=refused)
             else:
                 heapq.heappush(self._waiting, entry)
 

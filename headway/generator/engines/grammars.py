@@ -38,9 +38,9 @@ class CompilingGrammars(Generic[Entry]):
             return False
         return found[0].cancel() or True
 
-    def take(self, *, idle: bool = False) -> Iterator[tuple[Entry, str]]:
-        """Yield the requests that wait no longer: with their matcher, or with why their grammar is refused. ``idle``:
-        wait a moment for the first."""
+    def take(self, *, idle: bool = False) -> Iterator[tuple[Entry, str, bool]]:
+        """Yield the requests that wait no longer: with their matcher, or with why they have none and whether that is
+        their grammar's fault. ``idle``: wait a moment for the first."""
         if idle and self._waiting:
             wait([future for future, _ in self._waiting.values()], _PAUSE_S, FIRST_COMPLETED)
         late = self._now()
@@ -50,9 +50,10 @@ class CompilingGrammars(Generic[Entry]):
             del self._waiting[entry]
             if not future.done():
                 future.cancel()
-                yield entry, f"grammar: it wasn't compiled within {COMPILE_S:.0f} s"
+                yield entry, f"grammar: it wasn't compiled within {COMPILE_S:.0f} s, others' before it included", False
             elif (error := future.exception()) is None:
                 entry.matcher = future.result()
-                yield entry, ""
-            else:  # GrammarRefused, or whatever else the library raises
-                yield entry, str(error) if isinstance(error, GrammarRefused) else f"grammar: {error!r}"
+                yield entry, "", False
+            else:  # or whatever else the library raises
+                refused = isinstance(error, GrammarRefused)
+                yield entry, str(error) if refused else f"grammar: {error!r}", refused

@@ -202,6 +202,9 @@ class TurnSampler:
     async def _generate_response(self, progress: MemberProgress) -> Failure | None:
         """Submit until the response is complete; returns why it never will be."""
         call, prefix = progress.call, self.request_prefix + progress.call.purpose
+        if call.grammar and not self.constraints:
+            cause = "an answer within a grammar, without algorithm.allow_truncated_sampling: it couldn't be trained on"
+            return Failure(boundary="environment", cause=cause, infrastructure=False)
         group, member = call.group, call.member
         sampling = msgspec.structs.replace(
             self._sampling,

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from headway.tokens import grammar as module
+from headway.tokens import grammar_trial
 from headway.tokens.grammar import (
     GRAMMAR_VERSION,
     GrammarRefused,
@@ -25,6 +27,7 @@ from headway.tokens.grammar import (
     json_grammar,
     kept_masks,
 )
+from headway.tokens.grammar_trial import GrammarTrial
 from headway.tokens.tokenizer import Tokenizer
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
@@ -212,6 +215,15 @@ def test_the_cache_is_bounded_and_a_copy_does_not_move_it():
         grammars.matcher(json_grammar({"const": long * 3}))
 
 
+def test_a_grammar_whose_states_a_response_has_used_up_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_limits", lambda: LLParserLimits(max_lexer_states=300, verbose_errors=False))
+    grammars, text = Grammars(TOKENIZER), json_grammar({"type": "string", "maxLength": 4000})
+    quote, letter = PIECES.index('"'), PIECES.index("a")
+    with pytest.raises(GrammarRefused, match="too many states"):
+        kept_masks(grammars, text, [quote, *[letter] * 2000])
+    assert len(kept_masks(grammars, text, [quote, letter, quote])) == 3
+
+
 def test_compiling_happens_in_another_thread_once(monkeypatch: pytest.MonkeyPatch):
     grammars, text, compiled, go = Grammars(TOKENIZER), json_grammar({"const": 1}), [], threading.Event()
     compile_ = grammars._compile
@@ -249,3 +261,39 @@ def test_schema_bombs_end_in_time(schema: Any):
 
 def test_the_version_names_the_library():
     assert GRAMMAR_VERSION.startswith("llguidance 1.")
+
+
+# --- compiled in a process of its own first -----------------------------------------------------------------------
+
+
+def chain(links: int) -> dict[str, Any]:
+    """A schema whose parts refer to one another, ``links`` deep."""
+    parts = {f"p{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/p{i + 1}"}}} for i in range(links)}
+    return {"$ref": "#/$defs/p0", "$defs": {**parts, f"p{links}": {"type": "integer"}}}
+
+
+def test_a_schema_that_overflows_the_library_s_stack_is_refused_and_others_go_on():
+    grammars = Grammars(TOKENIZER)
+    with pytest.raises(GrammarRefused, match="it can't be compiled within 10 s and a gibibyte"):
+        grammars.matcher(json_grammar(chain(1000)))
+    assert not grammars.matcher(json_grammar(chain(5))).ended
+
+
+def test_a_process_that_somebody_kills_is_started_again():
+    trial = GrammarTrial()
+    assert trial.survives(json_grammar({"type": "integer"}))
+    assert trial._process is not None
+    trial._process.kill()
+    assert trial.survives(json_grammar({"type": "string"}))
+    first = trial._process
+    assert trial.survives(json_grammar({"type": "number"}))
+    assert trial._process is first
+
+
+def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.MonkeyPatch):
+    slow = json_grammar({"type": "integer", "multipleOf": 100_000_007})
+    source = "from headway.tokens import grammar_trial as g; g.TRIAL_S = 0.5; g.main()"
+    monkeypatch.setattr(grammar_trial, "_COMMAND", ("-c", source))
+    trial = GrammarTrial()
+    assert not trial.survives(slow)
+    assert trial.survives(json_grammar({"type": "integer", "multipleOf": 7}))

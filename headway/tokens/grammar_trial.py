@@ -1,0 +1,82 @@
+"""A grammar is compiled in a process of its own first: the library's recursion and memory have no bound of their own.
+
+Run as a program, it is that process: grammars on standard input, each behind its length; a byte back for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+TRIAL_S = 10.0  # most seconds that a grammar may take
+_COMMAND = ("-m", "headway.tokens.grammar_trial")
+_TRIAL_BYTES = 1 << 30  # of address space, what the process takes by itself included
+
+
+class GrammarTrial:
+    """The process, started when it is first needed and after each grammar that killed it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def survives(self, text: str) -> bool:
+        """Whether the library can be given this grammar: whatever it says of it, it ends within TRIAL_S, without
+        crashing."""
+        with self._lock:
+            data = text.encode("utf-8", "surrogatepass")
+            for _ in range(2):
+                process = self._started()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(len(data).to_bytes(8, "little") + data)
+                    process.stdin.flush()
+                    if process.stdout.read(1):
+                        return True
+                if process.wait() not in (-signal.SIGKILL, -signal.SIGTERM):  # else by somebody else: once more
+                    return False
+            return False
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, *_COMMAND]
+            quiet = subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet)
+        return self._process
+
+
+@functools.cache
+def grammar_trial() -> GrammarTrial:
+    """This process's."""
+    return GrammarTrial()
+
+
+def main() -> None:
+    """Compile what comes until standard input ends. A grammar that takes too long ends the process: SIGALRM does so in
+    the library's code, too."""
+    resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(10)
+    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
+    while head := sys.stdin.buffer.read(8):
+        text = sys.stdin.buffer.read(int.from_bytes(head, "little")).decode("utf-8", "replace")
+        signal.setitimer(signal.ITIMER_REAL, TRIAL_S)
+        inner = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not inner.get_error():
+            inner.compute_bitmask()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(b".")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
