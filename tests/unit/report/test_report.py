@@ -1,4 +1,4 @@
-"""The report: verdicts in words, one self-contained page, JSON for machines."""
+"""The report: verdicts in words, one self-contained page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from headway.report.run_view import as_json, view_run
 from headway.report.series import Series, metric, smoothed
 from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
-from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.metrics import scalars
 from headway.telemetry.summary import evaluations, summarise
 
@@ -455,57 +454,6 @@ def test_page_that_cannot_be_written(tmp_path: Path) -> None:
         report(folder, tmp_path / "nowhere" / "out.html")
     with pytest.raises(ConfigurationError, match="holds no run"):
         report(tmp_path / "nowhere")
-
-
-# --- JSON ------------------------------------------------------------------------------------------------
-
-
-def test_json_has_what_machines_ask_for(tmp_path: Path) -> None:
-    found = as_json(view_run(write_run(tmp_path, synthetic_lines(40))))
-    json.dumps(found, allow_nan=False)
-    expected = {
-        "solve_rate_before": 0.452,
-        "solve_rate_after": 0.93,
-        "max_trajectory_staleness": 3,
-        "books_balanced": True,
-        "length_bias_ks": 0.02,
-        "state": "finished",
-        "staleness_budget": 4,
-        "skipped_steps": 0,
-        "best_version": 40,
-    }
-    assert {key: found[key] for key in expected} == expected
-    assert found["trainer_wait_ratio"] == pytest.approx(0.25)
-    assert 0.03 <= found["generator_wait_ratio"] <= 0.05
-    assert found["verdict"]["balance"] == "generation-bound"
-    assert found["mean_trajectory_staleness"] == pytest.approx(1.3)
-    assert len(found["evaluations"]) == 4
-
-
-def test_mean_token_staleness_weighs_tokens(tmp_path: Path) -> None:
-    long = Distribution(mean=3.0, max=3, histogram={"3": 900})
-    short = Distribution(mean=1.0, max=1, histogram={"1": 100})
-    lines: list[LedgerLine] = [step_record(0, token_staleness=long), step_record(1, token_staleness=short)]
-    found = as_json(view_run(write_run(tmp_path, lines)))
-    assert found["mean_token_staleness"] == pytest.approx(0.9 * 3 + 0.1 * 1)
-
-
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    lines = [step_record(0, reward_mean=1.0), evaluation("before", 0, 0.5)]
-    folder = write_run(tmp_path, lines)
-    text = (folder / "ledger.jsonl").read_text().replace('"standard_error":0.02', '"standard_error":null,"x":0.02')
-    (folder / "ledger.jsonl").write_text(text)
-    found = as_json(view_run(folder))
-    json.dumps(found, allow_nan=False)
-    assert found["solve_rate_before_error"] is None
-
-
-def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, synthetic_lines(5)[:-4])
-    with RunDirectory(folder) as run:
-        run.acquire()
-        assert as_json(view_run(folder))["state"] == "running"
-    assert as_json(view_run(folder))["state"] == "stopped"
 
 
 def test_what_was_pruned_is_said_where_something_was() -> None:
