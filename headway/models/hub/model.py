@@ -44,6 +44,7 @@ _APART_HALF = 3e-2  # bfloat16 and float16: eight bits, over some layers
 _PROBE_TOKENS = (7, 3, 12, 5)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # keys of a configuration
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 where a picture is
+_TOGETHER = ("gemma3", "llava", "qwen2_5_vl")  # whose pixel arrays of several prompts are computed at once
 _NEVER = -256.0  # a logit that no token is sampled with: its probability is 0 in float32
 
 
@@ -151,10 +152,12 @@ class HubModel(PackedModel):
         return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
 
     def _rows(self, ids_bl: Tensor, seen: Sequence[Pixels]) -> Tensor:
-        """As `_hidden`, of rows that have these pictures; those of other shapes than the others are computed alone."""
+        """As `_hidden`, of rows that have these pictures. They are computed alone where shapes differ, and where nobody
+        has looked whether an architecture's arrays may be laid end to end: some hold places of one prompt's own."""
         if not any(seen):
             return self._hidden(ids_bl)
-        if len({tuple((name, array.shape[1:]) for name, array in one.items()) for one in seen}) > 1:
+        shapes = {tuple((name, array.shape[1:]) for name, array in one.items()) for one in seen}
+        if len(seen) > 1 and (len(shapes) > 1 or self.config.model_type not in _TOGETHER):
             rows = zip(ids_bl[:, None], seen, strict=True)
             return torch.cat([self._rows(ids_1l, [one]) for ids_1l, one in rows])
         return self._hidden(ids_bl, **self.beside(ids_bl, seen, self._body_takes))
