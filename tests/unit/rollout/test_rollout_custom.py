@@ -26,7 +26,7 @@ from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.support.simulated_run import experiment_of, simulate
-from tests.unit.rollout.test_rollout_single_turn import EOS, Engine, Letters, Reply, answer, group, response
+from single_turn_play import EOS, Engine, Letters, Reply, answer, group, response
 
 
 class Codec(Letters):
