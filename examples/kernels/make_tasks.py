@@ -93,16 +93,24 @@ SIGNATURE = (
 )
 ROWS_LOOP = "for ({index}i = 0; i < rows; i++)"
 COLUMNS_LOOP = "for ({index}j = 0; j < {bound}; j++)"
-READ = "{real} v = x[i * columns + j];\n"
+
+
+def value(indent: int) -> str:
+    """The lines that read an element, ``v``, and compute the function's value of it, ``u``: the same in all shapes, so
+    that what was learnt of a function in one shape holds in another."""
+    pad = " " * indent
+    return f"{pad}{{real}} v = x[i * columns + j];\n{pad}{{real}} u = {{function}}{{semicolon}}\n"
+
+
 COMMON = ("attribute", "qualifier", "index", "real", "bound", "semicolon", "allocate", "function")
 SUM = (
-    "        {volatile}{real} sum = {start};\n        {pragma}" + COLUMNS_LOOP + " {{\n            " + READ
-    + "            sum {add} {function}{semicolon}\n        }}\n"
+    "        {volatile}{real} sum = {start};\n        {pragma}" + COLUMNS_LOOP + " {{\n" + value(12)
+    + "            sum {add} u;\n        }}\n"
 )  # fmt: skip
 SHAPES = {
     "map": Shape(
         (*COMMON, "order"),
-        "    {outer}\n    {inner} {{\n        " + READ + "        y[i * columns + j] = {function}{semicolon}\n    }}\n",
+        "    {outer}\n    {inner} {{\n" + value(8) + "        y[i * columns + j] = u;\n    }}\n",
         "x.shape",
         "return {function}",
     ),
@@ -115,14 +123,13 @@ SHAPES = {
     "centre": Shape(
         (*COMMON, "volatile", "start", "pragma", "add"),
         "    " + ROWS_LOOP + " {{\n" + SUM + "        {real} mean = sum / columns;\n        " + COLUMNS_LOOP
-        + " {{\n            " + READ
-        + "            {real} u = {function};\n            y[i * columns + j] = u - mean;\n        }}\n    }}\n",
+        + " {{\n" + value(12) + "            y[i * columns + j] = u - mean;\n        }}\n    }}\n",
         "x.shape",
         "y = {function}\n        return y - y.mean(1, keepdim=True)",
     ),
     "column sum": Shape(
         (*COMMON, "order", "add"),
-        "    {outer}\n    {inner} {{\n        " + READ + "        y[j] {add} {function}{semicolon}\n    }}\n",
+        "    {outer}\n    {inner} {{\n" + value(8) + "        y[j] {add} u;\n    }}\n",
         "x.shape[1]",
         "return ({function}).sum(0)",
     ),
