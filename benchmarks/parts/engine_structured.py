@@ -26,7 +26,7 @@ from headway.tokens.grammar import json_grammar
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import train_byte_fallback_tokenizer
 
-TEMPERATURE = 0.3
+TEMPERATURES = {"small": 0.3, "large": 0.2}
 SCHEMA = {
     "type": "array",
     "minItems": 1000,
@@ -111,7 +111,7 @@ def measure_structured(folder: Path, size: str, new_tokens: int, rounds: int, co
     for number in range(rounds + 1):
         for name, how in sorted(SIDES.items(), reverse=number % 2 == 1):
             prompts = prompts_of(number, concurrent)
-            round_ = play(engine, requests_of(prompts, new_tokens, number, temperature=TEMPERATURE, **how))
+            round_ = play(engine, requests_of(prompts, new_tokens, number, temperature=TEMPERATURES[size], **how))
             if round_.tokens != concurrent * new_tokens:
                 raise SystemExit(f"{name} gave {round_.tokens} tokens instead of {concurrent * new_tokens}")
             if number:

@@ -150,7 +150,9 @@ def main() -> None:
     folder: Path = arguments.directory or Path(f"runs/kernels-{arguments.seed}")
     began_s = time.monotonic()
     paths = prepare(folder, arguments.seed, *([f"--sft.steps={arguments.sft_steps}"] if arguments.sft_steps else []))
-    with serving("HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1", "--timing-s", "0.4") as service:
+    with serving(
+        "HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1", "--timing-s", "0.25", "--concurrency", "2"
+    ) as service:
         before = score("cold-start", folder / "sft", folder, service, arguments.answers)
         trained = train(folder / "rl", paths, service, *overrides)
         after = score("reinforced", trained, folder, service, arguments.answers)
