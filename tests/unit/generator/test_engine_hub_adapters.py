@@ -162,10 +162,10 @@ def test_only_the_newest_revision_and_those_that_requests_hold_stay(mode: Update
         session.submit(request(f"r{version}", max_tokens=8))
         session.step(3)
         engine.update_adapter("policy", adapter_of(version).weights(), version, mode)
-        kept.append(len(engine._revisions))
+        kept.append(len(engine.adapters))
     assert kept == ([2, 3, 3, 3] if mode == "finish" else [1, 1, 1, 1])
     session.run()
-    assert len(engine._revisions) == 1
+    assert len(engine.adapters) == 1
 
 
 def test_a_resumed_request_finishes_on_its_revision_while_that_is_registered() -> None:
@@ -209,7 +209,7 @@ def test_memory_that_left_and_returned_changes_nothing() -> None:
         session.submit(*(request(f"r{i}", [1 + i, 2, 3], max_tokens=20) for i in range(5)))
         for number in range(24):
             if away and number in (2, 9, 17):
-                revisions = sum(one.nbytes for one in engine._revisions.tensors())
+                revisions = sum(one.nbytes for one in engine.adapters.tensors())
                 assert engine.memory is not None
                 assert engine.memory.offload().moved_bytes > sum(p.nbytes for p in base().parameters()) + revisions
                 engine.memory.onload()
@@ -232,7 +232,7 @@ def test_unknown_adapters_and_wrong_updates_are_errors_and_change_nothing() -> N
         engine.update_adapter("policy", dict(list(adapter_of(1).weights().items())[1:]), 1, "keep")
     with pytest.raises(ConfigurationError, match="'poet', which isn't registered; registered: policy"):
         engine.update_adapter("poet", adapter_of(1).weights(), 1, "keep")
-    with pytest.raises(ConfigurationError, match="an adapter is registered beside them"):
+    with pytest.raises(ConfigurationError, match="adapters are registered beside them"):
         HubEngine.update_weights(engine, weights_of(engine._model), 1, "keep")
     results = session.run()
     assert results["bad"].error == "there is no adapter 'poet'; registered: policy"

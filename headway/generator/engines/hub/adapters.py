@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.revisions import Revision, Revisions
 from headway.records.errors import ConfigurationError
 
@@ -45,13 +44,6 @@ class HubRevisions(Revisions[HubRevision]):
         if self._adapter is None or name not in self._newest:
             raise ConfigurationError(f"an update of adapter {name!r}, which isn't registered; {self.known}")
         self._add(self._adapter, name, tensors, version)
-
-    def chosen(self, request: EngineRequest) -> int:
-        """Number of the update whose weights a request is to be computed with; 0: the model alone."""
-        if request.update >= 0:
-            return request.update
-        newest = self.newest(request.adapter)
-        return 0 if newest is None else newest.update
 
     @contextmanager
     def computing(self, update: int) -> Iterator[None]:

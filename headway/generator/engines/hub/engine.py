@@ -13,37 +13,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.engine import Engine
-from headway.generator.engines.grammars import CompilingGrammars
 from headway.generator.engines.hub.adapters import HubRevisions
 from headway.generator.engines.hub.caches import join, take, tensors_of
 from headway.generator.engines.hub.runner import HubRunner
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import sample_tokens
 from headway.generator.engines.torch.memory import EngineMemory
-from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS, SlotTable
+from headway.generator.engines.torch.slot_engine import SlotEngine
+from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.hub.model import HubModel
 from headway.models.hub.pixels import Pixels, PixelStore
-from headway.models.loading import adopt_weights, copy_weights
-from headway.records.errors import BufferCorrupt, ConfigurationError
-from headway.records.generation import (
-    POLICY_ADAPTER,
-    AppliedWeights,
-    EngineStatistics,
-    FinishReason,
-    GenerationRequest,
-    ProbeScores,
-    PublishedWeights,
-    TokenDelta,
-    UpdateMode,
-)
+from headway.records.errors import BufferCorrupt
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, ProbeScores
 from headway.tokens.tokenizer import Tokenizer
-from headway.weights.shared_memory import Subscriber
 
 if TYPE_CHECKING:
     from headway.models.hub.adapter import HubAdapter
@@ -62,7 +48,7 @@ class _Batch:
         return [request for request in self.requests if request is not None]
 
 
-class HubEngine(Engine[EngineRequest]):
+class HubEngine(SlotEngine[HubRevisions]):
     """Generates with a `HubModel`. The engine owns the model: its weights change only by ``apply`` and
     ``update_weights``.
 
@@ -94,28 +80,12 @@ class HubEngine(Engine[EngineRequest]):
     ) -> None:
         """``model`` is changed in place by updates; ``adapters``: one beside it at most, by name, the engine's from now
         on, at ``version``; ``pixels``: of prompts with pictures; ``now``: monotonic seconds, for the statistics."""
-        self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
-        super().__init__(
-            slots=slots,
-            # One request must always fit alone, else preemption could never make room for it.
-            context_tokens=min(max_context_tokens, self.kv_capacity_tokens),
-            vocabulary=model.config.vocabulary_size,
-            tokenizer=tokenizer,
-            version=version,
-            now=now,
-        )
-        if tokenizer is not None:
-            self._compiling = CompilingGrammars(tokenizer, self._vocabulary, now)
-        self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
-        self._model, self._runner = model, HubRunner(model, deterministic)
+        super().__init__(model, slots, max_context_tokens, kv_capacity_tokens, version, tokenizer, now)
+        self._runner = HubRunner(model, deterministic)
         self._pixels, self.sees = pixels, model.sees and pixels is not None
         self._prefill_tokens_per_step = prefill_tokens_per_step
-        self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
-        self._rows = 0  # the running requests are rows 0 .. _rows-1
         self._batches: list[_Batch] = []
-        self._revisions = HubRevisions(adapters or {}, version)
-        self._model_version = version  # of the model without an adapter
-        self._subscriber = Subscriber()
+        self.adapters = HubRevisions(adapters or {}, version)
         self.memory = EngineMemory(self._subscriber, self._tensors)
 
     @property
@@ -125,35 +95,12 @@ class HubEngine(Engine[EngineRequest]):
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """See `Engine.abort`."""
-        for request_id in request_ids:
-            request = self._open.get(request_id)
-            if request is None:
-                continue
-            if request.slot >= 0:
-                self._end_running(request, "abort")
-            else:
-                self._end_waiting(request)
-        self._note_idleness()
-
-    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
-        entry = EngineRequest(request, arrival)
-        if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
-            revision = self._revisions.held(entry.adapter, request.partial.versions[-1].version)
-            entry.update = -1 if revision is None else revision.update
-        return entry
-
     def _unserved(self, entry: EngineRequest) -> str:
         try:
             self._pictures(entry)
         except BufferCorrupt as error:
             return str(error)
-        return self._revisions.unknown(entry.adapter)
-
-    def _ended(self, entry: EngineRequest) -> None:
-        super()._ended(entry)
-        self._revisions.unload(self._open.values())
+        return super()._unserved(entry)
 
     def _pictures(self, entry: EngineRequest) -> Pixels:
         """The pixel arrays of a request's pictures. Raises BufferCorrupt."""
@@ -194,7 +141,7 @@ class HubEngine(Engine[EngineRequest]):
             wanted = self._held([*used, request.tokens]) + self._rows * HEADROOM_TOKENS
             if self._scarce and self._rows and wanted > self.kv_capacity_tokens:
                 break
-            update = self._revisions.chosen(request)
+            update = self._update_of(request)
             ids = (update, request.prompt + request.response, request.pixels)
             if ids not in begun:
                 if begun and request.tokens > budget:
@@ -220,20 +167,20 @@ class HubEngine(Engine[EngineRequest]):
             slots = [request.slot for request in running]
             pending, place = torch.from_numpy(table.pending[slots, None]), table.position[slots]
             moved = self._runner.moved(place, [request.shift for request in running])
-            with self._revisions.computing(running[0].update):
+            with self.adapters.computing(running[0].update):
                 out, batch.cache = self._runner.feed(pending, batch.cache, place.tolist(), moved)
             batches.append(batch)
             logits.append(out)
         for ids_uk, holders in self._new():
             pictures = self._pictures(holders[0][0])
             beside = self._runner.beside(ids_uk, pictures)
-            with self._revisions.computing(holders[0][0].update):
+            with self.adapters.computing(holders[0][0].update):
                 out, cache = self._runner.feed(ids_uk, None, [0] * len(ids_uk), beside)
             self._prefilled += ids_uk[:, :-1].numel()
             row_n = [row for row, requests in enumerate(holders) for _ in requests]
             requests = [request for requests in holders for request in requests]
             for request in requests:
-                request.shift = self._model.picture_shift if pictures else 0
+                request.shift = self._runner.model.picture_shift if pictures else 0
             logits.append(out[row_n])
             if self.batching == "single rows":  # of equal tokens
                 batches += [
@@ -242,7 +189,7 @@ class HubEngine(Engine[EngineRequest]):
             else:
                 kept = cache if len(ids_uk) == len(row_n) else take(cache, row_n, ids_uk.shape[1])
                 batches.append(_Batch(list(requests), kept))
-        return batches, self._model.sampled(torch.cat(logits))
+        return batches, self._runner.model.sampled(torch.cat(logits))
 
     def _joined(self) -> Iterator[_Batch]:
         """The batches that have a cache, without the rows that left, joined as far as the model allows."""
@@ -280,40 +227,6 @@ class HubEngine(Engine[EngineRequest]):
 
     # --- endings, preemption --------------------------------------------------------------------------------
 
-    def _emit_ready(self) -> None:
-        """Make a delta for every running request with unsent tokens or recomputed KV."""
-        table = self._table
-        for slot in range(self._rows):
-            request = table.requests[slot]
-            if request is not None and (table.position[slot] + 1 > table.sent[slot] or request.reprefilled):
-                self._emit(request)
-
-    def _emit(
-        self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
-    ) -> None:
-        data, kept = self._table.take_unsent(entry)
-        revision = self._revisions.of(entry.update)
-        version = self._model_version if revision is None else revision.version
-        self._deltas.append(
-            TokenDelta(
-                request_id=entry.request_id,
-                data=data,
-                version=version if data else -1,
-                finish_reason=finish_reason,
-                error=error,
-                reprefilled=entry.reprefilled,
-                refused=refused,
-                token_rows=kept,
-            )
-        )
-        entry.reprefilled = False
-
-    def _end_running(
-        self, request: EngineRequest, reason: FinishReason, error: str = "", *, refused: bool = False
-    ) -> None:
-        self._end(request, reason, error, refused=refused)
-        self._vacate(request)
-
     def _vacate(self, request: EngineRequest) -> None:
         """Free a request's row, which the last one takes."""
         slot, last = request.slot, self._rows - 1
@@ -340,86 +253,16 @@ class HubEngine(Engine[EngineRequest]):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """See `Engine.apply`; `update_weights` explains the modes."""
-        started = self._now()
-        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
-            tensors = self._subscriber.fetch(published)
-        fetch_s = self._now() - started
-        if published.adapter:
-            applied = self.update_adapter(published.adapter, tensors, published.version, mode)
-        else:
-            applied = self.update_weights(tensors, published.version, mode, adopt=True)
-        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+    def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
+        self.adapters.register(name, tensors, version)
 
-    def update_weights(
-        self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
-    ) -> AppliedWeights:
-        """Replace the model's weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's
-        last fetch, and become the parameters without a copy where they fit.
-
-        ``keep``: running requests continue on their caches; ``recompute``: those are dropped, and the next step
-        computes all tokens anew; ``abort``: running requests end with reason "abort" (waiting and not interruptible
-        ones stay). Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for
-        ``finish``, and beside an adapter, which belongs to the weights that are here.
-        """
-        if mode == "finish" or self._revisions:
-            beside = "an adapter is registered beside them"
-            cause = beside if self._revisions else "update_mode = 'finish' is for adapters"
-            raise ConfigurationError(f"an update of the model's own weights: {cause}")
-        before_s = self._paused_s
-        with self.paused():
-            if not adopt:
-                copy_weights(self._model, tensors)
-            elif adopt_weights(self._model, tensors):
-                self._subscriber.keep()
-            self._emit_ready()  # tokens so far are the old version's
-            self._model_version = version
-            in_flight, reprefilled = self._cross("", mode)
-        return self._applied(version, before_s, in_flight, reprefilled)
-
-    def update_adapter(
-        self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
-    ) -> AppliedWeights:
-        """Register a revision of the adapter between two steps. Modes as of `update_weights`, for its own requests;
-        ``finish``: those that have begun keep the revision that they are on. Raises ConfigurationError, with nothing
-        changed, when no adapter of this name, with these names and shapes, is registered."""
-        before_s = self._paused_s
-        with self.paused():
-            self._revisions.register(name, tensors, version)
-            self._emit_ready()
-            in_flight, reprefilled = (0, 0) if mode == "finish" else self._cross(name, mode)
-            self._revisions.unload(self._open.values())
-        return self._applied(version, before_s, in_flight, reprefilled)
-
-    def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
-        """Move the requests of the adapter (""; of the model) to what the last update made; returns the count of
-        running ones and of tokens that the next step computes anew."""
-        mine = {one for one in self._open.values() if not adapter or (one.adapter or POLICY_ADAPTER) == adapter}
-        running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
-        for request in mine:
-            request.update = -1
-            if request.slot >= 0:
-                request.update = self._revisions.chosen(request)
-        if mode == "abort":
-            for request in running:
-                if request.interruptible:
-                    self._end_running(request, "abort")
-        if mode != "recompute":
-            return len(running), 0
-        self._batches = [batch for batch in self._batches if batch.running[0] not in mine]
+    def _recompute(self, running: Sequence[EngineRequest]) -> int:
+        self._batches = [batch for batch in self._batches if batch.running[0] not in running]
         if running:
             self._batches.append(_Batch(list(running)))
         for request in running:
             request.reprefilled = request.reprefilled or self._table.position[request.slot] > 0
-        return len(running), sum(int(self._table.position[request.slot]) for request in running)
-
-    def _applied(self, version: int, before_s: float, in_flight: int, reprefilled: int) -> AppliedWeights:
-        """Report of an update; ``before_s``: time paused before it."""
-        self.version = version
-        self._note_idleness()
-        pause_s = self._paused_s - before_s
-        return AppliedWeights(version=version, pause_s=pause_s, in_flight=in_flight, reprefilled_tokens=reprefilled)
+        return sum(int(self._table.position[request.slot]) for request in running)
 
     # --- memory, statistics ---------------------------------------------------------------------------------
 
@@ -430,14 +273,14 @@ class HubEngine(Engine[EngineRequest]):
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
-        yield from self._revisions.tensors()
+        yield from self.adapters.tensors()
         for batch in self._batches:
             yield from tensors_of(batch.cache)
 
     def score(self, ids: tuple[int, ...]) -> ProbeScores:
         """See `Engine.score`."""
-        newest = self._revisions.newest(POLICY_ADAPTER)
-        with self._revisions.computing(0 if newest is None else newest.update):
+        newest = self.adapters.newest(POLICY_ADAPTER)
+        with self.adapters.computing(0 if newest is None else newest.update):
             return self._runner.score(ids)
 
     def statistics(self) -> EngineStatistics:

@@ -11,34 +11,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from headway.generator.engines.engine import Engine
-from headway.generator.engines.grammars import CompilingGrammars
 from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
-from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS, SlotTable
+from headway.generator.engines.torch.slot_engine import SlotEngine
+from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
-from headway.models.loading import adopt_weights, copy_weights
 from headway.models.lora import Lora
-from headway.records.errors import ConfigurationError
-from headway.records.generation import (
-    POLICY_ADAPTER,
-    AppliedWeights,
-    EngineStatistics,
-    FinishReason,
-    GenerationRequest,
-    ProbeScores,
-    PublishedWeights,
-    TokenDelta,
-    UpdateMode,
-)
-from headway.records.tokens import TokenIds
+from headway.records.generation import EngineStatistics, ProbeScores
+from headway.records.tokens import TokenIds, TokenRows
 from headway.tokens.tokenizer import Tokenizer
-from headway.weights.shared_memory import Subscriber
 
 
 class _Partial(NamedTuple):
@@ -48,7 +34,7 @@ class _Partial(NamedTuple):
     update: int  # number of the update whose weights computed it
 
 
-class TorchEngine(Engine[EngineRequest]):
+class TorchEngine(SlotEngine[AdapterRevisions]):
     """Generates for many requests at once with a `Decoder`. The engine owns the model: its weights change only by
     ``apply`` and ``update_weights``.
 
@@ -91,72 +77,20 @@ class TorchEngine(Engine[EngineRequest]):
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
         model; ``adapters``: by name, the engine's from now on, at ``version``; ``return_experts``: of a mixture, as
         rows of its deltas; ``now``: monotonic seconds, for the statistics."""
-        self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
-        # One request must always fit alone, else preemption could never make room for it.
-        context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
-        self._runner = runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels, return_experts)
-        super().__init__(
-            slots=slots,
-            context_tokens=context_tokens,
-            vocabulary=self._runner.vocabulary,
-            tokenizer=tokenizer,
-            version=version,
-            now=now,
-        )
-        if tokenizer is not None:
-            self._compiling = CompilingGrammars(tokenizer, self._vocabulary, now)
-        self._scarce = self.kv_capacity_tokens < slots * context_tokens
-        self._model = model
+        super().__init__(model, slots, max_context_tokens, kv_capacity_tokens, version, tokenizer, now)
+        how = deterministic, native_kernels, return_experts
+        self._runner = runner = ModelRunner(model, slots, self.context_tokens, *how)
         self._deterministic = deterministic
         self._prefill_tokens_per_step = prefill_tokens_per_step
-        self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
-        self._rows = 0  # rows 0 .. _rows-1 are in use, except the holes
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._updates = 0  # of model and adapters so far; unlike versions, these numbers never repeat
-        self._model_version, self._model_update = version, 0  # of the model without an adapter
-        self._subscriber = Subscriber()
         self.memory = EngineMemory(self._subscriber, runner.tensors, runner.forget_panels, runner.weights_changed)
         self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1
             self._runner.register(name, adapter, version, self._updates)
-
-    # --- requests -------------------------------------------------------------------------------------------
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """See `Engine.abort`."""
-        for request_id in request_ids:
-            request = self._open.get(request_id)
-            if request is None:
-                continue
-            if request.slot >= 0:
-                self._end_running(request.slot, "abort")
-            else:
-                self._end_waiting(request)
-        self._note_idleness()
-
-    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
-        entry = EngineRequest(request, arrival)
-        if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
-            revision = self.adapters.held(entry.adapter, request.partial.versions[-1].version)
-            entry.update = -1 if revision is None else revision.update
-        return entry
-
-    def _unserved(self, entry: EngineRequest) -> str:
-        return self.adapters.unknown(entry.adapter)
-
-    def _ended(self, entry: EngineRequest) -> None:
-        super()._ended(entry)
-        self.adapters.unload(self._open.values())
-
-    def _update_of(self, request: EngineRequest) -> int:
-        """Number of the update whose weights the request is to be computed with from now on."""
-        if request.update >= 0:
-            return request.update
-        newest = self.adapters.newest(request.adapter)
-        return self._model_update if newest is None else newest.update
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -181,7 +115,7 @@ class TorchEngine(Engine[EngineRequest]):
         how, refused = table.row_sampling(rows, self._runner.device)
         for request, reason, error, at_fault in table.advance(n, self._runner.sample(logits, how), refused):
             slot = request.slot
-            self._end_running(slot, reason, error, refused=at_fault)
+            self._end_running(request, reason, error, refused=at_fault)
             if reason == "error":
                 self._runner.cache.clear(slot)
         self._steps += 1
@@ -275,41 +209,6 @@ class TorchEngine(Engine[EngineRequest]):
 
     # --- endings, preemption --------------------------------------------------------------------------------
 
-    def _emit_ready(self) -> None:
-        """Make a delta for every running request with unsent tokens or recomputed KV."""
-        table = self._table
-        unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
-        for slot in range(self._rows):
-            request = table.requests[slot]
-            if request is not None and (unsent[slot] or request.reprefilled):
-                self._emit(request)
-
-    def _emit(
-        self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
-    ) -> None:
-        data, kept = self._table.take_unsent(entry)
-        revision = self.adapters.of(entry.update)
-        version = self._model_version if revision is None else revision.version
-        self._deltas.append(
-            TokenDelta(
-                request_id=entry.request_id,
-                data=data,
-                version=version if data else -1,
-                finish_reason=finish_reason,
-                error=error,
-                reprefilled=entry.reprefilled,
-                refused=refused,
-                token_rows=self._runner.take_rows(entry, self._table.position) | kept,
-            )
-        )
-        entry.reprefilled = False
-
-    def _end_running(self, slot: int, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
-        request = self._table.requests[slot]
-        assert request is not None
-        self._end(request, reason, error, refused=refused)
-        self._vacate(request)
-
     def _vacate(self, request: EngineRequest) -> None:
         slot = request.slot
         self._table.release(slot)
@@ -353,85 +252,20 @@ class TorchEngine(Engine[EngineRequest]):
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """See `Engine.apply`; `update_weights` explains the modes."""
-        started = self._now()
-        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
-            tensors = self._subscriber.fetch(published)
-        fetch_s = self._now() - started
-        if published.adapter:
-            applied = self.update_adapter(published.adapter, tensors, published.version, mode)
-        else:
-            applied = self.update_weights(tensors, published.version, mode, adopt=True)
-        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+    def _changed(self) -> None:
+        self._runner.weights_changed()
+        self._close_holes()
+        self._updates += 1
+        self._model_update = self._updates
 
-    def update_weights(
-        self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
-    ) -> AppliedWeights:
-        """Replace the model's weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's
-        last fetch, and become the parameters without a copy where they fit.
+    def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
+        adapter = self.adapters.revised(name, tensors)
+        self._close_holes()
+        self._updates += 1
+        self._runner.register(name, adapter, version, self._updates)
 
-        ``keep``: running requests continue on their KV; ``recompute``: their KV is computed anew first; ``abort``:
-        they end with reason "abort" (waiting and not interruptible requests stay).
-        Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for ``finish``, and
-        where there are adapters: they belong to the weights that are here.
-        """
-        if mode == "finish" or self.adapters:
-            cause = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
-            raise ConfigurationError(f"an update of the model's own weights: {cause}")
-        before_s = self._paused_s
-        with self.paused():
-            if not adopt:
-                copy_weights(self._model, tensors)
-            elif adopt_weights(self._model, tensors):
-                self._subscriber.keep()
-            self._runner.weights_changed()
-            self._close_holes()
-            self._emit_ready()  # tokens so far are the old version's
-            self._updates += 1
-            self._model_version, self._model_update = version, self._updates
-            in_flight, reprefilled = self._cross("", mode)
-        return self._applied(version, before_s, in_flight, reprefilled)
-
-    def update_adapter(
-        self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
-    ) -> AppliedWeights:
-        """Register a revision of an adapter between two steps. Modes as of `update_weights`, for its own requests;
-        ``finish``: those that have begun keep the revision that they are on. Raises ConfigurationError, with nothing
-        changed, when no adapter of this name, with these names and shapes, is registered."""
-        before_s = self._paused_s
-        with self.paused():
-            adapter = self.adapters.revised(name, tensors)
-            self._close_holes()
-            self._emit_ready()
-            self._updates += 1
-            self._runner.register(name, adapter, version, self._updates)
-            in_flight, reprefilled = (0, 0) if mode == "finish" else self._cross(name, mode)
-            self.adapters.unload(self._open.values())
-        return self._applied(version, before_s, in_flight, reprefilled)
-
-    def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
-        """Move the requests of an adapter (""; of the model) to what the last update made; returns the count of
-        running ones and of tokens recomputed."""
-        mine = {one for one in self._open.values() if not adapter or (one.adapter or POLICY_ADAPTER) == adapter}
-        running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
-        for request in mine:
-            request.update = -1
-            if request.slot >= 0:
-                request.update = self._table.update[request.slot] = self._updates
-        if mode == "abort":
-            for request in running:
-                if request.interruptible:
-                    self._end_running(request.slot, "abort")
-            self._close_holes()
-        return len(running), self._recompute(running) if mode == "recompute" else 0
-
-    def _applied(self, version: int, before_s: float, in_flight: int, reprefilled: int) -> AppliedWeights:
-        """Report of an update; ``before_s``: time paused before it."""
-        self.version = version
-        self._note_idleness()
-        pause_s = self._paused_s - before_s
-        return AppliedWeights(version=version, pause_s=pause_s, in_flight=in_flight, reprefilled_tokens=reprefilled)
+    def _rows_of(self, entry: EngineRequest) -> dict[str, TokenRows]:
+        return self._runner.take_rows(entry, self._table.position)
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""

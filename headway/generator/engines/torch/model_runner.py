@@ -88,7 +88,6 @@ class ModelRunner:
             self._cos, self._sin = model.rope(position)
             probe_1d = model.embed(position[:1])
             q, k, _ = self._layers[0].project_qkv(probe_1d, self._cos[:1], self._sin[:1])
-            self.vocabulary = model.head(probe_1d).shape[-1]
             self._position_t = position
             self.heads, self.kv_heads, self.head_dimension = q.shape[1], k.shape[1], q.shape[2]
             sizes = (len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension)

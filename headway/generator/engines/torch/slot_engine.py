@@ -1,0 +1,232 @@
+"""Base of the engines that compute in this process: running requests in slots, weight updates between two steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from headway.generator.engines.engine import Engine
+from headway.generator.engines.grammars import CompilingGrammars
+from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.revisions import Revisions
+from headway.generator.engines.torch.slot_table import SlotTable
+from headway.models.loading import adopt_weights, copy_weights
+from headway.models.packed_model import PackedModel
+from headway.records.errors import ConfigurationError
+from headway.records.generation import (
+    POLICY_ADAPTER,
+    AppliedWeights,
+    FinishReason,
+    GenerationRequest,
+    PublishedWeights,
+    TokenDelta,
+    UpdateMode,
+)
+from headway.records.tokens import TokenRows
+from headway.tokens.tokenizer import Tokenizer
+from headway.weights.shared_memory import Subscriber
+
+Adapters = TypeVar("Adapters", bound=Revisions[Any])
+
+
+class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
+    """An engine whose running requests are rows of a `SlotTable`, and which owns its model and the revisions of its
+    ``adapters``: they change only by ``apply``, ``update_weights`` and ``update_adapter``."""
+
+    adapters: Adapters
+
+    def __init__(
+        self,
+        model: PackedModel,
+        slots: int,
+        max_context_tokens: int,
+        kv_capacity_tokens: int | None,
+        version: int,
+        tokenizer: Tokenizer | None,
+        now: Callable[[], float],
+    ) -> None:
+        self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
+        super().__init__(
+            slots=slots,
+            # One request must always fit alone, else preemption could never make room for it.
+            context_tokens=min(max_context_tokens, self.kv_capacity_tokens),
+            vocabulary=model.config.vocabulary_size,
+            tokenizer=tokenizer,
+            version=version,
+            now=now,
+        )
+        if tokenizer is not None:
+            self._compiling = CompilingGrammars(tokenizer, self._vocabulary, now)
+        self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
+        self._model = model
+        self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
+        self._rows = 0  # the running requests are among rows 0 .. _rows-1
+        self._model_version, self._model_update = version, 0  # of the model without an adapter
+        self._subscriber = Subscriber()
+
+    @abstractmethod
+    def _vacate(self, request: EngineRequest) -> None:
+        """Free a running request's row."""
+
+    @abstractmethod
+    def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make a copy of ``tensors`` the adapter's newest revision. Raises ConfigurationError, with nothing changed."""
+
+    @abstractmethod
+    def _recompute(self, running: Sequence[EngineRequest]) -> int:
+        """Have all tokens of these requests computed with the present weights. Returns the count of tokens."""
+
+    def _changed(self) -> None:
+        """Note that the model's weights are others."""
+
+    def _rows_of(self, entry: EngineRequest) -> dict[str, TokenRows]:
+        """The rows of experts that the request's caller hasn't got."""
+        return {}
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine.abort`."""
+        for request_id in request_ids:
+            request = self._open.get(request_id)
+            if request is not None and request.slot >= 0:
+                self._end_running(request, "abort")
+            elif request is not None:
+                self._end_waiting(request)
+        self._note_idleness()
+
+    def _end_running(
+        self, request: EngineRequest, reason: FinishReason, error: str = "", *, refused: bool = False
+    ) -> None:
+        self._end(request, reason, error, refused=refused)
+        self._vacate(request)
+
+    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
+        entry = EngineRequest(request, arrival)
+        if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there
+            revision = self.adapters.held(entry.adapter, request.partial.versions[-1].version)
+            entry.update = -1 if revision is None else revision.update
+        return entry
+
+    def _unserved(self, entry: EngineRequest) -> str:
+        return self.adapters.unknown(entry.adapter)
+
+    def _ended(self, entry: EngineRequest) -> None:
+        super()._ended(entry)
+        self.adapters.unload(self._open.values())
+
+    def _update_of(self, request: EngineRequest) -> int:
+        """Number of the update whose weights the request is to be computed with from now on."""
+        if request.update >= 0:
+            return request.update
+        newest = self.adapters.newest(request.adapter)
+        return self._model_update if newest is None else newest.update
+
+    def _emit_ready(self) -> None:
+        """Make a delta for every running request with unsent tokens or recomputed KV."""
+        table = self._table
+        unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
+        for slot in range(self._rows):
+            request = table.requests[slot]
+            if request is not None and (unsent[slot] or request.reprefilled):
+                self._emit(request)
+
+    def _emit(
+        self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
+    ) -> None:
+        data, kept = self._table.take_unsent(entry)
+        revision = self.adapters.of(entry.update)
+        version = self._model_version if revision is None else revision.version
+        self._deltas.append(
+            TokenDelta(
+                request_id=entry.request_id,
+                data=data,
+                version=version if data else -1,
+                finish_reason=finish_reason,
+                error=error,
+                reprefilled=entry.reprefilled,
+                refused=refused,
+                token_rows=self._rows_of(entry) | kept,
+            )
+        )
+        entry.reprefilled = False
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """See `Engine.apply`; `update_weights` explains the modes."""
+        started = self._now()
+        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
+            tensors = self._subscriber.fetch(published)
+        fetch_s = self._now() - started
+        if published.adapter:
+            applied = self.update_adapter(published.adapter, tensors, published.version, mode)
+        else:
+            applied = self.update_weights(tensors, published.version, mode, adopt=True)
+        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+
+    def update_weights(
+        self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
+    ) -> AppliedWeights:
+        """Replace the model's weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's
+        last fetch, and become the parameters without a copy where they fit.
+
+        ``keep``: running requests continue on what is cached of them; ``recompute``: that is computed anew first;
+        ``abort``: they end with reason "abort" (waiting and not interruptible requests stay).
+        Raises ConfigurationError, with nothing changed, when the tensors are not this model's, for ``finish``, and
+        where there are adapters: they belong to the weights that are here.
+        """
+        if mode == "finish" or self.adapters:
+            cause = "adapters are registered beside them" if self.adapters else "update_mode = 'finish' is for adapters"
+            raise ConfigurationError(f"an update of the model's own weights: {cause}")
+        before_s = self._paused_s
+        with self.paused():
+            if not adopt:
+                copy_weights(self._model, tensors)
+            elif adopt_weights(self._model, tensors):
+                self._subscriber.keep()
+            self._changed()
+            self._emit_ready()  # tokens so far are the old version's
+            self._model_version = version
+            in_flight, recomputed = self._cross("", mode)
+        return self._applied(version, before_s, in_flight, recomputed)
+
+    def update_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode
+    ) -> AppliedWeights:
+        """Register a revision of an adapter between two steps. Modes as of `update_weights`, for its own requests;
+        ``finish``: those that have begun keep the revision that they are on. Raises ConfigurationError, with nothing
+        changed, when no adapter of this name, with these names and shapes, is registered."""
+        before_s = self._paused_s
+        with self.paused():
+            self._register(name, tensors, version)
+            self._emit_ready()
+            in_flight, recomputed = (0, 0) if mode == "finish" else self._cross(name, mode)
+            self.adapters.unload(self._open.values())
+        return self._applied(version, before_s, in_flight, recomputed)
+
+    def _cross(self, adapter: str, mode: UpdateMode) -> tuple[int, int]:
+        """Move the requests of an adapter (""; of the model) to what the last update made; returns the count of
+        running ones and of tokens recomputed."""
+        mine = {one for one in self._open.values() if not adapter or (one.adapter or POLICY_ADAPTER) == adapter}
+        running = [request for request in self._table.requests[: self._rows] if request is not None and request in mine]
+        for request in mine:
+            request.update = -1
+            if request.slot >= 0:
+                request.update = self._table.update[request.slot] = self._update_of(request)
+        if mode == "abort":
+            for request in running:
+                if request.interruptible:
+                    self._end_running(request, "abort")
+        return len(running), self._recompute(running) if mode == "recompute" else 0
+
+    def _applied(self, version: int, before_s: float, in_flight: int, recomputed: int) -> AppliedWeights:
+        """Report of an update; ``before_s``: time paused before it."""
+        self.version = version
+        self._note_idleness()
+        pause_s = self._paused_s - before_s
+        return AppliedWeights(version=version, pause_s=pause_s, in_flight=in_flight, reprefilled_tokens=recomputed)
