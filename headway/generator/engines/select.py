@@ -17,7 +17,7 @@ from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import why_none
-from headway.models.hub.configuration import implementation_of, read_config
+from headway.models.hub.configuration import HubConfig, implementation_of, read_config
 from headway.models.hub.pixels import PixelStore
 from headway.models.opening import open_hub_adapter
 from headway.models.quantization import load_sampled
@@ -128,7 +128,9 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
         adapters=adapters.arguments if adapters is not None else {},
         again=settings.restarted,
     )
-    return VllmServerEngine(server, served, published, settings, _tokenizer(settings), adapters)
+    engine = VllmServerEngine(server, served, published, settings, _tokenizer(settings), adapters)
+    engine.bias = _bias(settings, published.shape)
+    return engine
 
 
 def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
@@ -155,7 +157,22 @@ def _vllm(settings: EngineSettings, device: Device) -> Engine[Any]:
     arguments = engine_arguments(settings, model, device) | (adapters.arguments if adapters is not None else {})
     choice = {"implementation": chosen.implementation, "trust_remote_code": chosen.trust_remote_code}
     core, tokenizer = VllmCore(arguments, choice), _tokenizer(settings)
-    return VllmEngine(core, settings, model.vocabulary_size, tokenizer, adapters, mixture=model.has_experts)
+    engine = VllmEngine(core, settings, model.vocabulary_size, tokenizer, adapters, mixture=model.has_experts)
+    engine.bias = _bias(settings, model)
+    return engine
+
+
+def _bias(settings: EngineSettings, model: DecoderConfig | HubConfig) -> dict[int, float]:
+    """By id, of the tokens that pictures stand for: the trainer gives them no probability either."""
+    if isinstance(model, DecoderConfig):
+        return {}
+    from transformers import AutoConfig
+
+    from headway.models.hub.model import placeholders_of
+
+    keys: dict[str, Any] = {"local_files_only": True, "trust_remote_code": settings.trust_remote_code}
+    config = AutoConfig.from_pretrained(settings.model_path, **keys)
+    return dict.fromkeys(placeholders_of(config, model.vocabulary_size), -100.0)  # the least that vLLM takes
 
 
 def _chosen(settings: EngineSettings) -> ModelConfig:

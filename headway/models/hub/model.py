@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -45,7 +45,7 @@ _PROBE_TOKENS = (7, 3, 12, 5)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # keys of a configuration
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 where a picture is
 _TOGETHER = ("gemma3", "llava", "qwen2_5_vl")  # whose pixel arrays of several prompts are computed at once
-_NEVER = -256.0  # a logit that no token is sampled with: its probability is 0 in float32
+_NEVER = -1e4  # a logit that no token is sampled with: its probability is 0 in float32, up to temperatures of 50
 
 
 class HubModel(PackedModel):
@@ -63,16 +63,15 @@ class HubModel(PackedModel):
         self.module = module
         self.config: HubConfig = config
         # What the module calls for hidden states, and makes logits of: some misname it to transformers.
-        body = module.base_model if _sees(module) else module.get_decoder()
+        body = module.base_model if _sees(module.config) else module.get_decoder()
         body = getattr(module, "model", None) if body is module else body
         if body is None:
             raise ConfigurationError(f"{type(module).__name__} has no body apart from its head: not supported")
         self._body = (body,)  # in a tuple: its parameters are the module's
         self._body_takes = frozenset(inspect.signature(body.forward).parameters)
-        found = [getattr(module.config, name, None) for name in _PLACEHOLDERS] if _sees(module) else []
-        self._image_token = found[0] if found else None
+        self._image_token = getattr(module.config, _PLACEHOLDERS[0], None) if _sees(module.config) else None
         self.sees = self._image_token is not None
-        self._placeholders = [one for one in found if one is not None and one < config.vocabulary_size]
+        self.placeholders = placeholders_of(module.config, config.vocabulary_size)
         self.rope_by_length = bool(ropes_by_length(module.config.get_text_config().to_dict()))
         self._router_logits = getattr(module.config, "output_router_logits", False)  # what the folder says
         if self._router_logits:
@@ -177,9 +176,9 @@ class HubModel(PackedModel):
 
     def sampled(self, logits: Tensor) -> Tensor:
         """The logits by which tokens are sampled: none that a picture would have to stand for."""
-        if not self._placeholders:
+        if not self.placeholders:
             return logits
-        return logits.index_fill(-1, torch.tensor(self._placeholders, device=logits.device), _NEVER)
+        return logits.index_fill(-1, torch.tensor(self.placeholders, device=logits.device), _NEVER)
 
     def _hidden(self, ids_bl: Tensor, **more: Tensor) -> Tensor:
         """Hidden states [b, l, d] of rows of token ids, each a document; its padding, on the right, is seen by none."""
@@ -239,9 +238,15 @@ def _given(body: Any, hidden: Tensor) -> Iterator[None]:
         raise ConfigurationError(f"logits aren't made of what {type(body).__name__} computes: not supported")
 
 
-def _sees(module: PreTrainedModel) -> bool:
-    """Whether the language model is a part of ``module``, beside what sees."""
-    return module.config.get_text_config() is not module.config
+def _sees(config: PreTrainedConfig) -> bool:
+    """Whether the language model is a part of the model, beside what sees."""
+    return config.get_text_config() is not config
+
+
+def placeholders_of(config: PreTrainedConfig, vocabulary: int) -> list[int]:
+    """Ids of the tokens that pictures and their like stand for, which no language model is sampled for."""
+    found = [getattr(config, name, None) for name in _PLACEHOLDERS] if _sees(config) else []
+    return [one for one in found if one is not None and one < vocabulary]
 
 
 def load_hub(
@@ -263,7 +268,7 @@ def load_hub(
             f"{folder}: transformers' {type(module).__name__} has no decoder apart from what sees, which would be "
             "trained as well: not supported"
         )
-    if _sees(module):  # the language model is trained
+    if _sees(module.config):  # the language model is trained
         module.requires_grad_(False)
         for part in filter(None, (module.get_decoder(), module.get_output_embeddings())):
             part.requires_grad_(True)
@@ -342,24 +347,32 @@ def why_not_shifted(module: PreTrainedModel) -> str:
 
 
 def _why_not(model: HubModel) -> str:
-    """Why documents can't be packed; "": they can."""
-    module = model.module
-    if reason := why_not_shifted(module):
-        return reason
+    """Why documents can't be packed; "": they can. Raises ConfigurationError for what computes nothing, and, in
+    float32, for what isn't causal."""
+    module, vocabulary, name = model.module, model.config.vocabulary_size, type(model.module).__name__
     plain = module.config.get_text_config()._attn_implementation
-    if plain not in PACKED or not module._can_set_attn_implementation():
-        return f"its attention ({plain}) can't be replaced"
     generator = torch.Generator().manual_seed(0)
     lengths = [min(one, model.config.max_positions) for one in _PROBE_TOKENS]
-    ids_n = torch.randint(model.config.vocabulary_size, (sum(lengths),), generator=generator).to(model.device)
+    ids_n = torch.randint(vocabulary, (sum(lengths),), generator=generator).to(model.device)
+    documents = list(ids_n.split(lengths))
     try:
-        alone_nd = torch.cat([model._hidden(ids[None])[0] for ids in ids_n.split(lengths)])
+        alone_nd = torch.cat([model._hidden(ids[None])[0] for ids in documents])
         model.head(alone_nd[:1])
+        other_nd = model._hidden(torch.cat([documents[0][:-1], (documents[0][-1:] + 1) % vocabulary])[None])[0]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        name, reason = type(module).__name__, f"{type(error).__name__}: {str(error).strip()[:200]}"
+        reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
         raise ConfigurationError(f"transformers' {name} computes nothing from this folder: {reason}") from error
+    if _apart(other_nd[:-1], alone_nd[: lengths[0] - 1]) > _APART.get(model.dtype, 1.0):
+        raise ConfigurationError(
+            f"transformers' {name} isn't causal: its tokens see those behind them, which it would have to predict; "
+            "valid: models whose tokens see what is before them alone"
+        )
+    if reason := why_not_shifted(module):
+        return reason
+    if plain not in PACKED or not module._can_set_attn_implementation():
+        return f"its attention ({plain}) can't be replaced"
     try:
         module.set_attn_implementation(PACKED[plain])
         packed_nd = model._packed(ids_n, AttentionPlan.build(lengths, model.device))
@@ -368,9 +381,13 @@ def _why_not(model: HubModel) -> str:
     except Exception as error:  # whatever an architecture's code says of a row of documents
         reason = f"it doesn't take packed documents ({type(error).__name__}: {str(error).strip()[:80]})"
     else:
-        difference = float((packed_nd - alone_nd).abs().max() / alone_nd.abs().max())
+        difference = _apart(packed_nd, alone_nd)
         if difference <= _APART.get(model.dtype, _APART_HALF):
             return ""
         reason = f"packed documents see each other (hidden states differ by {difference:.1g} of the largest)"
     module.set_attn_implementation(plain)
     return reason
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())

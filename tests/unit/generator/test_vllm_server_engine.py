@@ -308,6 +308,19 @@ def test_a_model_that_the_trainer_runs_in_transformers_is_written_by_the_names_o
         assert all((found[name] == one).all() for name, one in expected.items())
 
 
+def test_tokens_that_are_never_sampled_are_told_to_the_server(tmp_path: Path) -> None:
+    server = FakeServer()
+    engine = engine_of(server, tmp_path)
+    engine.submit(asked("a"))
+    engine.step()
+    engine.bias = {5: -100.0}
+    engine.submit(asked("b"))
+    engine.step()
+    plain, told = (body["sampling_params"] for _, body in server.asked)
+    assert "logit_bias" not in plain
+    assert told["logit_bias"] == {5: -100.0}
+
+
 # --- what ends the process ------------------------------------------------------------------------------------
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."

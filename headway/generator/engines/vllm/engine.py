@@ -84,7 +84,7 @@ class VllmEngine(VllmRequests):
             entry.own = self._core.add(
                 ticket,
                 entry.prompt + entry.response,
-                _parameters(entry, self._may_sample(entry), self._core.own_sampling),
+                _parameters(entry, self._may_sample(entry), self._core.own_sampling, self.bias),
                 salt=self._salt if revision is None else revision.label,
                 priority=entry.priority,
                 arrival=entry.arrival,
@@ -266,7 +266,7 @@ class VllmMemory:
         return MemoryMove(moved_bytes=0, seconds=time.perf_counter() - started, onload=True)
 
 
-def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> Any:
+def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool, bias: dict[int, float]) -> Any:
     """vLLM's SamplingParams of a request that may still sample ``max_tokens``."""
     from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.sampling_params import StructuredOutputsParams
@@ -285,6 +285,7 @@ def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> An
         seed=None if own_sampling else how.seed & 0x7FFFFFFFFFFFFFFF,
         routed_experts_prompt_start=entry.rows,
         extra_args={SEED: how.seed} if own_sampling else None,
+        logit_bias=bias or None,
         structured_outputs=StructuredOutputsParams(grammar=how.grammar) if how.grammar else None,
         skip_clone=True,
     )

@@ -40,7 +40,9 @@ class PublishedModel:
     def load(self, dtype: str | torch.dtype) -> None:
         """Use the weights of the model's folder from now on."""
         assert self._chosen is not None
-        self._model = open_model(self._chosen, dtype, "cpu")
+        self._model = model = open_model(self._chosen, dtype, "cpu")
+        if isinstance(self.shape, HubConfig):  # prompts are scored with all tokens, whatever is sampled
+            model.placeholders = []  # pyright: ignore[reportArgumentType]
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Use ``tensors`` from now on. Raises ConfigurationError, with nothing changed, if they aren't this model's."""

@@ -106,6 +106,7 @@ class VllmRequests(Engine[VllmRequest]):
         self._broken = False  # vLLM computes with unknown weights
         self._precision = "tf32" if precision == "float32" else precision
         self._adapters = adapters
+        self.bias: dict[int, float] = {}  # by token id: added to the logits that vLLM samples from
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 

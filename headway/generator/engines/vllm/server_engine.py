@@ -147,6 +147,7 @@ class VllmServerEngine(VllmRequests):
                     "logprobs": 0,  # of the sampled token alone
                     "detokenize": False,
                     "seed": _seed(how.seed, len(entry.response)),
+                    **({"logit_bias": self.bias} if self.bias else {}),
                     **({"structured_outputs": {"grammar": how.grammar}} if how.grammar else {}),
                 },
                 "stream": True,
