@@ -52,6 +52,7 @@ VerifierChoice = Annotated[
 class TaskColumns(Section):
     prompt: str = "prompt"  # a text, or a conversation: a list of {role, content} (needs model.template = "chat")
     answer: str | None = None  # default: "answer" where there is one; "" takes none
+    images: str | None = None  # pictures before a prompt's text; default: "images" where there is one; "" takes none
     metadata: tuple[str, ...] | None = None  # further columns for the verifier; default: all others
 
 

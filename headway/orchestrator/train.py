@@ -307,7 +307,7 @@ async def wire(
         on_event=events,
     )
     looking = ControllerProcess(launcher, clock, directory.logs)
-    pictures = open_pictures(experiment, sets, launcher, clock)
+    pictures = open_pictures(experiment, sets, launcher, clock, events)
     actors = Actors(
         generator=generator,
         trainer=trainer,

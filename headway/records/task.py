@@ -18,6 +18,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""  # the label of the task source it came from
     verifier: str = ""  # scores it: "" [verifier], NAME of [verifiers.NAME], or a verifier's settings as JSON
     pixels: str = ""  # of a group's task: content hash of the pixel arrays that its pictures became
+    unshown: str = ""  # of a group's task: why its pictures can't be shown
 
     @property
     def shown(self) -> str | tuple[dict[str, Any], ...]:
@@ -25,7 +26,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return self.messages or self.prompt
 
     @property
-    def pictures(self) -> tuple[str, ...]:
-        """Where the pictures in its messages are, in their order: paths and data: URLs."""
+    def pictures(self) -> tuple[tuple[str, str], ...]:
+        """The pictures in its messages, in their order: address, a path or data: URL, and content hash."""
         contents: list[list[Any]] = [one["content"] for one in self.messages if isinstance(one.get("content"), list)]
-        return tuple(part["image_url"]["url"] for parts in contents for part in parts if part["type"] == "image_url")
+        parts = [part for parts in contents for part in parts if part["type"] == "image_url"]
+        return tuple((part["image_url"]["url"], part.get("content_hash", "")) for part in parts)

@@ -21,9 +21,7 @@ from headway.records.task import Task
 from headway.tasks.cursor import permutation
 from headway.tasks.entries import pack_entry
 from headway.tasks.rows import Rows, require_column, require_messages, require_text, short
-from headway.tokens.pictures import picture_part, said
-
-IMAGES = "images"  # column of the pictures that come before a prompt's text
+from headway.tokens.pictures import for_template, picture_part, said
 
 
 class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +103,12 @@ def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None)
 
 def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
     columns = source.columns
-    prompt, messages, shown = _prompt_from(raw, columns.prompt, where, Path(source.path).parent)
+    prompt, messages = _prompt_from(raw, columns, where, Path(source.path).parent)
     answer = _answer_from(raw, columns.answer, where, exact=source.source == "jsonl")
     own = _verifier_key(raw.get("verifier"), where)
     everything = _metadata_from(raw, columns, where)
-    further = {"messages": shown, "verifier": own}
+    plain = all(isinstance(message["content"], str) for message in messages)
+    further = {"messages": messages if plain else for_template(messages), "verifier": own}
     return Task(
         task_id=task_id(prompt, answer, everything | {key: value for key, value in further.items() if value}),
         prompt=prompt,
@@ -122,22 +121,24 @@ def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
 
 
 def _prompt_from(
-    raw: dict[str, Any], column: str, where: str, folder: Path
-) -> tuple[str, tuple[dict[str, Any], ...], Any]:
-    """The prompt's text, its messages where it is a conversation or has pictures (paths from ``folder``), and those as
-    they are written, which names the task wherever its file lies."""
-    images = raw.get(IMAGES) or ()
+    raw: dict[str, Any], columns: TaskColumns, where: str, folder: Path
+) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """The prompt's text, and its messages where it is a conversation or has pictures (paths from ``folder``)."""
+    column, named = columns.prompt, _named(columns.images, "images")
+    images = (require_column(raw, named, where) if columns.images else raw.get(named)) or ()
     if not isinstance(raw.get(column), list):
         text = require_text(raw, column, where)
         if not images:
-            return text, (), ()
+            return text, ()
         given = [images] if isinstance(images, str) else images
         if not isinstance(given, list):
-            raise ConfigurationError(f'{where}: "{IMAGES}" = {short(images)}: must be a list of paths or data: URLs')
-        parts = [picture_part(url, f'{where}: "{IMAGES}"', folder) for url in given]
-        return text, ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},), [text, *given]
+            what = 'must be a list of paths or data: URLs; columns.images = "" takes none'
+            raise ConfigurationError(f'{where}: "{named}" = {short(images)}: {what}')
+        parts = [picture_part(url, f'{where}: "{named}"', folder) for url in given]
+        return text, ({"role": "user", "content": [*parts, {"type": "text", "text": text}]},)
     if images:
-        raise ConfigurationError(f'{where}: "{IMAGES}" beside messages: write pictures as their parts, image_url')
+        what = 'write pictures as their parts, image_url; columns.images = "" takes none'
+        raise ConfigurationError(f'{where}: "{named}" beside messages: {what}')
     messages = require_messages(raw[column], column, where, folder)
     if messages[-1]["role"] == "assistant":
         raise ConfigurationError(
@@ -146,8 +147,12 @@ def _prompt_from(
     texts = [said(message["content"]) for message in messages if message["role"] == "user"]
     if not any(texts):
         raise ConfigurationError(f'{where}: "{column}" holds no message of a user')
-    plain = all(isinstance(message["content"], str) for message in messages)
-    return "\n\n".join(texts), messages, messages if plain else raw[column]  # a single message's text isn't copied
+    return "\n\n".join(texts), messages  # a single message's text isn't copied
+
+
+def _named(column: str | None, default: str) -> str:
+    """The name of a column that may be there; "" takes none, so that one of its default's name is one of the rest."""
+    return default if column is None else column
 
 
 def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
@@ -178,8 +183,8 @@ def _metadata_from(raw: dict[str, Any], columns: TaskColumns, where: str) -> dic
             nested = {}
         if not isinstance(nested, dict):
             raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
-        answer = "answer" if columns.answer is None else columns.answer  # "" takes none, so "answer" is one of the rest
-        taken = (columns.prompt, answer, "metadata", "verifier", IMAGES)
+        others = _named(columns.answer, "answer"), _named(columns.images, "images")
+        taken = (columns.prompt, *others, "metadata", "verifier")
         kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
     for name, value in kept.items():
         if not _is_json(value):
@@ -294,8 +299,8 @@ def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[TaskOverlap]:
 
 
 def _asked(task: Task) -> str:
-    """A task's prompt, its pictures included."""
-    return "\n".join((task.prompt, *task.pictures)) if task.messages else task.prompt
+    """A task's prompt, and the content of its pictures."""
+    return "\n".join((task.prompt, *(content for _, content in task.pictures))) if task.messages else task.prompt
 
 
 def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:

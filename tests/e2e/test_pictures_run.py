@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
-from tiny_pictures import make_model_that_sees, write_tasks
+from tiny_pictures import dots, make_model_that_sees, write_tasks
 
+from headway.records.ledger import EvaluationRecord
 from headway.trainer.checkpoints import checkpoint_path
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -49,15 +51,43 @@ def test_trainer_and_engine_are_shown_the_same(tmp_path: Path, kind: str) -> Non
     assert 4 <= stored < 4 + 2 * STEPS  # the validation's, and of the groups' those that were needed last
 
 
-def test_a_killed_run_goes_on_with_its_pictures(tmp_path: Path) -> None:
-    config, run = written(tmp_path, run={"steps": STEPS}), tmp_path / "run"
-    with tiny_run.headway("train", config, run=run) as command:
-        command.until(lambda: len(tiny_run.steps_of(run)) >= 2, "two steps")
-        command.process.kill()
-        command.wait()
+def test_a_killed_run_trains_its_last_steps_again_with_their_pictures(tmp_path: Path) -> None:
+    config, run = written(tmp_path, run={"steps": 6}, checkpoint={"every_steps": 3, "keep_last": 1}), tmp_path / "run"
+    command = tiny_run.train(config, fault="step-computed:5")
+    assert command.process.returncode == -signal.SIGKILL, command.output
+    tiny_run.wait_for_exits(command)
+    assert tiny_run.audited(run).completed_steps == 4
     again = tiny_run.train(config, "--resume", limit_s=200.0)
     assert again.process.returncode == 0, again.output
-    tiny_run.require_whole(run, STEPS)
+    tiny_run.require_whole(run, 6)
+    (restored,) = tiny_run.events_of(run, "restored")
+    assert restored.data["replayed"] >= 1, restored
+
+
+def test_pictures_that_cannot_be_decoded_fail_their_groups_alone(tmp_path: Path) -> None:
+    sections = {"evaluation": {"every_steps": 2, "before": False, "after": False}, "run": {"steps": 3}}
+    config, run = written(tmp_path, tasks=4, **sections), tmp_path / "run"
+    for number, name in ((1, "tasks.jsonl"), (1002, "held_out.jsonl")):  # of four each
+        picture = tmp_path / "dots" / f"{number}.jpg"
+        dots(2, number, 64).save(picture, "JPEG")
+        picture.write_bytes(picture.read_bytes()[:-40])
+        tasks = tmp_path / name
+        tasks.write_text(tasks.read_text().replace(f"dots/{number}.png", f"dots/{number}.jpg"))
+    command = tiny_run.train(config)
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(run, 3)
+    assert tiny_run.audited(run).groups["failed"] >= 1
+    judged = [line for line in tiny_run.lines_of(run) if isinstance(line, EvaluationRecord)]
+    assert judged
+    for record in judged:
+        assert (record.samples, record.failed) == (3, 1)
+        assert "1002.jpg can't be read as a picture: image file is truncated" in record.failure_cause
+    said = tiny_run.output_of("show", run, "--ending", "failed", "--json")
+    assert "1.jpg can't be read as a picture: image file is truncated" in said
+    config.write_text(config.read_text().replace("steps = 3", "steps = 5"))
+    again = tiny_run.train(config, "--resume")
+    assert again.process.returncode == 0, again.output
+    tiny_run.require_whole(run, 5)
 
 
 def test_what_cannot_be_shown_is_refused_before_anything_starts(tmp_path: Path) -> None:

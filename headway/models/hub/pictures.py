@@ -30,11 +30,18 @@ class PictureWorker:
         self._processor = load_processor(model_path, trust)
         self._store = PixelStore(folder)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], addresses: Sequence[str]) -> tuple[TokenIds, str, int]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], addresses: Sequence[tuple[str, str]]
+    ) -> tuple[TokenIds, str, int]:
         """The conversation's token ids, a picture's placeholders as many as it takes; the content hash of the pixel
-        arrays of the pictures at ``addresses``, which are stored now, and their bytes. Raises ConfigurationError for a
-        picture that can't be read, and for what the processor refuses."""
-        pictures = [open_picture(address) for address in addresses]
+        arrays of its pictures (`Task.pictures`), which are stored now, and their bytes. Raises ConfigurationError for a
+        picture that can't be read or isn't what it was, and for what the processor refuses."""
+        pictures: list[Any] = []
+        for address, content in addresses:
+            picture, found = open_picture(address)
+            if content not in ("", found):
+                raise ConfigurationError(f"{address}: the picture has changed since the tasks were read")
+            pictures.append(picture)
         text = self._tokenizer.render_messages(for_template(messages))
         try:
             made = self._processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
@@ -44,9 +51,13 @@ class PictureWorker:
                 f"{type(error).__name__}: {str(error).strip()[:300]}"
             ) from error
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in _OF_TOKENS}
-        if strange := [name for name, one in arrays.items() if one.dtype.hasobject or name.startswith("cross_")]:
-            raise ConfigurationError(f"{self._path}: its processor makes {strange[0]}, which isn't supported")
-        return TokenIds(made["input_ids"][0]), self._store.write(arrays), sum(one.nbytes for one in arrays.values())
+        ids = TokenIds(made["input_ids"][0])
+        for name, one in arrays.items():
+            of_tokens = one.dtype.kind in "iub" and one.shape[-1:] == (len(ids),)  # a response would need its own
+            if one.dtype.hasobject or name.startswith("cross_") or of_tokens:
+                what = f"{name} {list(one.shape)} of {len(ids)} tokens" if of_tokens else name
+                raise ConfigurationError(f"{self._path}: its processor makes {what}, which isn't supported")
+        return ids, self._store.write(arrays), sum(one.nbytes for one in arrays.values())
 
 
 def load_processor(path: str | Path, trust_remote_code: bool = False) -> Any:

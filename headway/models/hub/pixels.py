@@ -19,7 +19,7 @@ from headway.runtime.run_directory import write_whole
 Pixels = Mapping[str, NDArray[Any]]  # by the name under which the model's forward() takes it
 FOLDER = "pixels"  # of a run's folder
 _SUFFIX = ".safetensors"
-_CACHED = 32  # prompts whose arrays a process keeps in memory
+CACHED = 32  # prompts whose arrays a process keeps in memory
 
 
 class PixelStore:
@@ -27,7 +27,7 @@ class PixelStore:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self.read = lru_cache(_CACHED)(self._read)
+        self.read = lru_cache(CACHED)(self._read)
 
     def write(self, arrays: Pixels) -> str:
         """Store the arrays, once; those that are there get the present time. Returns their content hash, in hex.
@@ -60,13 +60,9 @@ class PixelStore:
 
     def remove(self, digest: str, written: int) -> None:
         """Delete arrays, unless they were written again since ``written`` (as of `stored`)."""
-        if self.stored_at(digest) == written:
-            self._file(digest).unlink(missing_ok=True)
-
-    def stored_at(self, digest: str) -> int | None:
-        """When these arrays were written last; None: they aren't there."""
         file = self._file(digest)
-        return file.stat().st_mtime_ns if file.is_file() else None
+        if file.is_file() and file.stat().st_mtime_ns == written:
+            file.unlink(missing_ok=True)
 
     def _file(self, digest: str) -> Path:
         return self._folder / f"{digest}{_SUFFIX}"

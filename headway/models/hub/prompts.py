@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,25 @@ import msgspec
 from headway.config.schema import Experiment
 from headway.models.hub.pixels import FOLDER, PixelStore
 from headway.records.clients import PromptCodec
-from headway.records.errors import RemoteError, WorkerDied
+from headway.records.errors import ConfigurationError, RemoteError, WorkerDied
 from headway.records.task import Task
+from headway.records.tokens import TokenIds
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.worker_slots import WorkerSlot, own_cause
-from headway.runtime.workers import Launcher, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, WorkerSpec
+
+
+def _untold(name: str, detail: str, /, **fields: Any) -> None: ...
 
 
 class Pictures:
     """The process, started when it is first needed, and what it stores in the run's folder."""
 
-    def __init__(self, launcher: Launcher, clock: Clock, experiment: Experiment) -> None:
+    def __init__(
+        self, launcher: Launcher, clock: Clock, experiment: Experiment, on_event: EventCallback = _untold
+    ) -> None:
         model, run = experiment.model, Path(experiment.run.directory)
         folder, logs = run / FOLDER, RunDirectory(run).logs
         spec = WorkerSpec(
@@ -33,40 +40,54 @@ class Pictures:
             device=every_core(),
             log_path=logs / "pictures.log" if logs.is_dir() else None,
         )
-        self._slot = WorkerSlot(spec, launcher, clock)
+        self._slot = WorkerSlot(spec, launcher, clock, on_event)
         self._store = PixelStore(folder)
-        self._held = set[str]()  # of tasks that no group in the buffer names: evaluations'
+        self._held: dict[str, tuple[Task, Any, int]] = {}  # prompts that no group in the buffer names, by task id
+        self._asking = asyncio.Lock()  # held for a prompt: what the process dies of is known
+        self._holding = asyncio.Lock()  # the same for an evaluation's: a group's waits behind one of them at most
         self._opening = ""  # of the group that opens next
         self._unneeded: dict[str, int] = {}  # what nobody needed when last looked
 
     async def prompt(self, task: Task, *, hold: bool) -> tuple[Task, Any, int]:
-        """The task with the content hash of its pixel arrays, its token ids, and the bytes of the arrays. ``hold``:
-        those stay till the run's end. Raises ConfigurationError for what the processor refuses, and WorkerDied when the
-        process dies of it twice."""
-        try:
-            ids, digest, size = await self._asked(task)
-        except WorkerDied:
-            ids, digest, size = await self._asked(task)
-        if hold:
-            self._held.add(digest)
-        else:
-            self._opening = digest
-        return msgspec.structs.replace(task, pixels=digest), ids, size
+        """The task with the content hash of its pixel arrays, its token ids, and the bytes of the arrays; or, where
+        they can't be made or the process dies of them twice, `unshown` without ids. ``hold``: an evaluation's, made
+        once, whose arrays stay till the run's end. Raises what the process raises while it starts, and HeadwayError on
+        a full disk."""
+        if not hold:
+            made = await self._asked(task)
+            self._opening = made[0].pixels
+            return made
+        async with self._holding:
+            made = self._held.get(task.task_id) or await self._asked(task)
+            if made[0].pixels:
+                self._held[task.task_id] = made
+        return made
 
-    async def _asked(self, task: Task) -> tuple[Any, str, int]:
-        try:
-            worker = self._slot.live or await self._slot.restart()
-            if worker is None:
-                raise self._slot.fault or WorkerDied(self._slot.name, "not started")
-            return await worker.call("prompt", task.messages, task.pictures)
-        except RemoteError as error:
-            raise own_cause(error) from None
+    async def _asked(self, task: Task) -> tuple[Task, Any, int]:
+        why = ""
+        async with self._asking:
+            self._slot.forgive()  # its deaths of other prompts
+            for _ in range(2):
+                worker = self._slot.live or await self._slot.restart()
+                if worker is None:
+                    raise own_cause(self._slot.fault or WorkerDied(self._slot.name, "not started"))
+                try:
+                    ids, digest, size = await worker.call("prompt", task.messages, task.pictures)
+                    return msgspec.structs.replace(task, pixels=digest), ids, size
+                except RemoteError as error:
+                    if not isinstance(cause := own_cause(error), ConfigurationError | RemoteError):
+                        raise cause from None  # not the prompt's fault, as a full disk
+                    why = str(cause)
+                    break
+                except WorkerDied as death:
+                    why = f"the process that makes prompts died of its pictures: {death.cause.splitlines()[0]}"
+        return msgspec.structs.replace(task, unshown=why), TokenIds(), 0
 
     def keep(self, needed: set[str]) -> None:
         """Delete the arrays that nobody needs now nor did when last called, nor has asked for meanwhile; ``needed``: by
         groups in the buffer."""
         stored = self._store.stored()
-        kept = needed | self._held | {self._opening}
+        kept = needed | {task.pixels for task, _, _ in self._held.values()} | {self._opening}
         unneeded = {digest: at for digest, at in stored.items() if digest not in kept}
         for digest, at in unneeded.items() & self._unneeded.items():
             self._store.remove(digest, at)
@@ -78,11 +99,15 @@ class Pictures:
 
 
 def open_pictures(
-    experiment: Experiment, sets: Mapping[str, Iterable[Task]], launcher: Launcher, clock: Clock
+    experiment: Experiment,
+    sets: Mapping[str, Iterable[Task]],
+    launcher: Launcher,
+    clock: Clock,
+    on_event: EventCallback = _untold,
 ) -> Pictures | None:
     """The process of a run whose task sets have pictures, not yet started; None: none has."""
     seen = any(task.pictures for tasks in sets.values() for task in tasks)
-    return Pictures(launcher, clock, experiment) if seen else None
+    return Pictures(launcher, clock, experiment, on_event) if seen else None
 
 
 class Prompts:

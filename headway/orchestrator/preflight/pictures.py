@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headway.config.schema import Experiment
+from headway.models.hub.pixels import CACHED
 from headway.models.hub.prompts import Pictures
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, uncovered_groups
@@ -15,6 +17,7 @@ from headway.runtime.scratch import ScratchFolder
 from headway.runtime.workers import LocalLauncher
 
 _TRIED = 4  # tasks of each split whose prompts are made
+_LIMIT_S = 120.0  # for all of them, the start of the process included
 
 
 def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Findings:
@@ -26,26 +29,39 @@ def picture_findings(experiment: Experiment, sets: Mapping[str, Sequence[Task]])
         return findings
     with findings.refused("model.path"), ScratchFolder("headway-check-") as folder:
         run = experiment.run.model_copy(update={"directory": str(folder)})
-        sizes = asyncio.run(_sizes(experiment.model_copy(update={"run": run}), tried))
+        try:
+            made = asyncio.run(_made(experiment.model_copy(update={"run": run}), tried))
+        except TimeoutError:
+            findings.warning("tasks", f"{len(tried)} prompts with pictures weren't made within {_LIMIT_S:g} s")
+            return findings
+        sizes = [(len(ids), size) for task, ids, size in made if not task.unshown]
+        if refused := [task.unshown for task, _, _ in made if task.unshown]:
+            tell = findings.warning if sizes else findings.error
+            tell("tasks", f"{len(refused)} of {len(made)} prompts tried would fail their groups: {refused[0]}")
+        if not sizes:
+            return findings
         tokens, each = max(tokens for tokens, _ in sizes), sum(size for _, size in sizes) // len(sizes)
         queue = experiment.queue
         groups = uncovered_groups(experiment) + queue.groups_per_step * (queue.budget + 1)
         groups = min(groups, len(seen.get("train", ())))
         held = sum(len(tasks) for split, tasks in seen.items() if split != "train")
+        kept = gibibytes(each * min(CACHED, groups + held))
         findings.info(
             "tasks",
             f"pixel arrays take {each:,} bytes a prompt ({len(sizes)} tried, of at most {tokens:,} tokens): up to "
-            f"{gibibytes(each * groups)} for groups, {gibibytes(each * held)} for evaluations till the run's end",
+            f"{gibibytes(each * groups)} for groups, {gibibytes(each * held)} for evaluations till the run's end; each "
+            f"replica and trainer keeps up to {kept} in memory",
         )
         if tokens > (limit := experiment.rollout.max_prompt_tokens):
             findings.error("rollout.max_prompt_tokens", f"a prompt with pictures has {tokens:,} tokens, over {limit}")
     return findings
 
 
-async def _sizes(experiment: Experiment, tasks: Sequence[Task]) -> list[tuple[int, int]]:
-    """Tokens and bytes of pixel arrays of these tasks' prompts."""
+async def _made(experiment: Experiment, tasks: Sequence[Task]) -> list[tuple[Task, Any, int]]:
+    """These tasks' prompts. Raises TimeoutError, and as `Pictures.prompt`."""
     pictures = Pictures(LocalLauncher(clock := RealClock()), clock, experiment)
     try:
-        return [(len(ids), size) for _, ids, size in [await pictures.prompt(task, hold=True) for task in tasks]]
+        async with asyncio.timeout(_LIMIT_S):
+            return [await pictures.prompt(task, hold=False) for task in tasks]
     finally:
         await pictures.stop()

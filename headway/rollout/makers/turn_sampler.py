@@ -165,14 +165,13 @@ class TurnSampler:
         return max(len(progress.response.ids), streamed)
 
     def refused(self, call: ModelCall) -> Rollout | None:
-        """The failed rollout of a call whose prompt is empty or longer than ``rollout.max_prompt_tokens``; None where
-        the prompt fits."""
-        tokens, longest = len(call.prompt_ids), self.settings.max_prompt_tokens
-        if 0 < tokens <= longest:
-            return None
-        cause = f"the prompt has {tokens} tokens; valid: 1 to rollout.max_prompt_tokens = {longest}"
+        """The failed rollout of a call whose prompt is empty, is longer than ``rollout.max_prompt_tokens``, or has
+        pictures that can't be shown; None where it can be answered."""
+        tokens, longest, cause = len(call.prompt_ids), self.settings.max_prompt_tokens, call.group.task.unshown
+        if not (cause or 0 < tokens <= longest):
+            cause = f"the prompt has {tokens} tokens; valid: 1 to rollout.max_prompt_tokens = {longest}"
         failure = Failure(boundary="environment", cause=cause, infrastructure=False)
-        return MemberProgress(call).rollout(self.clock.now(), failure)
+        return MemberProgress(call).rollout(self.clock.now(), failure) if cause else None
 
     @property
     def constraints(self) -> bool:

@@ -13,10 +13,15 @@ import numpy as np
 import pytest
 import torch
 from scratch_folders import scratch_folder
+from tiny_hub import randomise
 from tiny_pictures import EOS, IMAGE, PLACEHOLDERS, VIDEO, dots, make_model_that_sees
 from torch import Tensor
 
+from headway.config.model import ModelConfig
+from headway.generator.engines import select
 from headway.generator.engines.hub.engine import HubEngine
+from headway.generator.engines.settings import EngineSettings
+from headway.generator.engines.vllm.reference import PublishedModel
 from headway.models.hub.model import HubModel, load_hub
 from headway.models.hub.pictures import PictureWorker, load_processor
 from headway.models.hub.pixels import FOLDER, PixelStore
@@ -24,6 +29,7 @@ from headway.models.hub.prompts import Pictures
 from headway.models.loading import weights_of
 from headway.records.errors import BufferCorrupt, ConfigurationError
 from headway.records.generation import GenerationRequest, PartialResponse, SamplingParameters
+from headway.records.task import Task
 from headway.records.tokens import pixel_rows
 from tests.conformance.engine import Session
 from tests.conformance.engine import request as text_request
@@ -62,10 +68,9 @@ def messages(pictures: int) -> list[dict[str, Any]]:
 @functools.cache
 def prompt(kind: str, counts: tuple[int, ...]) -> tuple[list[int], str]:
     """Token ids and the hash of the pixel arrays of a prompt with pictures of so many dots each."""
-    files: list[str] = []
+    files = [(str(scratch() / f"{count}-{place}.png"), "") for place, count in enumerate(counts)]
     for place, count in enumerate(counts):
-        files.append(str(scratch() / f"{count}-{place}.png"))
-        dots(count, place).save(files[-1])
+        dots(count, place).save(files[place][0])
     if not counts:
         return [2, 10, 3], ""
     ids, digest, size = worker_of(kind).prompt(messages(len(counts)), files)
@@ -114,7 +119,7 @@ def test_prompts_have_as_many_placeholders_as_the_pictures_take(kind: str) -> No
     assert one.count(IMAGE) > 1
     assert both.count(IMAGE) == 2 * one.count(IMAGE)
     assert digest != other
-    again = worker_of(kind).prompt(messages(1), [str(scratch() / "2-0.png")])
+    again = worker_of(kind).prompt(messages(1), [(str(scratch() / "2-0.png"), "")])
     assert again[1] == digest
     assert list(again[0]) == one
 
@@ -264,7 +269,7 @@ def test_pixel_arrays_go_when_nobody_has_needed_them_twice(tmp_path: Path) -> No
     nothing: Any = SimpleNamespace(now=lambda: 0.0)
     pictures, store = Pictures(nothing, nothing, experiment), PixelStore(tmp_path / FOLDER)
     a, b, c, d, e = (store.write({"pixels": np.full(3, value, np.float32)}) for value in range(5))
-    pictures._held.add(c)
+    pictures._held["t"] = (Task(task_id="t", prompt="?", pixels=c), (), 0)
     pictures._opening = e
     pictures.keep({a})
     os.utime(tmp_path / FOLDER / f"{d}.safetensors", ns=(1, 1))  # it was asked for again
@@ -289,6 +294,66 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
 def test_a_prompt_that_the_processor_refuses_names_it(tmp_path: Path) -> None:
     dots(2).save(tmp_path / "a.png")
     with pytest.raises(ConfigurationError, match="its processor refuses a prompt with 1 pictures"):
-        worker_of("Gemma3").prompt(messages(2), [str(tmp_path / "a.png")])
+        worker_of("Gemma3").prompt(messages(2), [(str(tmp_path / "a.png"), "")])
     with pytest.raises(ConfigurationError, match="no such picture"):
-        worker_of("Gemma3").prompt(messages(1), [str(tmp_path / "b.png")])
+        worker_of("Gemma3").prompt(messages(1), [(str(tmp_path / "b.png"), "")])
+    with pytest.raises(ConfigurationError, match=r"a[.]png: the picture has changed since the tasks were read"):
+        worker_of("Gemma3").prompt(messages(1), [(str(tmp_path / "a.png"), "0" * 32)])
+
+
+def test_arrays_of_a_prompts_tokens_that_nobody_knows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dots(2).save(tmp_path / "a.png")
+    worker = PictureWorker(None, model_path=str(folder_of("Gemma3")), trust=False, folder=str(tmp_path / FOLDER))
+    plain = worker._processor
+
+    def processor(**given: Any) -> dict[str, Any]:
+        made = dict(plain(**given))
+        return made | {"group_of_token": np.zeros_like(made["input_ids"])}
+
+    monkeypatch.setattr(worker, "_processor", processor)
+    with pytest.raises(ConfigurationError, match=r"its processor makes group_of_token \[1, \d+\] of \d+ tokens, which"):
+        worker.prompt(messages(1), [(str(tmp_path / "a.png"), "")])
+    assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.parametrize("kind", ["PaliGemma", "Gemma"])
+def test_a_model_whose_tokens_see_those_behind_them_is_refused(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    text: dict[str, Any] = dict(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=128, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    if kind == "PaliGemma":
+        seeing = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, image_size=16)
+        config = transformers.PaliGemmaConfig(
+            text_config={**text, "model_type": "gemma"},
+            vision_config={**seeing, "model_type": "siglip_vision_model", "patch_size": 8, "projection_dim": 32},
+            image_token_index=5, projection_dim=32, hidden_size=32,
+        )  # fmt: skip
+        model: Any = transformers.PaliGemmaForConditionalGeneration(config)
+    else:
+        model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**text, use_bidirectional_attention=True))
+    randomise(model).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"{kind}For.* isn't causal: its tokens see those behind them"):
+        load_hub(tmp_path, "float32", "cpu")
+
+
+def test_what_a_picture_stands_for_is_not_sampled_at_any_temperature() -> None:
+    model = load_hub(folder_of("Qwen2_5_VL"), "float32", "cpu")
+    logits = model.sampled(torch.zeros(2, model.config.vocabulary_size))
+    for temperature in (0.01, 1.0, 50.0):
+        probabilities = torch.softmax(logits / temperature, -1)
+        assert probabilities[:, [IMAGE, VIDEO]].max() == 0.0
+        assert probabilities[:, EOS].min() > 0.0
+
+
+def test_vllm_is_told_what_a_picture_stands_for_and_scored_without_it() -> None:
+    folder = str(folder_of("Qwen2_5_VL"))
+    published = PublishedModel.of(ModelConfig(path=folder))
+    published.load("float32")
+    settings = EngineSettings(model_path=folder, dtype="float32", slots=1, max_context_tokens=64, engine="vllm")
+    assert select._bias(settings, published.shape) == {IMAGE: -100.0, VIDEO: -100.0}
+    assert min(published.logprobs([2, IMAGE, VIDEO, 3])) > -50  # vLLM's prompts have them too

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from headway.config.sources import SftSource, TaskSource
+from headway.config.sources import SftSource, TaskColumns, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.demonstrations import read_demonstrations
@@ -47,10 +47,13 @@ def tasks_of(source: TaskSource) -> list[Task]:
 def test_paths_are_taken_from_the_file_that_names_them(tmp_path: Path) -> None:
     (task,) = tasks_of(written(tmp_path / "a", asked(part("red.png"))))
     assert task.prompt == "which?"
-    assert task.pictures == (str(tmp_path / "a" / "red.png"),)
-    assert open_picture(task.pictures[0]).getpixel((0, 0)) == (255, 0, 0)
-    shown = for_template(task.messages)
-    assert shown == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]}]
+    ((address, content),) = task.pictures
+    assert address == str(tmp_path / "a" / "red.png")
+    picture, found = open_picture(address)
+    assert picture.getpixel((0, 0)) == (255, 0, 0)
+    assert found == content
+    shown = {"type": "image", "content_hash": content}
+    assert for_template(task.messages) == [{"role": "user", "content": [shown, {"type": "text", "text": "which?"}]}]
     (moved,) = tasks_of(written(tmp_path / "b", asked(part("red.png"))))
     assert moved.task_id == task.task_id
     assert moved.pictures != task.pictures
@@ -60,8 +63,8 @@ def test_a_column_of_pictures_stands_before_the_text(tmp_path: Path) -> None:
     url = f"data:image/png;base64,{base64.b64encode(png('blue')).decode()}"
     row = {"prompt": "which?", "images": ["red.png", url], "answer": "blue", "level": 2}
     (task,) = tasks_of(written(tmp_path, row))
-    assert task.pictures == (str(tmp_path / "red.png"), url)
-    assert open_picture(url).getpixel((3, 3)) == (0, 0, 255)
+    assert [address for address, _ in task.pictures] == [str(tmp_path / "red.png"), url]
+    assert open_picture(url)[0].getpixel((3, 3)) == (0, 0, 255)
     assert task.metadata == {"level": 2}
     assert [one["type"] for one in task.messages[0]["content"]] == ["image_url", "image_url", "text"]
     (text,) = tasks_of(written(tmp_path, {"prompt": "which?", "images": [], "answer": "blue", "level": 2}))
@@ -76,6 +79,39 @@ def test_tasks_that_differ_in_their_pictures_are_others(tmp_path: Path) -> None:
     assert first[0].task_id != second[0].task_id
     assert overlap({"train": first, "test": second}) == []
     assert [pair.prompts for pair in overlap({"train": first, "test": first + second})] == [1]
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_a_picture_is_its_bytes_whatever_it_is_called(tmp_path: Path, column: bool) -> None:
+    def read(url: str) -> list[Task]:
+        row = {"prompt": "which?", "images": [url], "answer": "red"} if column else asked(part(url))
+        return tasks_of(written(tmp_path, row))
+
+    first, inline = read("red.png"), f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    (tmp_path / "copy.png").write_bytes(png())
+    for same in (read("copy.png"), read(inline)):
+        assert same[0].task_id == first[0].task_id
+        assert [pair.prompts for pair in overlap({"train": first, "test": same})] == [1]
+    (tmp_path / "copy.png").write_bytes(png("blue"))
+    changed = read("copy.png")
+    assert changed[0].task_id != first[0].task_id
+    assert overlap({"train": first, "test": changed}) == []
+
+
+def test_the_column_of_pictures_has_another_name_or_none(tmp_path: Path) -> None:
+    def read(row: dict[str, Any], images: str) -> Task:
+        source = written(tmp_path, {"prompt": "which?", "answer": "red", **row})
+        (task,) = tasks_of(source.model_copy(update={"columns": TaskColumns(images=images)}))
+        return task
+
+    named = read({"pictures": ["red.png"], "images": 2}, "pictures")
+    assert len(named.pictures) == 1
+    assert named.metadata == {"images": 2}
+    off = read({"images": 2}, "")
+    assert off.messages == ()
+    assert off.metadata == {"images": 2}
+    with pytest.raises(ConfigurationError, match='missing "pictures"'):
+        read({"images": ["red.png"]}, "pictures")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +145,8 @@ def test_images_of_another_form_are_refused(tmp_path: Path) -> None:
     for images in ({"bytes": "x"}, [3]):
         with pytest.raises(ConfigurationError, match=r'tasks.jsonl:1: "images"'):
             tasks_of(written(tmp_path, {"prompt": "which?", "images": images}))
+    with pytest.raises(ConfigurationError, match=r'columns[.]images = "" takes none'):
+        tasks_of(written(tmp_path, {"prompt": "which?", "images": 2}))
     with pytest.raises(ConfigurationError, match='"images" beside messages'):
         tasks_of(written(tmp_path, asked(part("red.png")) | {"images": ["red.png"]}))
 
