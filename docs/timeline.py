@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ def surplus() -> str:
     return "\n".join(lines)
 
 
+@cache
 def figures() -> dict[str, str]:
     """Name of each figure in docs/async.md, and its text."""
     drawn = {f"timeline-{budget}": f"```text\n{timeline(budget)}\n```" for budget in (0, 1, 4)}

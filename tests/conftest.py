@@ -14,27 +14,44 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in PATHS if path)
 
 # Seconds of the longest files, on two cores: they are begun first, so that no worker is left alone with one at the end.
 LONGEST_S = {
-    "e2e/test_run_faults.py": 240,
-    "e2e/test_environment_repair.py": 120,
-    "e2e/test_environment_code.py": 110,
-    "e2e/test_verifier_pool.py": 90,
-    "e2e/test_sandbox_kills.py": 80,
-    "e2e/test_watch_page.py": 80,
-    "e2e/test_environment_mcp.py": 70,
-    "e2e/test_generator_pool.py": 60,
-    "e2e/test_environment_parking.py": 60,
-    "e2e/test_watch_server.py": 50,
-    "e2e/test_check_calibration.py": 45,
-    "e2e/test_trainer_ranks.py": 45,
+    "e2e/test_run_faults.py": 120,
+    "e2e/test_environment_code.py": 75,
+    "e2e/test_hub_run.py": 70,
+    "e2e/test_pictures_run.py": 70,
+    "e2e/test_environment_repair.py": 70,
+    "e2e/test_sandbox_kills.py": 60,
+    "e2e/test_verifier_pool.py": 60,
+    "e2e/test_watch_page.py": 60,
+    "e2e/test_environment_mcp.py": 60,
+    "e2e/test_check_nodes.py": 50,
+    "e2e/test_flow_peers.py": 50,
+    "e2e/test_generator_pool.py": 45,
     "e2e/test_sandbox_hostile.py": 45,
-    "e2e/test_environment_deaths.py": 45,
-    "unit/models/test_models_native.py": 40,
+    "e2e/test_verifiers_training.py": 40,
+    "e2e/test_moves_run.py": 40,
+    "e2e/test_adapter_training.py": 40,
+    "e2e/test_alerts.py": 40,
     "e2e/test_serve.py": 40,
+    "e2e/test_stalls.py": 40,
+    "e2e/test_buffer_service.py": 35,
+    "e2e/test_watch_server.py": 35,
+    "unit/planner/test_run_plan.py": 35,
+    "unit/kernels/test_kernel_triton.py": 35,
+    "unit/generator/test_engine_adapters.py": 35,
+    "unit/models/test_models_native.py": 30,
 }
 
 
 # Tests that are repeated on other sandbox backends than the default one, or for a second provider: slow tier.
 SECOND_FORMS = re.compile(r"[\[-](bubblewrap|docker|local.without.groups|prime)\b")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of real processes have the process that they are forked from import its modules from their first on."""
+    if item.path.relative_to(HERE).parts[0] in ("e2e", "slow"):
+        import warm_programs  # what it imports, other tests needn't
+
+        warm_programs.begin()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

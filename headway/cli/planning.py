@@ -200,17 +200,18 @@ def plan(
     else:
         from headway.cli.cost import read_catalogue
         from headway.config.load import load_experiment
-        from headway.planner.plan_files import PlanOutputs, plan_for, write_outputs
+        from headway.planner.plan_files import PlanOutputs, plan_for, require_places, write_outputs
         from headway.report.plans.run_plan import draw_plan, plan_rows
         from headway.report.printing import print_rows
         from headway.report.progress import ProgressBar
         from headway.runtime.run_directory import write_whole
 
-        experiment = load_experiment(config, overrides)
+        experiment, outputs = load_experiment(config, overrides), PlanOutputs(output, write, picture)
+        require_places(outputs)  # a plan takes seconds
         entries = read_catalogue(catalogue)
         with ProgressBar("simulated steps", quiet=as_json) as bar:
             found = plan_for(experiment, pool, entries, wanted, simulated=simulated, on_step=bar)
-        write_outputs(experiment, found, PlanOutputs(output, write, picture))
+        write_outputs(experiment, found, outputs)
         if picture:
             write_whole(Path(picture), draw_plan(found).encode())
         if as_json:

@@ -133,11 +133,8 @@ def _decoded(path: str | Path, kind: type[Decoded], otherwise: str) -> Decoded:
         raise ConfigurationError(f"{path} is {otherwise}: {error}") from None
 
 
-def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -> None:
-    """Write the files that are wanted. Raises ConfigurationError for an experiment that can't say the plan, before
-    anything is written, and where there is such a file already."""
-    if outputs.experiment and plan.refused:
-        raise ConfigurationError(f"--write {outputs.experiment}: {'; '.join(plan.refused)}")
+def require_places(outputs: PlanOutputs) -> None:
+    """Raise ConfigurationError where there is such a file already, or no folder for it."""
     wanted = {"--output": outputs.plan, "--write": outputs.experiment, "--picture": outputs.picture}
     for option, path in wanted.items():
         if path and Path(path).exists():
@@ -146,6 +143,14 @@ def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -
             raise ConfigurationError(f"{option} {path}: there is no folder {Path(path).parent}")
         if path and list(wanted.values()).count(path) > 1:
             raise ConfigurationError(f"{option} {path}: two files of one name")
+
+
+def write_outputs(experiment: Experiment, plan: RunPlan, outputs: PlanOutputs) -> None:
+    """Write the files that are wanted. Raises ConfigurationError for an experiment that can't say the plan, before
+    anything is written, and as `require_places`."""
+    if outputs.experiment and plan.refused:
+        raise ConfigurationError(f"--write {outputs.experiment}: {'; '.join(plan.refused)}")
+    require_places(outputs)
     changed = changed_experiment(experiment, plan.settings) if outputs.experiment else experiment
     if outputs.plan:
         write_whole(Path(outputs.plan), msgspec.json.format(msgspec.json.encode(plan)) + b"\n")

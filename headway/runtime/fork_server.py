@@ -158,7 +158,8 @@ async def fork_server(modules: Sequence[str], added: dict[str, str]) -> ForkServ
             server = SERVERS.get(key)
             if server is not None and server.imported.done() and not server.imported.result():
                 return None  # the imports would fail again
-            if server is None and (len(SERVERS) >= _MOST_SERVERS or _BINDING & (os.environ.keys() | added.keys())):
+            most = len(set(SERVERS.values())) >= _MOST_SERVERS
+            if server is None and (most or _BINDING & (os.environ.keys() | added.keys())):
                 return None
             if server is None or not server.alive:
                 server = SERVERS[key] = ForkServer(modules, os.environ | added)
@@ -181,7 +182,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def serve(sock: socket.socket) -> int:
-    """Be a server until the parent closes the connection; in what is forked, be the program. Returns the exit code."""
+    """Be a server until the parent closes the connection: returns 0. What is forked is the program, to its end."""
     sock.send(b"r")  # ready
     while True:
         data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
@@ -203,7 +204,7 @@ def serve(sock: socket.socket) -> int:
         torch.default_generator.seed()  # else all that are forked here draw the same numbers
     if (numbers := sys.modules.get("numpy.random")) is not None:
         numbers.seed()
-    return importlib.import_module(program).main([str(connection), *arguments])
+    child.end_process(importlib.import_module(program).main([str(connection), *arguments]))
 
 
 def _forked(sock: socket.socket) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny_run
 from node_processes import namespaces, no_namespaces, start_agent
-from test_nodes_run import pid_in, start_run
+from test_nodes_run import start_run
 from tiers import first
 
 from headway.buffer.replication import BooksCopy
@@ -217,7 +217,7 @@ def test_of_two_resumes_on_two_machines_at_once_one_runs(inputs: Any, tmp_path: 
         first = start_run(config, here)
         command = tiny_run.Command(first, run, tmp_path / "journal")
         command.until(lambda: len(tiny_run.steps_of(run)) >= 3, "three steps")
-        os.kill(pid_in(here, "train"), signal.SIGKILL)
+        first.kill()
         first.communicate()
         steps = len(tiny_run.steps_of(run))
         resumes = [start_run(config, other, "--resume", as_machine=tmp_path / other) for other in others]
@@ -227,7 +227,7 @@ def test_of_two_resumes_on_two_machines_at_once_one_runs(inputs: Any, tmp_path: 
         refused, command.process = resumes[1 - at], resumes[at]
         said = refused.communicate()[0]
         assert refused.returncode == 2, said
-        holder = pid_in(others[at], "train")
+        holder = command.process.pid
         assert "another process has taken epoch 2" in said or f"in use: process {holder} on " in said, said
         command.until(lambda: len(tiny_run.steps_of(run)) >= steps + 5, "five steps by the other one")
         os.kill(holder, signal.SIGINT)

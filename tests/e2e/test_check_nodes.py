@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+import warm_programs
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.orchestrator.preflight.cluster import cluster_findings, node_findings
@@ -82,18 +82,17 @@ def errors(findings: Findings) -> list[str]:
 def test_an_agent_is_checked_calibrated_and_serves_the_run_that_follows(inputs: Path, tmp_path: Path) -> None:
     config = write(tmp_path, inputs, cluster={"address": "10.77.0.1:7400"})
 
-    def headway(namespace: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "headway.cli.main", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    def headway(namespace: str, *arguments: str) -> tuple[int, str, str]:
+        return tiny_run.run_program(warm_programs.HEADWAY, *arguments, namespace=namespace)
 
     with namespaces() as (here, there), agent_of(config, namespace=there) as agent:
-        checked = headway(here, "check", str(config), "--calibrate-s=1")
-        assert checked.returncode == 0, checked.stderr
-        assert "info: cluster.nodes: node b: " in checked.stdout
-        assert "start there: headway node --join 10.77.0.1:7400 --name NAME" in checked.stderr
+        code, output, errors = headway(here, "check", str(config), "--calibrate-s=1")
+        assert code == 0, errors
+        assert "info: cluster.nodes: node b: " in output
+        assert "start there: headway node --join 10.77.0.1:7400 --name NAME" in errors
         assert not (tmp_path / "run").exists()
-        trained = headway(here, "train", str(config), "--quiet")
-        assert trained.returncode == 0, trained.stderr
+        code, _, errors = headway(here, "train", str(config), "--quiet")
+        assert code == 0, errors
         assert agent.wait(10) == 0
     log = (tmp_path / "b.log").read_text()
     assert log.count("the check is over; waiting for the run") == 2
@@ -149,7 +148,7 @@ def test_a_silent_connection_is_told_with_the_node_that_is_missing(
 
 
 def test_other_versions_are_told_for_both_machines(inputs: Path, tmp_path: Path) -> None:
-    config = write(tmp_path, inputs, cluster={"join_timeout_s": 8.0})
+    config = write(tmp_path, inputs, cluster={"join_timeout_s": 5.0})
     other = "import importlib.metadata as m\nreal = m.version\nm.version = lambda p: '9.9' if p == 'torch' else real(p)"
     with agent_of(config, python=other) as agent:
         message = only(look(config), "error", "cluster.nodes")
@@ -251,9 +250,8 @@ def test_ports_that_a_firewall_closes_between_two_nodes_are_found(inputs: Path, 
     cluster = {"address": "10.77.0.1:7400", "nodes": ["b", "c"]}
     config = write(tmp_path, inputs, cluster=cluster, generator={"devices": ["b/cpu:0", "c/cpu:0"]})
 
-    def check(namespace: str) -> subprocess.CompletedProcess[str]:
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "headway.cli.main", "check", str(config)]
-        return subprocess.run([*command, "--no-calibrate"], capture_output=True, text=True, timeout=100, check=False)
+    def check(namespace: str) -> tuple[int, str, str]:
+        return tiny_run.run_program(warm_programs.HEADWAY, "check", config, "--no-calibrate", namespace=namespace)
 
     with namespaces(3) as names:
         agents = [
@@ -261,14 +259,14 @@ def test_ports_that_a_firewall_closes_between_two_nodes_are_found(inputs: Path, 
             for name, namespace in zip("bc", names[1:], strict=True)
         ]
         try:
-            assert "cluster.port_range" not in check(names[0]).stdout
+            assert "cluster.port_range" not in check(names[0])[1]
             subprocess.run(["ip", "-n", names[1], "route", "add", "unreachable", "10.77.0.3"], check=True)
-            found = check(names[0])
+            code, *outputs = check(names[0])
         finally:
             for agent in agents:
                 agent.kill()
                 agent.wait()
-    assert found.returncode == 2
-    (line,) = [line for line in (found.stdout + found.stderr).splitlines() if "cluster.port_range" in line]
+    assert code == 2
+    (line,) = [line for line in "".join(outputs).splitlines() if "cluster.port_range" in line]
     assert line.startswith("error: cluster.port_range: c gets nothing from b: 10.77.0.2:29500 ")
     assert line.endswith("; open these ports between the machines of the run")

@@ -83,7 +83,7 @@ def test_a_run_ends_when_no_worker_can_be_started(tmp_path: Path) -> None:
     config = tiny_run.write_experiment(
         tmp_path,
         model={"path": str(tmp_path / "model"), "template": "chat"},
-        environment={"name": name, "parameters": parameters, "workers": 2},
+        environment={"name": name, "parameters": parameters},
         rollout={"group_size": 2, "max_prompt_tokens": 100, "max_response_tokens": 200},
     )
     command = tiny_run.train(config, limit_s=200)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from environment_player import Player, played, rollout, service, workers
+from packages import needs
 
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 
-pytest.importorskip("gymnasium", reason="gymnasium isn't installed: pip install 'headway[gym]'")
+needs("gymnasium", "gymnasium isn't installed: pip install 'headway[gym]'")
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 
 LAKE = {

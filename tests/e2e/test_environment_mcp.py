@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from environment_player import Player, asked_tools, call, played, rollout, service, spelled_call, workers
+from packages import needs
 
 from headway.config.tool_servers import ToolServerConfig
 from headway.records.errors import ConfigurationError
@@ -21,7 +22,7 @@ from headway.rollout.environment import Environment
 from headway.rollout.hosting.mcp.servers import SharedConnection
 from headway.runtime.clock import RealClock
 
-pytest.importorskip("mcp", reason="mcp isn't installed: pip install 'headway[mcp]'")
+needs("mcp", "mcp isn't installed: pip install 'headway[mcp]'")
 pytestmark = pytest.mark.real
 
 SERVER = str(Path(__file__).parents[1] / "support" / "tools_server.py")

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from environment_player import Player, asked_tools, call, played, rollout, service, workers
+from packages import needs
 
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.environments.openenv_server import LocalServer, fetched, free_port
 
-pytest.importorskip("websockets", reason="websockets isn't installed: pip install 'headway[openenv]'")
-pytest.importorskip("openenv", reason="openenv-core isn't installed")
+needs("websockets", "websockets isn't installed: pip install 'headway[openenv]'")
+needs("openenv", "openenv-core isn't installed")
 pytestmark = pytest.mark.real
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "support" / "openenv_server.py"), "{port}"]

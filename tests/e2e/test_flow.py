@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import flow_workers
 import numpy as np
 import pytest
+import tiny_run
 from flow_workers import Doubles, Mortal, Publisher, Remembers, Shared, Subscriber, double_all
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
@@ -330,7 +329,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path):
 
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 @pytest.mark.parametrize("encryption", ["none", "tls"])
-def test_workers_on_two_machines(tmp_path: Path, encryption: str):
+def test_workers_on_two_machines(tmp_path: Path, encryption: str, monkeypatch: pytest.MonkeyPatch):
     """In network namespaces, whose /dev/shm is one, so that payloads take shared memory; calls and items cross TCP."""
     program = f"""
 from flow_workers import double_all
@@ -339,20 +338,15 @@ from headway.flow.run import run
 cluster = ClusterConfig(address="10.77.0.1:7400", nodes={{"b": ""}}, encryption={encryption!r})
 print(sorted(run(double_all, {{"double": ["cpu:0", "b/cpu:0"]}}, 20, cluster=cluster)))
 """
+    script = tmp_path / "double.py"
+    script.write_text(program)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
     with namespaces() as (here, there):
         agent = start_agent("10.77.0.1:7400", "b", log=tmp_path / "agent.log", namespace=there)
         try:
-            environment = os.environ | {KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join(sys.path)}
-            done = subprocess.run(
-                ["ip", "netns", "exec", here, sys.executable, "-c", program],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
+            code, output, errors = tiny_run.run_program(script, namespace=here)
         finally:
             agent.kill()
             agent.wait()
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str([2 * number for number in range(20)])
+    assert code == 0, errors[-2000:]
+    assert output.strip() == str([2 * number for number in range(20)])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
+import warm_programs
 from safetensors.numpy import load_file
 from tiny_hub import make_hub_model
 
@@ -20,6 +21,13 @@ from headway.trainer.checkpoints import checkpoint_path
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> Iterator[None]:
+    model = "transformers.models.olmo2.modeling_olmo2"
+    with warm_programs.importing("headway.models.hub.adapter", "headway.generator.engines.hub.engine", model):
+        yield
 
 
 def written(folder: Path, kind: str, sizes: Mapping[str, int] = {}, /, **sections: dict[str, Any]) -> Path:
@@ -101,7 +109,7 @@ def test_an_adapter_is_trained_killed_resumed_scored_and_merged(tmp_path: Path) 
     assert command.process.returncode == 0, command.output
     tiny_run.require_whole(run, STEPS)
     tiny_run.require_nothing_left(command)
-    steps = tiny_run.steps_of(run)
+    steps = [step for step in tiny_run.steps_of(run) if step.metrics]  # the report of one may have died in the kill
     fresh = [step for step in steps if step.token_staleness.max == 0]
     assert fresh
     assert all(step.metrics["mismatch_max"] < 1e-4 for step in fresh)

@@ -96,12 +96,12 @@ def test_check_looks_at_nodes_that_ssh_starts_and_ends_their_agents(tmp_path: Pa
     write_inputs(tmp_path)
     with sshd(tmp_path / "sshd") as destination:
         nodes, address = {"b": destination, "c": "-p 1 ::1"}, f"127.0.0.1:{free_port()}"
-        cluster = cluster_of("ssh", "", nodes=nodes, address=address, join_timeout_s=15.0)
+        cluster = cluster_of("ssh", "", nodes=nodes, address=address, join_timeout_s=8.0)
         config = write_experiment(tmp_path, generator={"devices": ["b/cpu:0", "c/cpu:0"]}, cluster=cluster)
         looked, compared, refused = node_findings(experiment_of(config))
     assert looked.message.startswith("node b: ")
     assert compared.message.startswith("node b: model files as here")
-    assert "node c has not joined within 15 s (joined: b): its agent ended with exit code 255: ssh:" in refused.message
+    assert "node c has not joined within 8 s (joined: b): its agent ended with exit code 255: ssh:" in refused.message
     agents = subprocess.run(["pgrep", "-f", f"headway.* node --join {address}"], capture_output=True, check=False)
     assert not agents.stdout
 
@@ -109,7 +109,7 @@ def test_check_looks_at_nodes_that_ssh_starts_and_ends_their_agents(tmp_path: Pa
 @pytest.mark.skipif(bool(NO_SSH), reason=NO_SSH)
 def test_node_that_refuses_ssh_is_named_with_sshs_own_words(tmp_path: Path):
     async def main() -> None:
-        cluster = cluster_of("ssh", "-p 1 127.0.0.1", join_timeout_s=2.0)
+        cluster = cluster_of("ssh", "-p 1 127.0.0.1", join_timeout_s=1.0)
         with pytest.raises(NodeLost, match=r"b has not joined .*exit code 255: ssh: connect to host .* refused"):
             async with machines(tmp_path, cluster, Events()):
                 pass

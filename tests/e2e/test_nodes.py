@@ -104,7 +104,11 @@ def test_the_end_of_the_run_ends_agents_and_workers(tmp_path: Path):
 @pytest.mark.parametrize(
     "first_bytes", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00", b"\xff\xff" + b"x" * 4096, b"\x05"]
 )
-def test_connection_that_is_no_handshake_is_refused(tmp_path: Path, first_bytes: bytes):
+def test_connection_that_is_no_handshake_is_refused(
+    tmp_path: Path, first_bytes: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.runtime.nodes.listener.HANDSHAKE_S", 2.0)
+
     async def main() -> None:
         async with joined_nodes(tmp_path, "b") as (nodes, events, _):
             host, port = nodes.address.split(":")

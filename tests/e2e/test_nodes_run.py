@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+import warm_programs
 from node_processes import KEY, namespaces, no_namespaces, set_link, start_agent
 from tiers import first
 
@@ -37,32 +38,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def start_run(config: Path, namespace: str, *arguments: str, as_machine: Path | None = None) -> subprocess.Popen[str]:
     """Start `headway train` in a network namespace. ``as_machine``: folder for a boot id and lock files that no other
     namespace shares; the run is there already, with its books in the folder beside it."""
-    command = [sys.executable, "-m", "headway.cli.main", "train", str(config), "--quiet", *arguments]
-    if as_machine is not None:
-        as_machine.mkdir()
-        locks = (config.parent / "run/lock", config.parent / "books/lock", Path("/proc/sys/kernel/random/boot_id"))
-        own = [as_machine / str(index) for index in range(len(locks))]
-        for path in own:
-            path.write_text(as_machine.name)
-        mounts = " && ".join(f"mount --bind {ours} {theirs}" for ours, theirs in zip(own, locks, strict=True))
-        command = ["sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
-    return subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {KEY_VARIABLE: KEY, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def pid_in(namespace: str, subcommand: str) -> int:
-    """Process id of `headway SUBCOMMAND` in ``namespace``."""
-    pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True).stdout.split()
-    for pid in pids:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if subcommand.encode() in words and b"headway.cli.main" in words:
-            return int(pid)
-    raise AssertionError(f"no headway {subcommand} in {namespace}")
+    words = ["train", str(config), "--quiet", *arguments]
+    environment = os.environ | {KEY_VARIABLE: KEY, "OMP_NUM_THREADS": "1"}
+    outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    headway = warm_programs.HEADWAY
+    if as_machine is None:
+        return warm_programs.start(headway, *words, environment=environment, namespace=namespace, **outputs)
+    as_machine.mkdir()
+    locks = (config.parent / "run/lock", config.parent / "books/lock", Path("/proc/sys/kernel/random/boot_id"))
+    own = [as_machine / str(index) for index in range(len(locks))]
+    for path in own:
+        path.write_text(as_machine.name)
+    mounts = " && ".join(f"mount --bind {ours} {theirs}" for ours, theirs in zip(own, locks, strict=True))
+    command = ["ip", "netns", "exec", namespace, "sh", "-c", f'{mounts} && exec "$@"', "sh"]
+    return subprocess.Popen([*command, sys.executable, "-m", headway, *words], env=environment, text=True, **outputs)
 
 
 def newest_weights(run: Path) -> bytes:
@@ -167,7 +156,7 @@ def test_after_a_partition_one_trainer_is_left(inputs: Any, tmp_path: Path, orph
     )
     run_folder = tmp_path / "run"
     with namespaces(3) as (here, there, elsewhere):
-        first = start_agent(ADDRESS, "b", log=tmp_path / "first.log", namespace=there)
+        first = start_agent(ADDRESS, "b", log=tmp_path / "first.log", namespace=there, warm=False)
         run = start_run(config, here)
         command = tiny_run.Command(run, run_folder, tmp_path / "journal")
         command.until(lambda: len(tiny_run.steps_of(run_folder)) >= 8, "eight steps")
@@ -186,7 +175,7 @@ def test_after_a_partition_one_trainer_is_left(inputs: Any, tmp_path: Path, orph
         command.until(
             lambda: refusal in [event.detail for event in tiny_run.events_of(run_folder, "connection_refused")], refused
         )
-        os.kill(pid_in(here, "train"), signal.SIGINT)
+        run.send_signal(signal.SIGINT)
         output, _ = run.communicate(timeout=90)
         assert run.returncode == 130, output
         assert second.wait(10) == 0
@@ -212,7 +201,7 @@ def test_a_node_that_offers_a_device_in_mid_run_is_used(inputs: Any, tmp_path: P
         command.until(lambda: tiny_run.events_of(tmp_path / "run", "generator_joined"), "another replica")
         steps = len(tiny_run.steps_of(tmp_path / "run"))
         command.until(lambda: len(tiny_run.steps_of(tmp_path / "run")) > steps + 3, "three more steps")
-        os.kill(pid_in(here, "train"), signal.SIGINT)
+        run.send_signal(signal.SIGINT)
         output, _ = run.communicate(timeout=90)
         assert run.returncode == 130, output + (tmp_path / "c.log").read_text()
         assert [agent.wait(10) for agent in agents] == [0, 0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
+import warm_programs
 from tiny_pictures import dots, make_model_that_sees, write_tasks
 
 from headway.records.ledger import EvaluationRecord
@@ -16,6 +18,14 @@ from headway.trainer.checkpoints import checkpoint_path
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> Iterator[None]:
+    seeing = ("transformers.models.gemma3.modeling_gemma3", "transformers.models.gemma3.processing_gemma3")
+    hub = ("headway.models.hub.model", "headway.models.hub.pictures", "headway.generator.engines.hub.engine")
+    with warm_programs.importing(*hub, *seeing):
+        yield
 
 
 def written(folder: Path, kind: str = "Gemma3", tasks: int = 12, **sections: dict[str, Any]) -> Path:

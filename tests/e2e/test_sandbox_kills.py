@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import sandbox_docker
+import warm_programs
 from sandbox_backends import (
     BACKENDS,
     SMALL,
@@ -43,7 +44,7 @@ from headway.sandbox.docker.backend import DockerBackend, DockerSettings
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 
-ROUNDS = int(os.environ.get("HEADWAY_SANDBOX_KILLS", "10"))
+ROUNDS = int(os.environ.get("HEADWAY_SANDBOX_KILLS", "6"))
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120 + 15 * ROUNDS)]
 WITHIN_S = 5.0
 UID = 54_322  # an ordinary user who has nothing else
@@ -240,12 +241,8 @@ def _require_moments(hit: Counter[str], snapshots: int, rounds: int) -> None:
 
 def _next_start(folder: Path, name: str, *, by_command: bool) -> None:
     if by_command:
-        command = [sys.executable, "-m", "headway.cli.main", "sandboxes"]
         for what in ("list", "reap"):
-            whole = [*command, what, "--state", str(folder / "state")]
-            done = subprocess.run(whole, capture_output=True, text=True, env=sandbox_docker.environment())
-            assert done.returncode == 0, done.stderr
-            assert "dead" in done.stdout
+            assert "dead" in said_of_sandboxes(what, folder / "state")
         return
 
     async def start() -> None:
@@ -253,6 +250,16 @@ def _next_start(folder: Path, name: str, *, by_command: bool) -> None:
             pass
 
     run(start)
+
+
+def said_of_sandboxes(what: str, state: Path) -> str:
+    """What `headway sandboxes` prints of those below ``state``."""
+    words, outputs = ("sandboxes", what, "--state", str(state)), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = dict(sandbox_docker.environment())
+    with warm_programs.start(warm_programs.HEADWAY, *words, environment=environment, **outputs) as process:
+        said, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    return said
 
 
 def test_a_living_owner_is_not_reaped(tmp_path: Path):
@@ -268,13 +275,8 @@ def test_a_living_owner_is_not_reaped(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["local", "bubblewrap", "docker"])
 def test_a_living_owners_sandboxes_are_listed_whatever_made_them(tmp_path: Path, name: str):
-    command = [sys.executable, "-m", "headway.cli.main", "sandboxes"]
-
     def said(what: str) -> str:
-        asked = [*command, what, "--state", str(tmp_path / "state")]
-        done = subprocess.run(asked, capture_output=True, text=True, env=sandbox_docker.environment())
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
+        return said_of_sandboxes(what, tmp_path / "state")
 
     async def main():
         async with BACKENDS[name](tmp_path) as backend:

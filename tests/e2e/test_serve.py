@@ -248,40 +248,22 @@ def test_refusals(inputs: Path, tmp_path: Path) -> None:
     assert "shorter than 16" in refused("serve", model, "--keys", tmp_path / "keys")
 
 
-AGENT = """
-from openai import OpenAI
-
-def solve(task):
-    with OpenAI() as client:
-        messages = [{"role": "user", "content": task["prompt"]}]
-        for _ in range(3):
-            answer = client.chat.completions.create(model="headway", messages=messages, max_tokens=6, n=2)
-            messages += [answer.choices[1].message.model_dump(), {"role": "user", "content": "?"}]
-    return float(len(answer.choices[0].message.content or "") % 2)
-"""
+AGENT = "counting_agent:solve"
 
 
-@pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "counting_agent.py").write_text(AGENT)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.syspath_prepend(tmp_path)
-    return "counting_agent:solve"
-
-
-def sections(agent: str) -> dict[str, dict[str, Any]]:
+def sections() -> dict[str, dict[str, Any]]:
     return {
         "run": {"steps": 2},
-        "environment": {"name": "agent", "agent": agent},
+        "environment": {"name": "agent", "agent": AGENT},
         "rollout": {"group_size": 2, "max_prompt_tokens": 40, "max_response_tokens": 60},
         "queue": {"groups_per_step": 2, "budget": 0, "filter_zero_variance": False},
         "model": {"template": "chat"},
     }
 
 
-def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, agent: str, tmp_path: Path) -> None:
+def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, tmp_path: Path) -> None:
     """Sampled tokens of every branch have the log-probabilities of a forward over that branch."""
-    experiment = load_experiment(str(write_experiment(inputs, **sections(agent))), [])
+    experiment = load_experiment(str(write_experiment(inputs, **sections())), [])
     group = Group(
         index=3,
         task=Task(task_id="t", prompt="12+3="),
@@ -315,11 +297,11 @@ def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, agent: str, tmp
     assert len({rollout.response_ids for rollout in found}) == 2
 
 
-def test_an_agent_is_trained(inputs: Path, agent: str, tmp_path: Path) -> None:
+def test_an_agent_is_trained(inputs: Path, tmp_path: Path) -> None:
     for name in ("model", "tasks.jsonl"):
         source = inputs / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
-    config = write_experiment(tmp_path, **sections(agent))
+    config = write_experiment(tmp_path, **sections())
     command = train(config, limit_s=150)
     assert command.process.returncode == 0, command.output + tail_of(tmp_path / "run")
     steps = [line for line in read_ledger(tmp_path / "run") if isinstance(line, StepRecord)]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from endpoint_server import until
-from tiny_run import HERE, refused, steps_of, tail_of, train, write_experiment, write_inputs
+from packages import needs
+from tiny_run import refused, steps_of, tail_of, train, write_experiment, write_inputs
 
 from headway.buffer.audit import audit_run
 from headway.config.load import load_experiment
@@ -32,7 +33,7 @@ from headway.tasks.sources import load_tasks
 from headway.tokens.tokenizer import Tokenizer
 from tests.conformance.reference import forced_logprobs
 
-pytest.importorskip("verifiers.v1", reason="make install-agents")
+needs("verifiers", "make install-agents")
 pytestmark = pytest.mark.real
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
@@ -58,8 +59,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # the package's cache
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +16,10 @@ import pytest
 import tiny_run
 import watch_browser
 import watch_runs
+import watch_server
 from tiers import first
 from watch_browser import VIEWS, WatchedPage
-from watch_server import WatchServer, watch
+from watch_server import WatchServer
 
 pytestmark = [
     pytest.mark.real,
@@ -25,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(watch_browser.lacking()), reason=watch_browser.lacking()),
 ]
 
+watch = partial(watch_server.watch, warm=True)
 HOSTILE_RUN = "hostile"
 STEPS = 1_000_000
 SHOWS_STEP = "(least) => Number(/\\bstep (\\d+)/.exec(document.querySelector('main').innerText)?.[1]) >= least"

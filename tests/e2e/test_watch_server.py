@@ -13,16 +13,19 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
 import watch_runs
-from watch_server import Answer, WatchServer, free_port, watch
+import watch_server
+from watch_server import Answer, WatchServer, free_port
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
+watch = partial(watch_server.watch, warm=True)
 HOSTILE_RUN = "hostile"
 KEY = "a-key-of-enough-characters"
 SECRET = "what nobody may read"
@@ -50,7 +53,7 @@ def root(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path, folder: Path) -> Iterator[WatchServer]:
-    with watch(root, cache=folder / "cache") as started:
+    with watch_server.watch(root, cache=folder / "cache") as started:
         yield started
 
 

@@ -167,7 +167,7 @@ class Cluster:
         log = self.folder / "d.log"
         extra = f"d{len(self.journal)}"
         self.agents[extra] = start_agent(
-            ADDRESS, extra, log=log, namespace=self.names[2], arguments=("--offer", "cpu:1")
+            ADDRESS, extra, log=log, namespace=self.names[2], arguments=("--offer", "cpu:1"), warm=False
         )
 
     # --- the whole ------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def check(cluster: Cluster) -> None:
     assert report.rollouts.get("failed", 0) == 0, cluster.story()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 2 else pytest.mark.long) for n in range(10)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n else []) for n in range(10)])
 def test_faults_by_seed(tmp_path: Path, seed: int) -> None:
     cluster = play(tmp_path, seed)
     print(json.dumps({"seed": seed, "journal": cluster.journal, "first_tokens_s": recoveries_s(cluster.run)}))

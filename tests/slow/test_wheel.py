@@ -100,6 +100,7 @@ def test_project_works_outside_the_repository(template: str, headway: Path, tmp_
         assert "headway check experiment.toml" in run(headway, *planned, cwd=project)
 
 
+@pytest.mark.long  # test_tutorial.py begins with it
 def test_quickstart_in_short_outside_the_repository(headway: Path, tmp_path: Path) -> None:
     short = ("--sft.steps=5", "--run.steps=2", "--evaluation.before=false", "--evaluation.after=false")
     said = run(headway, "quickstart", *short, cwd=tmp_path)

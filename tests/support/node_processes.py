@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_run
+import warm_programs
 
 from headway.records.trace import Mark, Span
 from headway.runtime.clock import RealClock
@@ -37,22 +38,25 @@ def start_agent(
     arguments: tuple[str, ...] = (),
     python: str = "",
     mounts: str = "",
-) -> subprocess.Popen[bytes]:
+    warm: bool = True,
+) -> subprocess.Popen[Any]:
     """Start `headway node` for a run at ``address``; its output goes to ``log``. ``python``: statements that its
-    process runs first. ``mounts``: a shell's commands in a mount namespace of its own, before it starts there."""
-    program = (
-        ["-c", f"{python}\nimport sys\nfrom headway.cli.main import main\nsys.exit(main())"]
-        if python
-        else ["-m", "headway.cli.main"]
-    )
-    command = [sys.executable, *program, "node", "--join", address, "--name", name, *arguments]
-    if mounts:
-        command = ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
-    if namespace:
-        command = ["ip", "netns", "exec", namespace, *command]
+    process runs first. ``mounts``: a shell's commands in a mount namespace of its own, before it starts there.
+    ``warm``: as of `tiny_run.headway`, where it has neither."""
+    words = ["node", "--join", address, "--name", name, *arguments]
+    environment = os.environ | {KEY_VARIABLE: key}
     with open(log, "ab") as file:
-        environment = os.environ | {KEY_VARIABLE: key}
-        return subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment)
+        outputs: dict[str, Any] = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL}
+        if warm and not python and not mounts:
+            headway = warm_programs.HEADWAY
+            return warm_programs.start(headway, *words, environment=environment, namespace=namespace, **outputs)
+        program = f"{python}\nimport sys\nfrom headway.cli.main import main\nsys.exit(main())"
+        command = [sys.executable, "-c", program, *words]
+        if mounts:
+            command = ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
+        if namespace:
+            command = ["ip", "netns", "exec", namespace, *command]
+        return subprocess.Popen(command, env=environment, **outputs)
 
 
 class Events:
@@ -76,11 +80,11 @@ async def joined_nodes(
     address: str = "127.0.0.1:0",
     namespace: str = "",
     certificate: str = "",
-) -> AsyncIterator[tuple[Nodes, Events, dict[str, subprocess.Popen[bytes]]]]:
+) -> AsyncIterator[tuple[Nodes, Events, dict[str, subprocess.Popen[Any]]]]:
     """Nodes with one joined agent for each of ``names``."""
     clock, events = RealClock(), Events()
     local = LocalLauncher(clock, heartbeat_interval_s=0.5, heartbeat_timeout_s=5.0, on_event=events)
-    agents: dict[str, subprocess.Popen[bytes]] = {}
+    agents: dict[str, subprocess.Popen[Any]] = {}
     try:
         async with Nodes(
             address, KEY, 1, clock, local, orphan_s=orphan_s, certificate=certificate, on_event=events
@@ -151,7 +155,7 @@ def namespaces(count: int = 2, rate: str = "") -> Iterator[list[str]]:
 
 
 @contextmanager
-def disk_full(agent: subprocess.Popen[bytes]) -> Iterator[None]:
+def disk_full(agent: subprocess.Popen[Any]) -> Iterator[None]:
     """Fill the /dev/shm that an agent was given by ``memory``."""
     filler = Path(f"/proc/{agent.pid}/root/dev/shm/filler")
     with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:

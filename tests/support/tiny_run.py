@@ -180,10 +180,11 @@ def refused(*arguments: str | Path) -> str:
     return output
 
 
-def run_program(program: str | Path, *arguments: str | Path) -> tuple[int, str, str]:
+def run_program(program: str | Path, *arguments: str | Path, namespace: str = "") -> tuple[int, str, str]:
     """The exit code and both outputs of a program: see `warm_programs.start`."""
     words, outputs = map(str, arguments), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with warm_programs.start(str(program), *words, environment=dict(os.environ), cwd=HERE, **outputs) as process:
+    how: dict[str, Any] = {"environment": dict(os.environ), "namespace": namespace, "cwd": HERE}
+    with warm_programs.start(str(program), *words, **how, **outputs) as process:
         try:
             output, errors = process.communicate(timeout=LIMIT_S)
         finally:

@@ -2,12 +2,15 @@
 
 Such a command is a process of its own, child of the test's, with its own arguments, environment and output. It has a
 fork server (`headway.runtime.fork_server`) from its start, so that its trainer, replicas and verifiers import
-nothing either.
+nothing either; the workers of a node's agent come from it too. How fast matrices are multiplied, a trainer measures for
+a moment alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -17,6 +20,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from headway.runtime import child, fork_server
@@ -25,14 +32,51 @@ from headway.runtime.fork_server import LEARNING, SCORING, SERVERS, TENSORS, For
 from headway.runtime.workers import added_environment
 
 HEADWAY = "headway.cli.main"
-MODULES = (*LEARNING, *SCORING, HEADWAY, "headway.orchestrator.train", "warm_programs")
-FIXED = re.compile("PYTHON|LD_|MALLOC_|OPENBLAS_|MKL_")  # variables that are read before or as modules are imported
-_own: list[tuple[ForkServer, dict[str, str]]] = []  # this process's server of MODULES, and its environment's fixed part
+MODULES = (
+    *LEARNING,
+    *SCORING,
+    HEADWAY,
+    "headway.orchestrator.train",
+    "headway.orchestrator.jobs.evaluate",
+    "headway.orchestrator.preflight.check",
+    "headway.report.page",
+    "headway.runtime.nodes.agent",
+    "headway.services.serve",
+    "headway.services.watch.app",
+    "warm_programs",
+    "pyarrow.compute",
+    *(["pandas"] if importlib.util.find_spec("pandas") else []),  # pyarrow imports it at the first array, where it can
+)
+# Variables that are read before or as modules are imported; of PYTHONPATH what is forked follows its own.
+FIXED = re.compile("PYTHON(?!PATH$)|LD_|MALLOC_|OPENBLAS_|MKL_")
+CLONE_NEWNET = 0x40000000
+PEAK_S = 0.03
+_own: dict[
+    tuple[str, ...], tuple[ForkServer, dict[str, str]]
+] = {}  # by `_more`: a server, its environment's fixed part
+_more: tuple[str, ...] = ()  # modules that programs need beside `MODULES`
 
 
-def start(program: str, *arguments: str, environment: dict[str, str], **how: Any) -> subprocess.Popen[str]:
-    """Start ``python PROGRAM ARGUMENTS``, or ``headway ARGUMENTS``. ``how``: as of Popen."""
-    return _WarmProcess([program, *arguments], env=environment, text=True, **how)
+def start(
+    program: str, *arguments: str, environment: dict[str, str], namespace: str = "", **how: Any
+) -> subprocess.Popen[str]:
+    """Start ``python PROGRAM ARGUMENTS``, or ``headway ARGUMENTS``, in a network namespace if one is given. ``how``: as
+    of Popen."""
+    return _WarmProcess([namespace, program, *arguments], env=environment, text=True, **how)
+
+
+@contextmanager
+def importing(*modules: str) -> Iterator[None]:
+    """Inside the block, programs are forked from a process that has imported these modules too."""
+    global _more
+    before, _more = _more, modules
+    begin()
+    try:
+        yield
+    finally:
+        if _more in _own:
+            _own.pop(_more)[0].end()
+        _more = before
 
 
 class _WarmProcess(subprocess.Popen[str]):
@@ -44,45 +88,91 @@ class _WarmProcess(subprocess.Popen[str]):
             self._child_created = True
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
             return
-        command = ["-m", *args] if args[0] == HEADWAY else args
-        super()._execute_child([sys.executable, *command], *more)  # type: ignore[misc]
+        namespace, *program = args
+        command = [sys.executable, *(["-m"] if program[0] == HEADWAY else []), *program]
+        if namespace:
+            command = ["ip", "netns", "exec", namespace, *command]
+        super()._execute_child(command, *more)  # type: ignore[misc]
 
 
 def _server(environment: dict[str, str]) -> ForkServer | None:
     """The server, if a program in this environment may come from it."""
-    fixed = {name: value for name, value in environment.items() if FIXED.match(name)}
-    if not _own or not _own[0][0].alive:
-        added = added_environment("cpu:0", {})
-        _own[:] = [(ForkServer(MODULES, os.environ | added), fixed)]
-        if (other := SERVERS.pop(key_of(LEARNING, added), None)) is not None:
+    begin()
+    server, its = _own[_more]
+    return server if _fixed(environment) == its and server.imported.result() else None
+
+
+def begin() -> None:
+    """Start the server unless it lives; the test's own trainers, replicas and verifiers come from it too."""
+    if _more not in _own or not _own[_more][0].alive:
+        server = ForkServer((*MODULES, *_more), os.environ | added_environment("cpu:0", {}))
+        _own[_more] = (server, _fixed(dict(os.environ)))
+        if not _more:
+            _share(server)
+
+
+def _fixed(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if FIXED.match(name)}
+
+
+def _share(server: ForkServer) -> None:
+    """Have this process's workers of every kind come from the server."""
+    for modules, device in ((LEARNING, "cpu:0"), (TENSORS, "cpu:0"), (SCORING, every_core())):
+        key = key_of(modules, added_environment(device, {}))
+        if (other := SERVERS.pop(key, None)) is not None:
             other.end()
-        SERVERS[key_of(LEARNING, added)] = _own[0][0]  # the test's own trainers and replicas come from it too
-    server, its = _own[0]
-    return server if fixed == its and server.imported.result() else None
+        SERVERS[key] = server
+
+
+def _paths() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+_PATHS_AT_IMPORT = _paths()
 
 
 def main(arguments: list[str]) -> int:
     """Be the program, in a process that was just forked."""
-    errors, (cwd, program, *rest) = int(arguments[0]), json.loads(arguments[1])
+    errors, (cwd, namespace, program, *rest) = int(arguments[0]), json.loads(arguments[1])
     os.dup2(errors, 2)
     os.close(errors)
     if cwd:
         os.chdir(cwd)
+    if (paths := _paths()) != _PATHS_AT_IMPORT:
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in _PATHS_AT_IMPORT)]
+    if namespace:
+        _enter(namespace)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _fork_a_server()
+    importlib.import_module("headway.models.peak").LIMIT_S = PEAK_S
+    server = _fork_a_server()
     # As a new interpreter has them: this one's were opened as a server's.
     out, err = (io.BufferedWriter(io.FileIO(output, "w", closefd=False)) for output in (1, 2))
     sys.stdout = io.TextIOWrapper(out)
     sys.stderr = io.TextIOWrapper(err, errors="backslashreplace", line_buffering=True)
     sys.argv = [program, *rest]
+    if rest[:1] == ["node"]:
+        agent = importlib.import_module("headway.runtime.nodes.agent")
+        agent.start_child = partial(agent.start_child, server=server)
     if program == HEADWAY:
         return importlib.import_module(HEADWAY).main()
     sys.path.insert(0, os.path.dirname(program))
-    runpy.run_path(program, run_name="__main__")
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            raise
+        return end.code or 0
     return 0
 
 
-def _fork_a_server() -> None:
+def _enter(namespace: str) -> None:
+    """Enter a network namespace of `ip netns`."""
+    with (Path("/var/run/netns") / namespace).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network namespace {namespace}")
+
+
+def _fork_a_server() -> ForkServer:
     """Fork this process as its own fork server, while it has done nothing yet."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
@@ -96,11 +186,11 @@ def _fork_a_server() -> None:
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
         os.close(nothing)
-        sys.exit(fork_server.serve(theirs))
+        child.end_process(fork_server.serve(theirs))
     theirs.close()
     server = _OwnServer(pid, ours)
-    for modules, device in ((LEARNING, "cpu:0"), (TENSORS, "cpu:0"), (SCORING, every_core())):
-        SERVERS[key_of(modules, added_environment(device, {}))] = server
+    _share(server)
+    return server
 
 
 class _OwnServer(ForkServer):

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import warm_programs
+
 LIMIT_S = 60.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -84,21 +86,22 @@ class WatchServer:
 
 @contextmanager
 def watch(
-    *folders: str | Path, cache: Path, options: Sequence[str] = (), limit_s: float = LIMIT_S
+    *folders: str | Path, cache: Path, options: Sequence[str] = (), limit_s: float = LIMIT_S, warm: bool = False
 ) -> Iterator[WatchServer]:
-    """Start `headway watch FOLDERS` with ``cache`` for its cache, wait until it answers, and end it with the block."""
+    """Start `headway watch FOLDERS` with ``cache`` for its cache, wait until it answers, and end it with the block.
+    ``warm``: as of `tiny_run.headway`; its memory is then another's too."""
     port = free_port()
     cache.mkdir(parents=True, exist_ok=True)
     log = cache / f"watch-{port}.log"
-    command = [sys.executable, "-m", "headway.cli.main", "watch", *map(str, folders)]
+    words = ["watch", *map(str, folders), "--port", str(port), "--no-open", *options]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HEADWAY_TRACEBACK": "0"}
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--no-open", *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"XDG_CACHE_HOME": str(cache), "HEADWAY_TRACEBACK": "0"},
-        )
+        outputs: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
+        if warm:
+            process = warm_programs.start(warm_programs.HEADWAY, *words, environment=environment, **outputs)
+        else:
+            command = [sys.executable, "-m", warm_programs.HEADWAY, *words]
+            process = subprocess.Popen(command, text=True, env=environment, **outputs)
     server = WatchServer(process, port, log)
     try:
         _wait_until_it_answers(server, limit_s)

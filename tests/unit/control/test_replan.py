@@ -109,7 +109,7 @@ def scored(
     return history, actions
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2, deadline=None)  # in whole simulated runs: tests/slow/test_replanning.py
 @given(
     seed=st.integers(0, 10_000),
     noise=st.sampled_from([0.02, 0.1, 0.2]),

@@ -94,7 +94,7 @@ MAKERS = pytest.mark.parametrize("make", [make_policy, plain, deterministic], id
 def test_log_probabilities_over_updates_in_flight_equal_a_replay_of_the_segments(
     family: str, make: conformance.MakeEngine, mode: UpdateMode
 ) -> None:
-    for seed in range(2):
+    for seed in range(2 if family == "qwen3" else 1):
         conformance.check_updates_in_flight(make, mode, seed)
 
 

@@ -19,7 +19,7 @@ KILLERS = (
 )
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_evaluations_with_killers_leave_nothing(tmp_path, count):
     before = open_files()
 

@@ -12,7 +12,7 @@ from headway.kernels.tasks import builtin_tasks
 
 TASKS = {task.name: task for task in builtin_tasks()}
 SOLUTIONS = solutions()
-FIRST = ("softplus", "layer_norm", "low_rank", "gru_cell")  # a problem of each level
+FIRST = ("softplus", "gru_cell")  # of the first and the last level; all are in the slow tier
 
 
 def outcomes(chosen: list[Solution]) -> dict[str, Outcome]:
@@ -38,7 +38,7 @@ def test_there_are_three_styles_over_all_problems():
 
 
 @pytest.mark.real
-def test_solutions_of_each_level_and_style_are_right():
+def test_solutions_of_each_style_are_right():
     require_right([each for each in SOLUTIONS if each.problem in FIRST])
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages import needs
 from test_models_families import MIXTURE, random_decoder, small
 from test_models_lora import adapter_for, loss_of
 
@@ -15,7 +16,7 @@ from headway.models.lora import use
 from headway.models.quantization import load_frozen, load_sampled
 from headway.records.errors import ConfigurationError
 
-pytest.importorskip("bitsandbytes")
+needs("bitsandbytes")
 CPU = torch.device("cpu")
 HOW = pytest.mark.parametrize("how", ["4bit", "8bit"])
 

@@ -103,7 +103,6 @@ RUNS: dict[str, Callable[[Path], list[LedgerLine]]] = {
     **{name: (lambda folder, name=name: kept_ledger(name)) for name in HEALTHY},
     "long tail": scenario_of("long_tail", 0),
     "tools": scenario_of("tools", 1),
-    "tools again": scenario_of("tools", 2),
     "synchronous": small_run(3, queue={"budget": 0}),
     "very stale": small_run(4, queue={"budget": 8}),
     "dropping": small_run(5, queue={"overdue": "drop", "oversampling": 2.0}),

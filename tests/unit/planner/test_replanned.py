@@ -1,16 +1,14 @@
-"""The re-planner on a drift, in whole simulated runs: the short form of tests/slow/test_replanning.py."""
+"""The re-planner on a drift, in whole simulated runs: what it gains by it: tests/slow/test_replanning.py."""
 
 from __future__ import annotations
 
-from tests.support.replanned import BEGINS, Plan, replayed
+from tests.support.replanned import BEGINS, replayed
 
 
-def test_when_lengths_triple_it_changes_the_plan_and_gains_what_a_wide_fixed_plan_gains() -> None:
+def test_when_lengths_triple_it_changes_the_plan() -> None:
     act = replayed(0)
     before = act.plan_at(BEGINS - 1)
     assert before.verifier_workers == 1
     assert [step for step in act.changed_at if 60 <= step < BEGINS] == []
     assert min(step for step in act.changed_at if step >= BEGINS) <= BEGINS + 10
     assert act.plan_at(-1).verifier_workers >= 2
-    alone, wide = (replayed(0, plan).drifted_per_s for plan in (before, Plan(None, 72, 4)))
-    assert act.drifted_per_s - alone >= 0.9 * (wide - alone)

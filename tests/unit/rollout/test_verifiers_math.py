@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from packages import needs
 
 from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
@@ -17,7 +18,7 @@ from headway.rollout.verification.extraction import extract_answer
 from headway.rollout.verification.service import score_guarded
 from headway.rollout.verification.verifiers import resolve_verifier
 
-pytest.importorskip("math_verify")
+needs("math_verify")
 
 
 def judge(answer: str, response: str, **parameters: Any) -> Verdict:

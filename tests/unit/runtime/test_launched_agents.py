@@ -75,6 +75,19 @@ def test_agent_is_not_restarted_when_the_run_is_over():
     run_virtual(main)
 
 
+def test_nobody_waits_for_an_agent_that_has_ended():
+    async def main(clock: VirtualClock) -> None:
+        agents = launched(FakeLauncher(clock, 1, 1, 1, 1, 1), clock, [])
+        await agents.start("a:1")
+        await clock.sleep(16)  # it has ended four times: the next pause takes 8 s
+        over_s = clock.now()
+        agents.run_is_over()
+        await agents.stop()
+        assert clock.now() == over_s
+
+    run_virtual(main)
+
+
 def test_no_second_agent_while_the_node_is_there():
     async def main(clock: VirtualClock) -> None:
         start_s = clock.now()

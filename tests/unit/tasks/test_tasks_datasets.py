@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import needs
 
 from headway.config.load import validate_experiment
 from headway.config.sources import SftSource, TaskSource
@@ -15,13 +17,16 @@ from headway.records.errors import ConfigurationError
 from headway.tasks.demonstrations import Conversation, Pair, read_demonstrations
 from headway.tasks.sources import load_tasks, read_tasks
 
-datasets = pytest.importorskip("datasets")
+needs("datasets")
+datasets: Any = None  # once a test runs
 ROWS = [{"question": f"{i}+1=", "target": i + 1, "level": {"n": i}} for i in range(4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Its lock files don't belong into the user's home; the network isn't asked."""
+    global datasets
+    datasets = importlib.import_module("datasets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -67,14 +67,17 @@ class LaunchedAgents:
         """``joined``: whether a node is there, whoever started its agent."""
         self._launcher, self._names, self._key, self._clock = launcher, tuple(names), key, clock
         self._joined, self._on_event = joined, on_event
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by node
+        self._pausing: set[str] = set()  # nodes whose agent has ended, and isn't started again yet
         self._over = False
         self.last_end: dict[str, AgentEnd] = {}  # of nodes whose agent has ended since it was started first
 
     async def start(self, address: str) -> None:
         """Start all agents; they join the run at ``address``. Raises ConfigurationError."""
         await self._launcher.open()
-        self._tasks = [asyncio.create_task(self._keep(name, address), name=f"agent {name}") for name in self._names]
+        self._tasks = {
+            name: asyncio.create_task(self._keep(name, address), name=f"agent {name}") for name in self._names
+        }
 
     def run_is_over(self) -> None:
         """Start no agent again."""
@@ -83,11 +86,11 @@ class LaunchedAgents:
     async def stop(self) -> None:
         """Wait until the agents have ended, as the run's end tells them to; end what is left after 10 s."""
         self._over = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if running := [task for name, task in self._tasks.items() if name not in self._pausing]:
+            await asyncio.wait(running, timeout=_LEAVE_S)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._launcher.close()
 
     async def _keep(self, name: str, address: str) -> None:
@@ -108,9 +111,11 @@ class LaunchedAgents:
             failures = 1 if self._clock.now() - started > _STEADY_S else failures + 1
             pause_s = backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             self._on_event("agent_ended", f"{name}: {describe(end)}; started again in {pause_s:g} s", worker=name)
+            self._pausing.add(name)
             await self._clock.sleep(pause_s)
             while self._joined(name) and not self._over:  # ssh's or srun's client has gone, the agent has not
                 await self._clock.sleep(_JOINED_POLL_S)
+            self._pausing.discard(name)
 
 
 def describe(end: AgentEnd) -> str:
