@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from headway.control.tuning.balance import BUSY, Balance, Waits, balance_of, measured_limits, waits_of
+from headway.control.tuning.balance import BUSY, Balance, WaitShares, balance_of, measured_limits, waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
@@ -128,7 +128,7 @@ def _plan_text(lines: Sequence[LedgerLine]) -> str:
     return f"At version {last.step} the controller {last.detail}" if last else ""
 
 
-def judge_balance(waits: Waits, budget: int | None) -> tuple[Balance, str]:
+def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
     """The bottleneck by `balance_of`, and a sentence about it."""
     numbers = f"the trainer waits {waits.trainer:.0%} of the time, the generator {waits.generator:.0%}"
     busy = max(waits.trainer, waits.generator) < BUSY

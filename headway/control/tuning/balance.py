@@ -28,7 +28,7 @@ CLEAR_DIFFERENCE = 0.10  # of the two waits, above which one side is the bottlen
 ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above which these bind where both sides idle
 
 
-class Waits(msgspec.Struct, frozen=True, kw_only=True):
+class WaitShares(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of a run's time, 0 to 1, by which its bottleneck is found."""
 
     trainer: float  # the trainer waits
@@ -49,9 +49,9 @@ def environment_share(records: Sequence[StepRecord]) -> float:
     return between_turns(records) - hops_s / max(1e-9, sum(r.flow.generating_s for r in records))
 
 
-def waits_of(steps: Sequence[StepRecord]) -> Waits:
+def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
     """The waits over ``steps``, each step counting by its time."""
-    return Waits(
+    return WaitShares(
         trainer=weighted_mean(steps, attrgetter("trainer_wait_ratio"), attrgetter("step_s")),
         generator=weighted_mean(steps, attrgetter("generator_wait_ratio"), attrgetter("step_s")),
         lent=weighted_mean(steps, attrgetter("generator_lent_ratio"), attrgetter("step_s")),
@@ -59,7 +59,7 @@ def waits_of(steps: Sequence[StepRecord]) -> Waits:
     )
 
 
-def balance_of(waits: Waits, budget: int | None) -> Balance:
+def balance_of(waits: WaitShares, budget: int | None) -> Balance:
     """Name the bottleneck of a run with these waits and staleness ``budget`` (None: not known).
 
     In this order: devices that the trainer borrows -> time-shared (the trainer waits while they generate); budget 0 ->

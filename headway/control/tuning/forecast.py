@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from headway.control.lengths import LengthDistribution
-from headway.control.tuning.balance import BUSY, Waits, balance_of
+from headway.control.tuning.balance import BUSY, WaitShares, balance_of
 from headway.control.tuning.queue_model import QueueModel, QueueShape, needed_budget, queue_shape, simulate
 from headway.records.check_report import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
 
@@ -71,7 +71,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         mean_tokens=lengths.mean_tokens,
     )
     changes = _changes(shape, model, lengths, needed, outcome)
-    waits = Waits(trainer=outcome.trainer_wait, generator=outcome.generator_wait, lent=shape.lent_share)
+    waits = WaitShares(trainer=outcome.trainer_wait, generator=outcome.generator_wait, lent=shape.lent_share)
     binding, reason = binding_constraint(shape, model, outcome, waits, [(one.constraint, one.gain) for one in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
     training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
@@ -255,7 +255,7 @@ def binding_constraint(
     shape: RunShape,
     model: QueueModel,
     outcome: QueueOutcome,
-    waits: Waits,
+    waits: WaitShares,
     gains: Sequence[tuple[Constraint, float]],
 ) -> tuple[Constraint, str]:
     """The binding constraint of a run, and a sentence that explains it. ``waits``: as they were measured or predicted;

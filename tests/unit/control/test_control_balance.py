@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planned_run import calibration_of, lengths_of, shape_of
 from synthetic_run import step_record
 
-from headway.control.tuning.balance import Waits, balance_of, waits_of
+from headway.control.tuning.balance import WaitShares, balance_of, waits_of
 from headway.control.tuning.forecast import binding_constraint, queue_model
 from headway.records.check_report import Constraint, QueueOutcome
 from headway.records.ledger import LedgerLine, QueueFlow, StepRecord
@@ -21,7 +21,7 @@ from tests.support.simulated_run import experiment_of
 # Near each limit, and anywhere.
 SHARES = st.sampled_from([0.0, 0.0999, 0.1, 0.1001, 0.1999, 0.2, 0.2001, 0.23, 0.3, 0.3001, 0.64]) | st.floats(0, 1)
 WAITS = st.builds(
-    Waits,
+    WaitShares,
     trainer=SHARES,
     generator=SHARES,
     lent=st.sampled_from([0.0, 0.0, 0.3]),
@@ -43,7 +43,7 @@ FINER: dict[str, set[Constraint]] = {
     WAITS, st.integers(0, 4), st.floats(0, 1), st.sampled_from(["admission", "generator", "verifier", "environment"])
 )
 def test_the_doctor_names_nothing_that_the_report_rules_out(
-    waits: Waits, budget: int, stragglers: float, relieved: Constraint
+    waits: WaitShares, budget: int, stragglers: float, relieved: Constraint
 ) -> None:
     outcome = QueueOutcome(
         samples_per_s=1.0,
@@ -61,7 +61,7 @@ def test_the_doctor_names_nothing_that_the_report_rules_out(
 
 @given(st.lists(WAITS, min_size=1, max_size=5), st.integers(0, 4))
 @settings(deadline=None)
-def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[Waits], budget: int) -> None:
+def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShares], budget: int) -> None:
     state = live.LiveState(experiment_of(Path("none"), queue={"budget": budget}))
     steps: list[StepRecord] = []
     for step, waits in enumerate(each):
@@ -82,9 +82,9 @@ def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[Waits], 
 
 
 @given(WAITS)
-def test_the_rule_has_no_favourite_side(waits: Waits) -> None:
+def test_the_rule_has_no_favourite_side(waits: WaitShares) -> None:
     mirror = {"generation-bound": "training-bound", "training-bound": "generation-bound"}
-    other = Waits(trainer=waits.generator, generator=waits.trainer, lent=waits.lent, environment=waits.environment)
+    other = WaitShares(trainer=waits.generator, generator=waits.trainer, lent=waits.lent, environment=waits.environment)
     one = balance_of(waits, 4)
     assert balance_of(other, 4) == mirror.get(one, one)
 
@@ -92,7 +92,7 @@ def test_the_rule_has_no_favourite_side(waits: Waits) -> None:
 def test_a_side_that_waits_a_lot_is_not_what_the_other_waits_for() -> None:
     model = queue_model(shape_of(), calibration_of(), lengths_of())
     for generator, report, doctor in ((0.23, "other-bound", "other"), (0.19, "generation-bound", "generator")):
-        waits = Waits(trainer=0.64, generator=generator)
+        waits = WaitShares(trainer=0.64, generator=generator)
         outcome = QueueOutcome(
             samples_per_s=1.0,
             trainer_wait=0.64,

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 
 from headway.control.summaries import pooled
-from headway.control.tuning.balance import Waits
+from headway.control.tuning.balance import WaitShares
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import Distribution, EventRecord, LedgerLine, PassAt, PrunerFigures, QueueFlow, StepRecord
 from headway.report import live
@@ -55,7 +55,7 @@ from headway.telemetry.summary import evaluations, summarise
     ],
 )
 def test_balance(trainer: float, generator: float, budget: int | None, balance: str) -> None:
-    found, text = judge_balance(Waits(trainer=trainer, generator=generator), budget)
+    found, text = judge_balance(WaitShares(trainer=trainer, generator=generator), budget)
     assert found == balance
     assert f"{trainer:.0%}" in text
     assert f"{generator:.0%}" in text
@@ -65,13 +65,13 @@ def test_balance(trainer: float, generator: float, budget: int | None, balance: 
 def test_environments_bind_only_where_both_wait_a_lot_and_rollouts_are_mostly_there(
     trainer: float, generator: float, environment: float, budget: int | None
 ) -> None:
-    waits = Waits(trainer=trainer, generator=generator, environment=environment)
+    waits = WaitShares(trainer=trainer, generator=generator, environment=environment)
     balance, text = judge_balance(waits, budget)
     binds = min(trainer, generator) > 0.2 and environment > 0.4 and budget != 0
     assert (balance == "environment-bound") == binds
     assert binds == ("more generators would not" in text and "sandbox.live" in text)
     if not binds:
-        assert (balance, text) == judge_balance(Waits(trainer=trainer, generator=generator), budget)
+        assert (balance, text) == judge_balance(WaitShares(trainer=trainer, generator=generator), budget)
 
 
 def test_the_share_of_the_environments_is_read_from_the_ledger() -> None:
@@ -88,11 +88,11 @@ def test_the_share_of_the_environments_is_read_from_the_ledger() -> None:
 
 
 def test_on_shared_devices_nobody_is_the_bottleneck() -> None:
-    balance, busy = judge_balance(Waits(trainer=0.5, generator=0.02, lent=0.48), 4)
+    balance, busy = judge_balance(WaitShares(trainer=0.5, generator=0.02, lent=0.48), 4)
     assert balance == "time-shared"
     assert "48%" in busy
     assert "Nobody waits" in busy
-    idle = Waits(trainer=0.7, generator=0.3, lent=0.3)
+    idle = WaitShares(trainer=0.7, generator=0.3, lent=0.3)
     assert "budget of 1" in judge_balance(idle, 0)[1]
     assert "admission" in judge_balance(idle, 4)[1]
 
