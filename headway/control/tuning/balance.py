@@ -1,4 +1,4 @@
-"""Who waits for whom in a run: one rule, by which report, live view, watch page, doctor and forecast go alike."""
+"""The rule for who waits for whom in a run: report, live view, watch page, doctor and forecast all judge by it."""
 
 from __future__ import annotations
 
