@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Level = Literal["error", "warning", "info"]
-Constraint = Literal["generator", "trainer", "verifier", "kv", "admission", "environment"]
+Constraint = Literal["generator", "trainer", "verifier", "kv", "admission", "environment", "other"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # running | finished | stopped
     costs: DeviceCosts
     diagnosis: Diagnosis
+    whole_run: str = ""  # the report's verdict, where all steps give another than those that are looked at
     recommended: str = ""  # by the run's own controller, the last time; "": nothing
     alerts: tuple[str, ...] = ()  # in order: those in the ledger, or what today's rules find in an older run's
     kernels: str = ""  # of a run that writes some: what failed, and whether it waits for its evaluators
@@ -81,6 +82,7 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
         state=view.state,
         costs=costs,
         diagnosis=found,
+        whole_run=view.verdict.balance_text if view.verdict.balance != found.balance else "",
         recommended=view.verdict.plan_text,
         alerts=alerts,
         kernels=kernels,
@@ -195,6 +197,8 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         ),
         "costs": _cost_text(costs, usd_per_device_hour),
     }
+    if report.whole_run:
+        rows["whole run"] = report.whole_run
     if report.kernels:
         rows["kernels"] = report.kernels
     if report.recommended:

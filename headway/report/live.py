@@ -17,7 +17,7 @@ from rich.text import Text
 
 from headway.config.schema import Experiment
 from headway.control.summaries import pooled, weighted_mean
-from headway.control.tuning.drift import environment_share
+from headway.control.tuning.balance import waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.doctor import costs_of
@@ -245,17 +245,14 @@ def _block(height: float) -> str:
 
 
 def _waits(state: LiveState) -> Text:
-    trainer = state.recent_mean(lambda step: step.trainer_wait_ratio)
-    generator = state.recent_mean(lambda step: step.generator_wait_ratio)
-    lent = state.recent_mean(lambda step: step.generator_lent_ratio)
-    environment = state.recent_mean(lambda step: environment_share([step]))
-    balance, _ = judge_balance(trainer, generator, state.experiment.queue.budget, lent, environment)
+    waits = waits_of(state.recent)
+    balance, _ = judge_balance(waits, state.experiment.queue.budget)
     return Text.assemble(
         "trainer ",
-        bar(trainer, 12, "blue"),
-        f" {trainer:>4.0%}   generator ",
-        bar(generator, 12, "yellow"),
-        f" {generator:>4.0%}   ",
+        bar(waits.trainer, 12, "blue"),
+        f" {waits.trainer:>4.0%}   generator ",
+        bar(waits.generator, 12, "yellow"),
+        f" {waits.generator:>4.0%}   ",
         (balance, f"bold {_COLOURS[balance]}"),
     )
 

@@ -18,6 +18,7 @@ BINDS = {
     "kv": "the generator's KV cache",
     "admission": "the staleness budget (admission)",
     "environment": "the environments",
+    "other": "neither model",
 }
 
 

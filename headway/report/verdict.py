@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Literal
 
 import msgspec
 
-from headway.control.tuning.drift import environment_share
-from headway.control.tuning.forecast import IDLE, environments_bind
+from headway.control.tuning.balance import BUSY, Balance, WaitShares, balance_of, measured_limits, waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
@@ -18,20 +16,8 @@ from headway.telemetry.ledger import EVENT_CONTROL, EVENT_MOSTLY_SOLVED, EVENT_N
 from headway.telemetry.pages import troubleshooting
 from headway.telemetry.summary import books_event, evaluations, failures, held_evaluation
 
-Balance = Literal[
-    "matched",
-    "generation-bound",
-    "training-bound",
-    "synchronous",
-    "time-shared",
-    "environment-bound",
-    "other-bound",
-    "unknown",
-]
 Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
-MATCHED_WAIT = 0.10  # a side that waits less than this share of the time counts as busy
-CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, above which one side is the bottleneck
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
 _NOT_MEASURED = "Not measured, too many attempts failed"
 
@@ -96,14 +82,8 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     """Judge a run. ``budget`` is η, the largest trajectory staleness allowed, where it is known."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
     if steps:
-        balance, balance_text = judge_balance(
-            summary.trainer_wait_ratio,
-            summary.generator_wait_ratio,
-            budget,
-            summary.generator_lent_ratio,
-            environment_share(steps),
-        )
-        balance_text += f" {_limits(steps)}" if balance == "other-bound" else ""
+        balance, balance_text = judge_balance(waits_of(steps), budget)
+        balance_text += f" {measured_limits(steps)}" if balance == "other-bound" else ""
     else:
         balance, balance_text = "unknown", "No training step is recorded yet."
     within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
@@ -148,70 +128,35 @@ def _plan_text(lines: Sequence[LedgerLine]) -> str:
     return f"At version {last.step} the controller {last.detail}" if last else ""
 
 
-def judge_balance(
-    trainer_wait: float, generator_wait: float, budget: int | None, lent: float = 0.0, environment: float = 0.0
-) -> tuple[Balance, str]:
-    """Find the bottleneck from the share of the time each side waits (0 to 1).
-
-    In this order: devices shared -> time-shared (``lent``: share of the time the trainer had the generator's devices;
-    while they generate the trainer waits); budget 0 -> synchronous (both sides wait by design); both below
-    MATCHED_WAIT -> matched; both more than IDLE -> something else limits both, the environments where
-    `environments_bind` (with ``environment``, the share of the rollouts' time in them) -> environment-bound; trainer
-    waits CLEAR_DIFFERENCE more -> generation-bound; generator does -> training-bound; both less than IDLE -> matched;
-    else something else limits both.
-    """
-    numbers = f"the trainer waits {trainer_wait:.0%} of the time, the generator {generator_wait:.0%}"
-    if lent > 0:
-        return "time-shared", _time_shared(generator_wait, budget, lent)
-    if budget == 0:
-        return "synchronous", (
+def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
+    """The bottleneck by `balance_of`, and a sentence about it."""
+    numbers = f"the trainer waits {waits.trainer:.0%} of the time, the generator {waits.generator:.0%}"
+    busy = max(waits.trainer, waits.generator) < BUSY
+    both = "Both sides are busy" if busy else "Neither side is clearly the bottleneck"
+    texts: dict[Balance, str] = {
+        "time-shared": _time_shared(waits.generator, budget, waits.lent),
+        "synchronous": (
             f"Synchronous (budget 0): the two sides take turns by design; {numbers}. "
             "A budget of 1 or more lets them overlap."
-        )
-    if trainer_wait < MATCHED_WAIT and generator_wait < MATCHED_WAIT:
-        return "matched", f"Matched: {numbers}. Both sides are busy."
-    if environments_bind(trainer_wait, generator_wait, environment, budget):
-        return "environment-bound", (
-            f"Environment-bound: {numbers}; rollouts spend {environment:.0%} of their time in their environments "
+        ),
+        "matched": f"Matched: {numbers}. {both}.",
+        "environment-bound": (
+            f"Environment-bound: {numbers}; rollouts spend {waits.environment:.0%} of their time in their environments "
             "(tools, sandboxes). More of them at once (queue.max_concurrent_rollouts, sandbox.live) or quicker "
             "environments would speed this run up; more generators would not."
-        )
-    neither = trainer_wait > IDLE and generator_wait > IDLE  # a side that waits so much isn't what the other waits for
-    if trainer_wait - generator_wait > CLEAR_DIFFERENCE and not neither:
-        return "generation-bound", (
+        ),
+        "generation-bound": (
             f"Generation-bound: {numbers}. More generator capacity (replicas, slots, devices) or shorter responses "
             "would speed this run up; a faster trainer would not."
-        )
-    if generator_wait - trainer_wait > CLEAR_DIFFERENCE and not neither:
-        return "training-bound", (
+        ),
+        "training-bound": (
             f"Training-bound: {numbers}. Finished groups wait for the trainer and the staleness budget holds "
             "admission back; more trainer capacity would speed this run up, more generators would not."
-        )
-    if trainer_wait < IDLE and generator_wait < IDLE:
-        return "matched", f"Matched: {numbers}. Neither side is clearly the bottleneck."
-    return "other-bound", f"Bound by neither model: {numbers}, both a lot."
-
-
-def _limits(steps: Sequence[StepRecord]) -> str:
-    """Say in a sentence what the steps have measured that both sides wait for, the largest shares first."""
-
-    def total(name: str) -> float:
-        return sum(attrgetter(name)(step) for step in steps)
-
-    step_s, generating_s = max(1e-9, total("step_s")), max(1e-9, total("flow.generating_s"))
-    shares = {
-        "rollouts were {} of their time on the way between processes": total("flow.environment_hop_s") / generating_s,
-        "rollouts were {} of their time in their environments": environment_share(steps),
-        "the orchestrator computed for {} of the time": total("orchestrator_cpu_s") / step_s,
-        "responses were {} of the time with a verifier": total("verify_s") / step_s,
-        "the trainer waited {} for the oldest groups, at the budget's edge": total("flow.straggler_wait_s") / step_s,
-        "the trainer waited {} for its weights to be applied": total("flow.update_wait_s") / step_s,
-        "publishing took {}": total("publish_s") / step_s,
+        ),
+        "other-bound": f"Bound by neither model: {numbers}, both a lot.",
     }
-    found = sorted(((share, text) for text, share in shares.items() if share > MATCHED_WAIT), reverse=True)[:3]
-    if not found:
-        return "None of what a step measures limits them: evaluations, or processes that share cores, are left."
-    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in found) + "."
+    balance = balance_of(waits, budget)
+    return balance, texts[balance]
 
 
 def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
@@ -219,7 +164,7 @@ def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
         f"Time-shared: the generator's devices are the trainer's for {lent:.0%} of the time, and have nothing to do "
         f"for {generator_wait:.0%}."
     )
-    if generator_wait < MATCHED_WAIT:
+    if generator_wait < BUSY:
         return f"{text} Nobody waits for long."
     if budget == 0:
         return f"{text} A budget of 1 or more would keep them busy through the long tail."

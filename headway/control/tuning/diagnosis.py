@@ -20,7 +20,8 @@ import msgspec
 
 from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
-from headway.control.tuning.drift import RECENT, between_turns, environment_share, find_drift
+from headway.control.tuning.balance import Balance, balance_of, between_turns, measured_limits, waits_of
+from headway.control.tuning.drift import RECENT, find_drift
 from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, training_s, usable
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_still
@@ -60,7 +61,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     useful_per_s: float
     error: float  # standard error of both, relative
     simulated_per_s: float  # the model's rate for the run as it is: shows how good the model is
-    binding: Constraint
+    balance: Balance  # of these steps, by the rule of every verdict
+    binding: Constraint  # what it comes from
     reason: str
     trainer_wait: float  # shares of the time ...
     straggler_wait: float  # ... of the trainer's wait
@@ -128,14 +130,10 @@ def diagnose(
         found.unidentified[next(iter(one.settings))] = (
             f"{one.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
         )
-    measured = msgspec.structs.replace(
-        now[0],
-        trainer_wait=found.trainer_wait,
-        straggler_wait=found.straggler_wait,
-        generator_wait=found.generator_wait,
-    )
+    waits, measured = waits_of(steps), msgspec.structs.replace(now[0], straggler_wait=found.straggler_wait)
     gains: list[tuple[Constraint, float]] = [(one.relieves, one.gain) for one in changes]
-    binding, reason = binding_constraint(shape, found.model, measured, gains, environment_share(steps))
+    binding, reason = binding_constraint(shape, found.model, measured, waits, gains)
+    reason += f". {measured_limits(steps).rstrip('.')}" if binding == "other" else ""
     return Diagnosis(
         first_step=steps[0].step,
         last_step=steps[-1].step,
@@ -143,11 +141,12 @@ def diagnose(
         useful_per_s=found.useful_per_s,
         error=found.noise,
         simulated_per_s=simulated,
+        balance=balance_of(waits, shape.budget),
         binding=binding,
         reason=reason.replace("would wait", "waits"),
-        trainer_wait=found.trainer_wait,
+        trainer_wait=waits.trainer,
         straggler_wait=found.straggler_wait,
-        generator_wait=found.generator_wait,
+        generator_wait=waits.generator,
         staleness_mean=found.staleness_mean,
         acceptance=found.model.acceptance,
         in_generation=found.in_generation,

@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 
 from headway.control.length_bias import ks_statistic
 from headway.control.summaries import pooled
+from headway.control.tuning.balance import between_turns
 from headway.control.tuning.ledger_model import decode_line, decode_point, length_correlation, training_s
 from headway.records.ledger import StepRecord
 
@@ -52,18 +53,6 @@ def find_drift(records: Sequence[StepRecord], last: int = RECENT) -> tuple[int, 
 
 def _verifying(records: Sequence[StepRecord]) -> float:
     return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
-
-
-def between_turns(records: Sequence[StepRecord]) -> float:
-    """Share of the rollouts' time, from admission to the last token, in which they needed no slot: between turns."""
-    return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
-
-
-def environment_share(records: Sequence[StepRecord]) -> float:
-    """Share of the rollouts' time that was spent in their environments, tools and sandboxes: `between_turns` without
-    the ways there and back, which make up most of it where an environment is instant."""
-    hops_s = sum(r.flow.environment_hop_s for r in records)
-    return between_turns(records) - hops_s / max(1e-9, sum(r.flow.generating_s for r in records))
 
 
 _SHARES = {"verification of a response": _verifying, "time with tools": between_turns}

@@ -12,14 +12,12 @@ from typing import Literal
 import msgspec
 
 from headway.control.lengths import LengthDistribution
+from headway.control.tuning.balance import BUSY, WaitShares, balance_of
 from headway.control.tuning.queue_model import QueueModel, QueueShape, needed_budget, queue_shape, simulate
 from headway.records.check_report import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
 
 LEAST_GROUPS = 8  # with fewer finished groups the share that will be filtered is unknown
 WORTH_IT = 0.03  # smaller gains are below the resolution of a simulation of some dozen steps
-BUSY = 0.10  # a trainer that waits less is the binding constraint
-IDLE = 0.20  # a side that waits more waits a lot
-ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above which these bind where both sides idle
 EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
 # Of more trainer ranks: all make the optimiser step, and gradients are added up. The mean of benchmarks/ranks.py on two
 # cores (0.61 to 0.82), and how far that swings; on GPUs unmeasured.
@@ -73,7 +71,8 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         mean_tokens=lengths.mean_tokens,
     )
     changes = _changes(shape, model, lengths, needed, outcome)
-    binding, reason = binding_constraint(shape, model, outcome, [(one.constraint, one.gain) for one in changes])
+    waits = WaitShares(trainer=outcome.trainer_wait, generator=outcome.generator_wait, lent=shape.lent_share)
+    binding, reason = binding_constraint(shape, model, outcome, waits, [(one.constraint, one.gain) for one in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
     training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
     evaluation_s = shape.evaluated_samples / production
@@ -252,42 +251,40 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
         yield "rollout.max_response_tokens", str(p99), "admission", with_(length_at=lengths.capped(p99).at), needs
 
 
-def environments_bind(trainer_wait: float, generator_wait: float, environment: float, budget: int | None) -> bool:
-    """Whether a run is bound by its environments: both sides wait a lot, whichever does more, while rollouts spend a
-    large share of their time there (``environment``). With a budget of 0 both sides wait by design."""
-    return budget != 0 and min(trainer_wait, generator_wait) > IDLE and environment > ENVIRONMENT_SHARE
-
-
 def binding_constraint(
     shape: RunShape,
     model: QueueModel,
     outcome: QueueOutcome,
+    waits: WaitShares,
     gains: Sequence[tuple[Constraint, float]],
-    environment: float = 0.0,
 ) -> tuple[Constraint, str]:
-    """The binding constraint of a run, and a sentence that explains it. ``gains``: (constraint, gain) of the changes
-    that would relieve it. ``environment``: share of the rollouts' time in their environments.
+    """The binding constraint of a run, and a sentence that explains it. ``waits``: as they were measured or predicted;
+    ``gains``: (constraint, gain) of the changes that would relieve it.
 
-    In this order: a trainer that hardly waits; environments; the budget, when the trainer waits mostly for stragglers
-    or slots stay empty for want of credit; else the constraint whose relief gains most.
+    `balance_of` decides between trainer, environments and the rest; a trainer that hardly waits binds as well. In what
+    is left: the budget, when the trainer waits mostly for stragglers or slots stay empty for want of credit; the
+    verifiers, when their relief gains most; neither model, where both wait for something else; else the generator.
     """
-    waits = f"the trainer would wait {outcome.trainer_wait:.0%} of the time"
+    balance = balance_of(waits, shape.budget)
+    waiting = f"the trainer would wait {waits.trainer:.0%} of the time"
     filled = f"{outcome.slots_filled:.0%} of the slots are filled"
-    if outcome.trainer_wait < BUSY:
-        return "trainer", f"{waits}: it is what the others wait for"
-    apart = not shape.lent_replicas
-    if apart and environments_bind(outcome.trainer_wait, outcome.generator_wait, environment, shape.budget):
-        return "environment", f"{waits}, {filled}: rollouts spend {environment:.0%} of their time in their environments"
+    if balance == "training-bound" or waits.trainer < BUSY:
+        return "trainer", f"{waiting}: it is what the others wait for"
+    if balance == "environment-bound":
+        spent = f"rollouts spend {waits.environment:.0%} of their time in their environments"
+        return "environment", f"{waiting}, {filled}: {spent}"
     most = max((gain for _, gain in gains), default=0.0)
     relieved = {constraint for constraint, gain in gains if gain >= most > 0}
-    if outcome.straggler_wait > outcome.trainer_wait / 2 or "admission" in relieved:
+    if outcome.straggler_wait > waits.trainer / 2 or "admission" in relieved:
         stragglers = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
-        return "admission", f"{waits}{stragglers}; {filled}"
+        return "admission", f"{waiting}{stragglers}; {filled}"
     if "verifier" in relieved:
         capacity = shape.verifiers / model.verify_response_s
-        return "verifier", f"{waits}: the verifiers score {capacity:.3g} samples/s at most"
+        return "verifier", f"{waiting}: the verifiers score {capacity:.3g} samples/s at most"
+    if balance == "other-bound":
+        return "other", f"{waiting}, the generator {waits.generator:.0%}: neither is what the other waits for"
     if model.slots < shape.slots:
-        return "kv", f"{waits}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
-    if shape.lent_replicas:
-        return "generator", f"{waits} while the generator has the devices: they take turns"
-    return "generator", f"{waits}, {filled}"
+        return "kv", f"{waiting}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
+    if waits.lent:
+        return "generator", f"{waiting} while the generator has the devices: they take turns"
+    return "generator", f"{waiting}, {filled}"

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headway.control.summaries import weighted_mean
-from headway.control.tuning.drift import environment_share
+from headway.control.tuning.balance import waits_of
 from headway.records.ledger import StepRecord
 from headway.records.stalls import WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, TraceLine, TraceSession
@@ -152,18 +152,13 @@ def _mean(tail: RunTail, column: Column) -> float:
 
 def _judged(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
     """The run in a few words, and their parts."""
-    waits = {
-        "trainer": _mean(tail, lambda step: step.trainer_wait_ratio),
-        "generator": _mean(tail, lambda step: step.generator_wait_ratio),
-        "lent": _mean(tail, lambda step: step.generator_lent_ratio),
-    }
+    waits = waits_of(list(tail.recent)[-WINDOW:])
     budget = tail.experiment and tail.experiment.queue.budget
     shown = {"unknown": "It can't be told what became of it", "died": "It died"}
     parts = [] if state == "running" else [shown.get(state, state.capitalize())]
     balance, learning, cost = "unknown", "unknown", tail.cost(price)
     if tail.recent:
-        environment = _mean(tail, lambda step: environment_share([step]))
-        balance, text = judge_balance(waits["trainer"], waits["generator"], budget, waits["lent"], environment)
+        balance, text = judge_balance(waits, budget)
         parts.append(text.partition(". ")[0])
         mean, worst = _mean(tail, lambda s: s.trajectory_staleness.mean), _worst_staleness(tail)
         of = "" if budget is None else f" of {budget}"
@@ -175,7 +170,7 @@ def _judged(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
     sentence = ". ".join(part[:1].upper() + part[1:].rstrip(".") for part in parts)
     return {
         "sentence": f"{sentence}." if sentence else "",
-        **{"learning": learning, "balance": balance, "waits": waits},
+        **{"learning": learning, "balance": balance, "waits": msgspec.to_builtins(waits)},
         "cost": None if cost is None else {**msgspec.to_builtins(cost), "text": cost_sentence(cost)},
     }
 

@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_make_help_names_every_target_of_readme_and_contributing():
         named = set(re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)) - {"help"}
         assert named, name
         assert named - targets == set(), name
+
+
+def test_install_lists_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    table = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("## Extras")[2].partition("\n## ")[0]
+    cells = " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE))
+    assert set(re.findall(r"`([\w-]+)`", cells)) == set(project["optional-dependencies"])
 
 
 def test_index_and_menu_list_every_page():

@@ -11,7 +11,7 @@ from docs.blocks import PAGES, blocks_of
 from docs.write_outputs import is_regenerated, main, regenerated
 
 MARKED = [page for page in PAGES if any(map(is_regenerated, blocks_of(page)))]
-QUICK = ("README.md", "alerts.md", "kernels-commands.md", "new.md", "style.md")
+QUICK = ("alerts.md", "kernels-commands.md", "new.md", "style.md")
 
 
 def test_some_are_marked() -> None:

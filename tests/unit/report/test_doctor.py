@@ -10,23 +10,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from planned_run import calibration_of, lengths_of
-from planned_run import shape_of as planned_shape
 from rich.console import Console
 from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.config.schema import Experiment
 from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candidate, _more_in_environments, diagnose
-from headway.control.tuning.forecast import binding_constraint, queue_model
 from headway.control.tuning.ledger_model import estimate, shape_of
-from headway.records.check_report import Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, KernelScores, LedgerLine, StepRecord
 from headway.report.doctor import alerts_of, costs_of, examine, print_report
-from headway.report.verdict import judge_balance
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import Ledger
 from tests.support.kept_ledgers import kept_ledger
@@ -85,6 +78,22 @@ def test_a_slow_verifier_binds_and_more_workers_help() -> None:
     assert found.binding == "verifier"
     assert found.changes[0].settings == {"verifier.workers": "2"}
     assert found.changes[0].gain > 0.5
+
+
+def test_the_doctor_says_where_the_whole_run_reads_otherwise_than_its_last_steps(tmp_path: Path) -> None:
+    """The first steps, in which the queue fills, are the report's as well."""
+    outcome = run(budget=4, steps=20, sample_s=0.1)
+    filling = {"trainer_wait_ratio": 0.9, "generator_wait_ratio": 0.9, "step_s": 100.0}
+    outcome.lines = [
+        msgspec.structs.replace(line, **filling) if isinstance(line, StepRecord) and line.step < 5 else line
+        for line in outcome.lines
+    ]
+    found = examine(recorded(outcome, tmp_path / "run"))
+    assert found.diagnosis.balance == "training-bound"
+    assert found.whole_run.startswith("Bound by neither model: ")
+    console = Console(record=True, width=100, highlight=False)
+    print_report(found, None, console)
+    assert "whole run" in console.export_text()
 
 
 def test_devices_are_named_as_they_are_set() -> None:
@@ -182,26 +191,6 @@ def test_more_rollouts_in_environments_get_room_there_too() -> None:
         "environment.concurrency": "80"
     }
     assert settings({}, live=64) == rollouts, "a function of tokens has no sandboxes of ours"
-
-
-@given(*[st.floats(0, 1)] * 3, st.integers(0, 4), st.sampled_from(["admission", "generator", "verifier"]))
-def test_the_doctor_finds_that_environments_bind_where_the_report_does(
-    trainer: float, generator: float, environment: float, budget: int, relieved: Constraint
-) -> None:
-    shape = planned_shape(budget=budget)
-    outcome = QueueOutcome(
-        samples_per_s=1.0,
-        trainer_wait=trainer,
-        straggler_wait=trainer,
-        generator_wait=generator,
-        slots_filled=0.5,
-        staleness_mean=1.0,
-        staleness_max=1,
-    )
-    model = queue_model(shape, calibration_of(), lengths_of())
-    found, _ = binding_constraint(shape, model, outcome, [(relieved, 0.5)], environment)
-    balance, _ = judge_balance(trainer, generator, budget, environment=environment)
-    assert (found == "environment") == (balance == "environment-bound")
 
 
 def test_steps_around_a_restart_say_nothing_of_the_rates(tmp_path: Path) -> None:

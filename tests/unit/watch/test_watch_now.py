@@ -140,7 +140,7 @@ def test_the_sentence_says_who_waits_how_stale_whether_it_learns_and_the_cost(li
     assert found["sentence"].endswith("so far.")
     assert found["cost"]["usd"] == pytest.approx(2 * 31.5)  # two devices, a dollar a second
     assert (found["balance"], found["learning"]) == ("generation-bound", "improved")
-    assert found["waits"] == pytest.approx({"trainer": 0.6, "generator": 0.02, "lent": 0.0})
+    assert found["waits"] == pytest.approx({"trainer": 0.6, "generator": 0.02, "lent": 0.0, "environment": 0.0})
 
 
 def test_stalls_alerts_and_a_silent_orchestrator_are_told(live: LiveRun) -> None:

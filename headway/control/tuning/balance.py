@@ -1,0 +1,101 @@
+"""The rule for who waits for whom in a run: report, live view, watch page, doctor and forecast all judge by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Literal
+
+import msgspec
+
+from headway.control.summaries import weighted_mean
+from headway.records.ledger import StepRecord
+
+Balance = Literal[
+    "matched",
+    "generation-bound",
+    "training-bound",
+    "synchronous",
+    "time-shared",
+    "environment-bound",
+    "other-bound",
+    "unknown",
+]
+
+BUSY = 0.10  # a side that waits less is busy
+IDLE = 0.20  # a side that waits more isn't what the other waits for
+CLEAR_DIFFERENCE = 0.10  # of the two waits, above which one side is the bottleneck
+ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above which these bind where both sides idle
+
+
+class WaitShares(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of a run's time, 0 to 1, by which its bottleneck is found."""
+
+    trainer: float  # the trainer waits
+    generator: float  # the generator has nothing to do
+    lent: float = 0.0  # the generator's devices are the trainer's
+    environment: float = 0.0  # of the rollouts' time: in their environments, tools and sandboxes
+
+
+def between_turns(records: Sequence[StepRecord]) -> float:
+    """Share of the rollouts' time, from admission to the last token, in which they needed no slot: between turns."""
+    return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
+
+
+def environment_share(records: Sequence[StepRecord]) -> float:
+    """Share of the rollouts' time that was spent in their environments, tools and sandboxes: `between_turns` without
+    the ways there and back, which make up most of it where an environment is instant."""
+    hops_s = sum(r.flow.environment_hop_s for r in records)
+    return between_turns(records) - hops_s / max(1e-9, sum(r.flow.generating_s for r in records))
+
+
+def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
+    """The waits over ``steps``, each step counting by its time."""
+    return WaitShares(
+        trainer=weighted_mean(steps, attrgetter("trainer_wait_ratio"), attrgetter("step_s")),
+        generator=weighted_mean(steps, attrgetter("generator_wait_ratio"), attrgetter("step_s")),
+        lent=weighted_mean(steps, attrgetter("generator_lent_ratio"), attrgetter("step_s")),
+        environment=environment_share(steps),
+    )
+
+
+def balance_of(waits: WaitShares, budget: int | None) -> Balance:
+    """Name the bottleneck of a run with these waits and staleness ``budget`` (None: not known).
+
+    In this order: devices that the trainer borrows -> time-shared (the trainer waits while they generate); budget 0 ->
+    synchronous (both sides wait by design); both sides wait more than IDLE -> neither is what the other waits for: the
+    environments bind where rollouts spend more than ENVIRONMENT_SHARE of their time there, else something else does;
+    one waits CLEAR_DIFFERENCE more -> the other side binds; both wait less than IDLE -> matched; else something else.
+    """
+    less, more = sorted((waits.trainer, waits.generator))
+    if waits.lent > 0:
+        return "time-shared"
+    if budget == 0:
+        return "synchronous"
+    if less > IDLE:
+        return "environment-bound" if waits.environment > ENVIRONMENT_SHARE else "other-bound"
+    if more - less > CLEAR_DIFFERENCE:
+        return "generation-bound" if waits.trainer > waits.generator else "training-bound"
+    return "matched" if more < IDLE else "other-bound"
+
+
+def measured_limits(steps: Sequence[StepRecord]) -> str:
+    """Say in a sentence what ``steps`` have measured that both sides wait for, the largest shares first."""
+
+    def total(name: str) -> float:
+        return sum(attrgetter(name)(step) for step in steps)
+
+    step_s, generating_s = max(1e-9, total("step_s")), max(1e-9, total("flow.generating_s"))
+    shares = {
+        "rollouts were {} of their time on the way between processes": total("flow.environment_hop_s") / generating_s,
+        "rollouts were {} of their time in their environments": environment_share(steps),
+        "the orchestrator computed for {} of the time": total("orchestrator_cpu_s") / step_s,
+        "responses were {} of the time with a verifier": total("verify_s") / step_s,
+        "the trainer waited {} for the oldest groups, at the budget's edge": total("flow.straggler_wait_s") / step_s,
+        "the trainer waited {} for its weights to be applied": total("flow.update_wait_s") / step_s,
+        "publishing took {}": total("publish_s") / step_s,
+    }
+    found = sorted(((share, text) for text, share in shares.items() if share > BUSY), reverse=True)[:3]
+    if not found:
+        return "None of what a step measures limits them: evaluations, or processes that share cores, are left."
+    return "The steps measured: " + "; ".join(text.format(f"{share:.0%}") for share, text in found) + "."
