@@ -134,7 +134,7 @@ class Conversations(Protocol):
         """The server's address, say http://127.0.0.1:8000; the API is below it, at /v1."""
         ...
 
-    def open(self, rollout: str, sample: SampleTurn, *, constraints: bool = True) -> OpenConversation:
+    def open(self, rollout: str, sample: SampleTurn, *, constraints: bool) -> OpenConversation:
         """Take calls for the rollout of this name, until it is sealed. ``constraints``: its answers may be constrained
         by grammars."""
         ...

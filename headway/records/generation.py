@@ -83,7 +83,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     error: str = ""  # cause, when finish_reason is "error"
     refused: bool = False  # ... caused by the request itself: every replica would return it
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
-    void: bool = False  # an "error" after which no token gained since the request was submitted is valid
+    # No token gained before is valid: of an "error", those since the request was submitted; of one that goes on, those
+    # that it came with either: it begins anew.
+    void: bool = False
     token_rows: dict[str, TokenRows] = {}  # by kind, of tokens behind those whose rows were returned before
 
     @classmethod
@@ -140,6 +142,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     running: int = 0  # requests holding a slot
     waiting: int = 0  # requests queued inside the engine
+    compiling: int = 0  # of these, the ones whose grammars are being compiled
     slots: int = 0
     kv_used_tokens: int = 0
     kv_capacity_tokens: int = 0

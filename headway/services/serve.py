@@ -194,7 +194,8 @@ async def served_pool(
     access = ServedSessions(chat, experiment, sample_of, clock, keys, on_over)
 
     def metrics(responses: Mapping[tuple[str, int], int]) -> bytes:
-        return ServeMetrics(responses, pool.routing(), pool.worker_states, len(access), access.kept_tokens).text()
+        kept = len(access), access.kept_tokens
+        return ServeMetrics(responses, pool.routing(), pool.worker_states, *kept, app.compiling).text()
 
     tokens = experiment.max_sequence_tokens
     path = experiment.model.path

@@ -36,11 +36,13 @@ class ServeMetrics(ServiceMetrics):
     workers: Iterable[WorkerState]
     sessions: int  # open named ones
     kept_tokens: int  # tokens that these keep
+    compiling: int  # requests that wait for their grammars, and aren't the router's yet
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         yield response_family("headway_serve_responses", self.responses)
         for name, value in (("sessions", self.sessions), ("kept_tokens", self.kept_tokens)):
             yield GaugeMetricFamily(f"headway_serve_{name}", f"{name.replace('_', ' ')} of named sessions", value)
+        yield GaugeMetricFamily("headway_serve_compiling", "requests that wait for their grammars", self.compiling)
         yield from router_families(self.router)
         yield from worker_families(self.workers)
 

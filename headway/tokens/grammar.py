@@ -7,6 +7,7 @@ Shapes: n rows, w words of 32 bits, v vocabulary; bit i of a mask, from the lowe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import llguidance
 import numpy as np
@@ -28,14 +29,22 @@ from numpy.typing import NDArray
 from headway.tokens.grammar_trial import TRIAL_S, grammar_trial
 from headway.tokens.tokenizer import Tokenizer
 
-GRAMMAR_VERSION = f"llguidance {llguidance.__version__}"
 MOST_CHARACTERS = 1 << 17  # of a grammar: what the library takes for one with thousands of properties is quadratic
 _MOST_COMPILED = 128  # grammars in a cache ...
-_MOST_CACHED_CHARACTERS = 1 << 21  # ... and of their texts together: compiled, a character takes some hundred bytes
+_MOST_CACHED_CHARACTERS = 1 << 21  # ... of their texts together: compiled, a character takes some hundred bytes ...
+_FEW_STATES = 4_000  # ... of the lexer's states in each ...
+_MOST_LARGE = 4  # ... but for so many that were compiled again, because those were used up, ...
+_MOST_STATES = 40_000  # ... which have so many, as one that is compiled for a single response
+STATE_BYTES = 500  # of a state, as long texts and patterns that count have them
+MOST_CACHED_BYTES = (_MOST_COMPILED * _FEW_STATES + _MOST_LARGE * _MOST_STATES) * STATE_BYTES
+_STEP_FUEL = 100_000  # of a mask's work, in the lexer's steps: 14,000 take about a millisecond
+_PATIENT_FUEL = 5_000_000  # where nobody else waits
 # Whitespace between two parts of JSON is bounded: a model that likes it would else fill its response with it.
 _SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
 # Any tokens whose bytes match may be sampled, not only those into which the tokenizer would split a forced text.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTIONS = '{"no_forcing": true}'
+_HEAD = f"%llguidance {_OPTIONS}\n"
+GRAMMAR_VERSION = f"llguidance {llguidance.__version__} {_OPTIONS}"  # what masks depend on, beside texts and tokens
 _SHORT = 200  # characters of the library's messages that are shown
 _PLACE_S = 0.5  # in which parts of a schema are tried to find the one at fault
 _PARALLEL_ROWS = 8  # fewer masks are computed one after another: handing them out costs more
@@ -51,6 +60,11 @@ _SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "e
 
 class GrammarRefused(ValueError):
     """A grammar that can't be used, or a token outside of it; the message names the place."""
+
+
+class GrammarExhausted(GrammarRefused):
+    """The library's limits are reached, maybe by other responses, as those of a compiled grammar share the states that
+    it may have: in a grammar compiled for this response alone (`Grammars.alone`) it may go on."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool | None = None) -> str:
@@ -104,8 +118,9 @@ def _is_number(value: Any) -> TypeGuard[float]:
 class Matcher:
     """The position of one response in its grammar; not to be used by two threads at once."""
 
-    def __init__(self, inner: LLMatcher, words: int, stop_ids: frozenset[int]) -> None:
+    def __init__(self, inner: LLMatcher, words: int, stop_ids: frozenset[int], alone: bool) -> None:
         self.inner = inner
+        self.alone = alone  # no other response shares its states
         self.tokens = 0  # so far
         self.finished = False  # it ended with a stop token
         self.words = words  # of its masks
@@ -117,7 +132,7 @@ class Matcher:
         return self.inner.is_stopped()
 
     def allowed(self) -> NDArray[np.uint32]:
-        """The mask of the tokens that may follow, [w]. Raises GrammarRefused where there is none."""
+        """The mask of the tokens that may follow, [w]. Raises GrammarRefused where there is none, GrammarExhausted."""
         masks = np.empty((1, self.words), np.uint32)
         for error in fill_masks([(self, 0)], masks).values():
             raise error
@@ -125,15 +140,22 @@ class Matcher:
 
     def advance(self, token: int) -> bool:
         """Append a token; whether it ended the response. Raises GrammarRefused for one that isn't allowed here, and
-        where following it takes more than the library's limits."""
+        GrammarExhausted where following it takes more than the library's limits."""
         if self.finished or not self.inner.consume_token(token):
             why = _message(self.inner.get_error())
             if self.finished or "satisfy the grammar" in why:
                 raise GrammarRefused(f"token {token} at place {self.tokens} of the response is outside its grammar")
-            raise GrammarRefused(f"grammar, at place {self.tokens} of the response: {why}")
+            raise GrammarExhausted(f"grammar, at place {self.tokens} of the response: {why}")
         self.tokens += 1
         self.finished = token in self._stop_ids
         return self.finished
+
+
+class _Compiled(NamedTuple):
+    """A grammar, or why there is none; neither where its states were used up."""
+
+    found: LLMatcher | GrammarRefused | None
+    large: bool
 
 
 class Grammars:
@@ -145,16 +167,17 @@ class Grammars:
         matcher.advance(allowed_ids(matcher.allowed())[0])
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int | None = None) -> None:
-        """``vocabulary``: the model's; ids without a text are never allowed."""
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int | None = None, *, patient: bool = False) -> None:
+        """``vocabulary``: the model's; ids without a text are never allowed. ``patient``: masks may take long, since no
+        other response waits for them."""
         self._tokenizer = tokenizer
+        self._fuel = _PATIENT_FUEL if patient else _STEP_FUEL
         self.vocabulary = tokenizer.vocabulary_size if vocabulary is None else vocabulary
         self.words = -(-self.vocabulary // 32)
         self.stop_ids = frozenset(i for i in tokenizer.stop_ids if i < self.vocabulary)
         self._inner: LLTokenizer | None = None
         # By text, the last used last. A matcher is copied for each response, an error raised again.
-        self._compiled: OrderedDict[str, LLMatcher | GrammarRefused] = OrderedDict()
-        self._characters = 0  # of the texts in it
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._lock = threading.Lock()  # around the cache
         self._compiling = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -165,13 +188,35 @@ class Grammars:
         found = self._kept(text)
         if found is None:
             with self._compiling:
-                found = self._kept(text) or self._keep(text, self._compile(text))
+                found = self._kept(text) or self._keep(text)
         return self._opened(found)
 
-    def start(self, text: str, ids: Sequence[int] = ()) -> Future[Matcher]:
+    def alone(self, text: str, ids: Sequence[int]) -> Matcher:
+        """A matcher behind the tokens ``ids``, of a grammar compiled for it. Raises GrammarRefused, GrammarExhausted
+        where the limits are reached even so."""
+        with self._compiling:
+            found = self._compile(text, True)
+        return _behind(self._opened(found, alone=True), ids)
+
+    def masks(self, text: str, ids: Sequence[int]) -> Iterator[NDArray[np.uint32]]:
+        """The mask that each of a response's tokens was sampled under, [w]. Raises GrammarRefused, as `Matcher`, for
+        ids that its grammar can't have produced, and GrammarExhausted as `alone`."""
+        matcher = self.matcher(text)
+        for place, token in enumerate(ids):
+            try:
+                mask = matcher.allowed()
+                matcher.advance(token)
+            except GrammarExhausted:
+                matcher = self.alone(text, ids[:place])
+                mask = matcher.allowed()
+                matcher.advance(token)
+            yield mask
+
+    def start(self, text: str, ids: Sequence[int] = (), *, alone: bool = False) -> Future[Matcher]:
         """`matcher`, behind the tokens ``ids``, in a thread of its own: one grammar after another, and behind the
-        machine's other work. At once where the grammar is kept and nothing is to be followed."""
-        if not ids and (found := self._kept(text)) is not None:
+        machine's other work. At once where the grammar is kept and nothing is to be followed. ``alone``, or where the
+        states are used up: of a grammar compiled for it."""
+        if not ids and not alone and (found := self._kept(text)) is not None:
             future: Future[Matcher] = Future()
             try:
                 future.set_result(self._opened(found))
@@ -180,18 +225,18 @@ class Grammars:
             return future
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "grammars", _yield_to_others)
-        return self._pool.submit(self._followed, text, ids)
+        return self._pool.submit(self._followed, text, ids, alone)
 
-    def _followed(self, text: str, ids: Sequence[int]) -> Matcher:
-        matcher = self.matcher(text)
-        for token in ids:
-            matcher.advance(token)
-        return matcher
+    def _followed(self, text: str, ids: Sequence[int], alone: bool) -> Matcher:
+        if not alone:
+            with contextlib.suppress(GrammarExhausted):
+                return _behind(self.matcher(text), ids)
+        return self.alone(text, ids)
 
-    def _opened(self, found: LLMatcher | GrammarRefused) -> Matcher:
+    def _opened(self, found: LLMatcher | GrammarRefused, *, alone: bool = False) -> Matcher:
         if isinstance(found, GrammarRefused):
             raise GrammarRefused(*found.args)
-        return Matcher(found.deep_copy(), self.words, self.stop_ids)
+        return Matcher(found.deep_copy(), self.words, self.stop_ids, alone)
 
     def __len__(self) -> int:
         """Grammars that are kept."""
@@ -199,27 +244,32 @@ class Grammars:
 
     def _kept(self, text: str) -> LLMatcher | GrammarRefused | None:
         with self._lock:
-            if (found := self._compiled.get(text)) is None:
+            if (one := self._compiled.get(text)) is None:
                 return None
             self._compiled.move_to_end(text)
-            if isinstance(found, LLMatcher) and _worn_out(found):
-                del self._compiled[text]
-                self._characters -= len(text)
-                return None
-            return found
+            if isinstance(one.found, LLMatcher) and _worn_out(one.found):
+                one = self._compiled[text] = _Compiled(None, large=True)
+            return one.found
 
-    def _keep(self, text: str, found: LLMatcher | GrammarRefused) -> LLMatcher | GrammarRefused:
+    def _keep(self, text: str) -> LLMatcher | GrammarRefused:
+        """Compile a grammar, with few states until that was seen not to do, and keep it."""
+        before, kept = self._compiled.get(text), self._compiled
+        large = before is not None and before.large
+        found = self._compile(text, large)
+        if not large and isinstance(found, GrammarExhausted):
+            large, found = True, self._compile(text, True)
         if len(text) > MOST_CHARACTERS:
             return found
         with self._lock:
-            self._compiled[text] = found
-            self._characters += len(text)
-            while len(self._compiled) > _MOST_COMPILED or self._characters > _MOST_CACHED_CHARACTERS:
-                oldest, _ = self._compiled.popitem(last=False)
-                self._characters -= len(oldest)
+            kept.pop(text, None)
+            kept[text] = _Compiled(found, large)
+            for one in [one for one in kept if kept[one].large][:-_MOST_LARGE]:
+                del kept[one]
+            while len(kept) > _MOST_COMPILED or sum(map(len, kept)) > _MOST_CACHED_CHARACTERS:
+                kept.popitem(last=False)
         return found
 
-    def _compile(self, text: str) -> LLMatcher | GrammarRefused:
+    def _compile(self, text: str, large: bool) -> LLMatcher | GrammarRefused:
         if len(text) > MOST_CHARACTERS:
             return GrammarRefused(f"a grammar of {len(text)} characters: {MOST_CHARACTERS} are the most")
         if self._inner is None:
@@ -227,15 +277,27 @@ class Grammars:
                 return GrammarRefused(f"the model's {self.vocabulary} tokens have no stop token to end a response with")
             texts = TokenizerWrapper(_Texts(self._tokenizer, self.vocabulary, self.stop_ids))
             self._inner = LLTokenizer(texts, eos_token=sorted(self.stop_ids))
-        if not grammar_trial().survives(_OPTIONS + text):
+        if not grammar_trial().survives(_HEAD + text):
             return GrammarRefused(
                 f"grammar: it can't be compiled within {TRIAL_S:.0f} s and a gibibyte: make it simpler"
             )
-        inner = LLMatcher(self._inner, _OPTIONS + text, log_level=0, limits=_limits())
+        limits = _limits(_MOST_STATES if large else _FEW_STATES, self._fuel)
+        inner = LLMatcher(self._inner, _HEAD + text, log_level=0, limits=limits)
         if not (error := inner.get_error()):
             inner.compute_bitmask()  # of the first token: what it needs is then computed for all copies
             error = inner.get_error()
+        if "too many states" in error:
+            return GrammarExhausted(f"grammar: {_message(error)}")
         return GrammarRefused(_explained(text, error)) if error else inner
+
+
+def _behind(matcher: Matcher, ids: Sequence[int]) -> Matcher:
+    """Advance a matcher. Its next mask is computed, too: that takes more states than following."""
+    for token in ids:
+        matcher.advance(token)
+    if ids:
+        matcher.allowed()
+    return matcher
 
 
 def _worn_out(compiled: LLMatcher) -> bool:
@@ -276,19 +338,9 @@ def fill_masks(rows: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -
     for matcher, row in rows:
         if matcher.finished or matcher.inner.is_error() or not some[row]:
             why = "the response has ended" if matcher.finished else _message(matcher.inner.get_error()) or _DEAD_END
-            errors[row] = GrammarRefused(f"grammar, at place {matcher.tokens} of the response: {why}")
+            kind = GrammarRefused if matcher.finished or why == _DEAD_END else GrammarExhausted
+            errors[row] = kind(f"grammar, at place {matcher.tokens} of the response: {why}")
     return errors
-
-
-def kept_masks(grammars: Grammars, text: str, ids: Sequence[int]) -> NDArray[np.uint32]:
-    """The mask that each of a response's tokens was sampled under, [len(ids), w]. Raises GrammarRefused, as `Matcher`,
-    for ids that its grammar can't have produced."""
-    matcher, masks = grammars.matcher(text), np.empty((len(ids), grammars.words), np.uint32)
-    for row, token in enumerate(ids):
-        for error in fill_masks([(matcher, row)], masks).values():
-            raise error
-        matcher.advance(int(token))
-    return masks
 
 
 def allowed_ids(mask: NDArray[np.uint32]) -> NDArray[np.int32]:
@@ -303,9 +355,9 @@ def _threads() -> LLExecutor | None:
     return LLExecutor(cores) if cores > 1 else None
 
 
-def _limits() -> LLParserLimits:
-    """Bounds of a grammar's compilation, of a mask's, and of what both may hold: 40,000 states are 80 MB at most."""
-    return LLParserLimits(max_lexer_states=40_000, max_grammar_size=100_000, verbose_errors=False)
+def _limits(states: int, fuel: int) -> LLParserLimits:
+    """Bounds of a grammar's compilation, of a mask's work, and of what both may hold."""
+    return LLParserLimits(max_lexer_states=states, step_lexer_fuel=fuel, max_grammar_size=100_000, verbose_errors=False)
 
 
 def _yield_to_others() -> None:
@@ -333,7 +385,9 @@ def _explained(text: str, error: str) -> str:
 
 def _fault(schema: Any) -> str:
     """Why a schema can't be compiled for any tokenizer; "": it can."""
-    return _message(LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=_limits()))
+    return _message(
+        LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=_limits(_MOST_STATES, _STEP_FUEL))
+    )
 
 
 def _place(schema: Any, fault: str) -> str:

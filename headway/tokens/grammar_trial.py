@@ -16,7 +16,7 @@ import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-TRIAL_S = 10.0  # most seconds that a grammar may take
+TRIAL_S = 10.0  # most seconds of a core that a grammar may take
 _COMMAND = ("-m", "headway.tokens.grammar_trial")
 _TRIAL_BYTES = 1 << 30  # of address space, what the process takes by itself included
 
@@ -61,19 +61,19 @@ def grammar_trial() -> GrammarTrial:
 
 
 def main() -> None:
-    """Compile what comes until standard input ends. A grammar that takes too long ends the process: SIGALRM does so in
-    the library's code, too."""
+    """Compile what comes until standard input ends. A grammar that takes too long, of a core's time, ends the process:
+    SIGPROF does so in the library's code, too."""
     resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)
     tokenizer, limits = LLTokenizer("byte"), LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
     while head := sys.stdin.buffer.read(8):
         text = sys.stdin.buffer.read(int.from_bytes(head, "little")).decode("utf-8", "replace")
-        signal.setitimer(signal.ITIMER_REAL, TRIAL_S)
+        signal.setitimer(signal.ITIMER_PROF, TRIAL_S)  # by the clock, a busy machine would refuse any grammar
         inner = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not inner.get_error():
             inner.compute_bitmask()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(b".")
         sys.stdout.buffer.flush()
 

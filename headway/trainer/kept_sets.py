@@ -101,15 +101,13 @@ class KeptSets:
         """Follow a constrained run from its first token and keep the mask of each."""
         text, first, behind = self.arrays.grammars[run]
         try:
-            matcher = self._grammars().matcher(text)
-            for at in range(first, behind):
-                mask = matcher.allowed()
+            ids = self.arrays.token_ids_n[first:behind].tolist()
+            for at, mask in enumerate(self._grammars().masks(text, ids), first):
                 number = self._numbers.setdefault(found := mask.tobytes(), len(self._masks))
                 if number == len(self._masks):
                     self._masks.append(found)
                     self._sizes.append(int(np.bitwise_count(mask).sum()))
                 self._mask_n[at] = number
-                matcher.advance(int(self.arrays.token_ids_n[at]))
         except GrammarRefused as error:
             raise self._mismatch(first, str(error)) from None
 

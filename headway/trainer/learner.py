@@ -175,7 +175,7 @@ class Learner:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(Tokenizer.load(self._folder), self.model.config.vocabulary_size)
+        return Grammars(Tokenizer.load(self._folder), self.model.config.vocabulary_size, patient=True)
 
     def forget_sets(self) -> None:
         """Forget the last batch, whose kept sets several passes may have asked for."""

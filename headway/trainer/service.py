@@ -39,7 +39,7 @@ from headway.weights.shared_memory import Publisher
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place where an adapter is trained
 OPTIMISER_FILE = "optimizer.safetensors"
-GRAMMAR_FILE = "grammars.txt"  # name and version of the library that reads the run's grammars, where it has any
+GRAMMAR_FILE = "grammars.txt"  # GRAMMAR_VERSION of what reads the run's grammars, where it has any
 
 
 class ModelService:
@@ -239,7 +239,7 @@ class TrainerService(ModelService):
         if pinned.is_file() and (theirs := pinned.read_text()) != GRAMMAR_VERSION:
             raise ConfigurationError(
                 f"{path} is of a run whose constrained answers were sampled with {theirs}; {GRAMMAR_VERSION}, which is "
-                f"installed, may read their grammars otherwise: install {theirs}"
+                "installed, may read their grammars otherwise: install what it had"
             )
         try:
             optimiser = load_file(Path(path) / OPTIMISER_FILE)

@@ -8,6 +8,7 @@ their ``Capabilities``.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,11 +128,11 @@ class Session:
                 self.results[delta.request_id] = done.value  # type: ignore[attr-defined]
                 self.order.append(delta.request_id)
 
-    def run(self, limit: int = 5000) -> dict[str, GenerationResult]:
-        """Step until nothing is left."""
-        for _ in range(limit):
-            if not self.step():
-                break
+    def run(self, limit_s: float = 200.0) -> dict[str, GenerationResult]:
+        """Step until nothing is left. The limit is a time: an engine steps while grammars are compiled elsewhere."""
+        until = time.monotonic() + limit_s
+        while self.step() and time.monotonic() < until:
+            pass
         assert self.results.keys() == self.requests.keys(), "a request never ended"
         return self.results
 

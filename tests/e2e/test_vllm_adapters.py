@@ -128,7 +128,7 @@ def test_updates_with_many_requests_in_flight(make: Any, mode: Any) -> None:
             for one in asked:
                 fields = {name: getattr(one, name) for name in ("request_id", "prompt_ids", "sampling", "priority")}
                 session.submit(GenerationRequest(**fields, partial=parked[one.request_id].response))
-    results = session.run(limit=100_000)
+    results = session.run(limit_s=600.0)
     found = []
     for one in asked:
         result = results[one.request_id]
@@ -169,7 +169,7 @@ def test_base_and_adapters_by_name_in_one_batch(make: Any) -> None:
         for i in range(16)
     ]
     session.submit(*asked, conformance.request("unknown", adapter="poet"))
-    results = session.run(limit=100_000)
+    results = session.run(limit_s=600.0)
     assert results["unknown"].refused
     assert "no adapter 'poet'; valid: policy, critic, base" in results["unknown"].error
     for one in asked:
@@ -188,7 +188,7 @@ def test_kv_is_not_shared_between_revisions_and_adapters(make: Any) -> None:
         for name in ("policy", "critic", "base", "policy", "critic", "base"):
             asked.append(conformance.request(f"r{len(asked)}", prompt, max_tokens=10, seed=len(asked), adapter=name))
             session.submit(asked[-1])
-            session.run(limit=100_000)
+            session.run(limit_s=600.0)
     for one in asked:
         result = session.results[one.request_id]
         assert differences(one, result, {"base": 0, "critic": CRITIC}).max() <= NATS
@@ -207,7 +207,7 @@ def test_requests_of_the_oldest_revision_move_when_too_many_are_held(make: Any) 
         until_all_sampled(session)
         assert len(labels(engine)) <= REVISIONS
         require_loaded(engine)
-    results = session.run(limit=100_000)
+    results = session.run(limit_s=600.0)
     assert [spans_of(results[f"r{version}"]) for version in range(4)] == [[0, 3], [1], [2], [3]]
     for one in asked:
         assert differences(one, results[one.request_id]).max() <= NATS
@@ -235,7 +235,7 @@ def test_revisions_of_stopped_requests_are_unloaded_at_once(make: Any) -> None:
             engine._open[one.request_id].stop_strings = StopsAfter(12)
         until_all_sampled(session)
         engine.apply(published(version), "finish")
-        session.run(limit=100_000)
+        session.run(limit_s=600.0)
         assert labels(engine) == [("policy", version)]
         require_loaded(engine)
         for one in asked:
@@ -256,7 +256,7 @@ def test_a_response_resumes_on_its_revision_while_that_is_there(make: Any) -> No
     partial = session.results.pop("a").response
     engine.apply(published(1), "finish")
     session.submit(asked := conformance.request("a", max_tokens=length, seed=ord("a"), partial=partial))
-    results = session.run(limit=100_000)
+    results = session.run(limit_s=600.0)
     assert (spans_of(results["a"]), spans_of(results["b"])) == ([0], [0])
     assert differences(asked, results["a"]).max() <= NATS
     assert labels(engine) == [("policy", 1)]
@@ -281,7 +281,7 @@ def test_bad_updates_change_nothing(make: Any) -> None:
     assert (engine.version, labels(engine)) == (0, [("policy", 0)])
     session = conformance.Session(engine)
     session.submit(asked := conformance.request("after", max_tokens=20))
-    assert differences(asked, session.run(limit=100_000)["after"]).max() <= NATS
+    assert differences(asked, session.run(limit_s=600.0)["after"]).max() <= NATS
 
 
 def leaving_out(end: str, monkeypatch: pytest.MonkeyPatch) -> None:

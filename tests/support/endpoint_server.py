@@ -95,7 +95,7 @@ class Served:
         return f"{self.address}/v1"
 
     def open(self, rollout: str = "8-0") -> Session:
-        return self.sessions.open(rollout, self.engine)
+        return self.sessions.open(rollout, self.engine, constraints=True)
 
     async def post(self, path: str, body: Any, **how: Any) -> tuple[int, dict[str, str], Any]:
         """(status, headers, body: JSON where it is, else text); otherwise as `raw`."""
@@ -175,7 +175,7 @@ async def served(
     app = App(sessions, engine.chat, settings, model, context_tokens, adapters=adapters, now_s=lambda: 1_800_000_000.5)
     async with serving(app, settings) as address:
         sessions.address = address
-        yield Served(address, sessions, engine, sessions.open("7-0", engine), events)
+        yield Served(address, sessions, engine, sessions.open("7-0", engine, constraints=True), events)
 
 
 def events_of(text: str) -> list[tuple[str, Any]]:

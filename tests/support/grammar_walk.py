@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.tokens.grammar import GrammarRefused, Grammars, allowed_ids
 from headway.tokens.tokenizer import Tokenizer
@@ -37,3 +41,9 @@ def is_allowed(grammars: Grammars, tokenizer: Tokenizer, grammar: str, text: str
     except GrammarRefused:
         return False
     return True
+
+
+def kept_masks(grammars: Grammars, grammar: str, ids: Sequence[int]) -> NDArray[np.uint32]:
+    """The mask that each of a response's tokens was sampled under, [n, w]."""
+    masks = list(grammars.masks(grammar, [int(i) for i in ids]))
+    return np.stack(masks) if masks else np.empty((0, grammars.words), np.uint32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -49,6 +50,7 @@ _LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: i
 _THREADS = 2  # for large requests
 _GRAMMAR_S = 20.0  # longest wait for a grammar that is compiled behind others ...
 _GRAMMAR_RETRY_S = 5  # ... and Retry-After of a request that waited so long
+_FAULT_S = 10.0  # in which the schemas of a refused grammar are tried: all of them together, as others wait meanwhile
 
 
 class Access(Protocol):
@@ -98,6 +100,7 @@ class App(HttpApp):
         self._further = further
         self._threads = asyncio.Semaphore(_THREADS)
         self._grammars = Grammars(chat.tokenizer)
+        self.compiling = 0  # requests that wait for their grammars
 
     async def answer(self, exchange: HttpExchange) -> None:
         path = exchange.path
@@ -170,21 +173,31 @@ class App(HttpApp):
             grammar = answer_grammar(wanted, written, opened=begins_inside_reasoning(prompt))
             await self._compiled(grammar)
         except GrammarRefused as error:
-            for one in wanted.schemas:
-                try:
-                    await self._compiled(answer_grammar(Constraint(text=one), OutputFormat()))
-                except GrammarRefused as fault:
-                    raise RequestRefused(f"{one.param}: {fault}", param=one.param) from None
-            raise RequestRefused(f"{wanted.param}: {error}", param=wanted.param) from None
+            param, fault = await self._at_fault(wanted) or (wanted.param, error)
+            raise RequestRefused(f"{param}: {fault}", param=param) from None
         return dataclasses.replace(asked, request=dataclasses.replace(asked.request, grammar=grammar))
+
+    async def _at_fault(self, wanted: Constraint) -> tuple[str, GrammarRefused] | None:
+        """The first schema that is refused by itself, and why; None: none was found in time."""
+        with contextlib.suppress(TimeoutError, Overloaded):
+            async with asyncio.timeout(_FAULT_S):
+                for one in wanted.schemas:
+                    try:
+                        await self._compiled(answer_grammar(Constraint(text=one), OutputFormat()))
+                    except GrammarRefused as fault:
+                        return one.param, fault
+        return None
 
     async def _compiled(self, grammar: str) -> None:
         """Compile a grammar in its thread. Raises GrammarRefused, and Overloaded when others take too long."""
+        self.compiling += 1
         try:
             async with asyncio.timeout(_GRAMMAR_S):
                 await asyncio.wrap_future(self._grammars.start(grammar))
         except TimeoutError:
             raise Overloaded("other requests' grammars are being compiled", _GRAMMAR_RETRY_S) from None
+        finally:
+            self.compiling -= 1
 
     async def _count(self, exchange: HttpExchange) -> None:
         """Answer Anthropic's count_tokens: the prompt tokens of a request, which is not recorded."""

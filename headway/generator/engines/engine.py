@@ -227,6 +227,7 @@ class Engine(ABC, Generic[Entry]):
             version=self.version,
             running=running,
             waiting=len(self._open) - running,
+            compiling=0 if self._compiling is None else len(self._compiling),
             slots=self.slots,
             kv_used_tokens=kv_used_tokens,
             kv_capacity_tokens=kv_capacity_tokens,

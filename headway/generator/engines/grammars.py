@@ -28,8 +28,9 @@ class CompilingGrammars(Generic[Entry]):
         return len(self._waiting)
 
     def start(self, entry: Entry) -> None:
-        """Compile a request's grammar, unless it is there already."""
-        future = self.grammars.start(entry.sampling.grammar, entry.response)
+        """Compile a request's grammar, unless it is there already; from the second time that its states were used up
+        on, for it alone."""
+        future = self.grammars.start(entry.sampling.grammar, entry.response, alone=entry.exhausted > 1)
         self._waiting[entry] = future, self._now() + COMPILE_S
 
     def discard(self, entry: Entry) -> bool:

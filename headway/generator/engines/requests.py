@@ -28,9 +28,7 @@ class EngineRequest:
         self.interruptible = request.interruptible
         self.arrival = arrival
         self.response = TokenIds(request.partial.ids)
-        self.pixels = pixels_of(
-            request.partial.token_rows
-        )  # content hash of the pixel arrays of its pictures; "": none
+        self.pixels = pixels_of(request.partial.token_rows)  # content hash of its pictures' pixel arrays; "": none
         self.shift = 0  # of positions behind them
         self.slot = -1
         self.adapter = request.adapter
@@ -42,6 +40,7 @@ class EngineRequest:
         self.kept_rows = request.rows_known + len(request.partial.token_rows.get(KEPT, ()))
         self.kept: list[NDArray[np.int32]] = []
         self.matcher: Matcher | None = None  # its place in its grammar, once that is compiled
+        self.exhausted = 0  # how often that grammar's states were used up
         self.reprefilled = False  # the KV of sampled tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None
 

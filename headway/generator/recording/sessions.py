@@ -213,7 +213,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, rollout: str, sample: SampleTurn, *, constraints: bool = True) -> Session:
+    def open(self, rollout: str, sample: SampleTurn, *, constraints: bool) -> Session:
         """See :class:`headway.records.conversations.Conversations`."""
         key = _new_key()
         session = Session(

@@ -87,10 +87,13 @@ class OpenRequest:
         self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
-        """Append a delta's tokens; a void one revokes all that were gained."""
+        """Append a delta's tokens; a void one revokes all that were gained, and where the request goes on all that it
+        has."""
         if delta.reprefilled:
             self.reprefills += 1
         if delta.void:
+            if delta.finish_reason is None:
+                self.request = msgspec.structs.replace(self.request, partial=PartialResponse())
             self._start_over()
         if delta.token_rows:
             self._block.append_rows(delta.token_rows)

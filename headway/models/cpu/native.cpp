@@ -539,7 +539,7 @@ void sample_kept(const T* logits, const float* temperature, const double* unifor
         largest = largest / divisor;
         double total = weigh(mass.data(), held, divisor, largest, mass.data(), totals), everything = total;
         sizes[n] = -1;
-        if (!greedy[n] && (top_p[n] < 1 || top_k[n] < vocabulary)) {
+        if (!greedy[n] && total == total && (top_p[n] < 1 || top_k[n] < vocabulary)) {  // with a NaN all of it is NaN
             // Without top_k, what is lighter than this is none of the heaviest of mass top_p: all such together aren't
             // the rest of the mass.
             bool any_number = top_k[n] >= vocabulary;

@@ -18,6 +18,7 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 - kept sets: the ids of every response token where top_p or top_k leave some out, as many as ``kept_set_tokens`` allows,
   in open rollouts, in the buffer and in the batch that each trainer rank is sent
+- grammars: what the endpoint, the replicas and the ranks that replay them keep compiled, where programs call the model
 - routing replay: the experts of every token, beside the KV, in open rollouts, in the buffer and in a micro-batch
 - the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8)
   and 400 a rollout, up to ``ledger.rollouts_max_bytes``
@@ -43,6 +44,7 @@ from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device, split_node
 from headway.runtime.nodes.conditions import machine_memory
+from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
@@ -111,7 +113,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
     controller = ("controller", "memory", {"base": BASE_BYTES["controller"]})
     uses: list[tuple[str, str, dict[str, int]]] = [
-        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets),
+        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets | _of_grammars(experiment)),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller]),
         *(("published weights", place, {"versions": published}) for place in _published_to(experiment)),
@@ -136,6 +138,10 @@ def kept_set_bytes(experiment: Experiment, model: ModelSizes) -> int:
         return 0
     ids = min(experiment.kept_sets, vocabulary, rollout.top_k or vocabulary)
     return rollout.max_response_tokens * (ids * (2 if vocabulary <= 1 << 16 else 4) + 4)
+
+
+def _of_grammars(experiment: Experiment) -> dict[str, int]:
+    return {"grammars": MOST_CACHED_BYTES} if experiment.environment.calls else {}
 
 
 def _of_sets(size: int) -> dict[str, int]:
@@ -191,6 +197,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         "activations": _step_bytes(experiment, model, width),
     }
     on_host = {"base": BASE_BYTES["generator"], "update buffer": trained * bytes_of(settings.dtype)}
+    on_host |= _of_grammars(experiment)
     yield from _on_device(name, device, on_device, on_host)
 
 
@@ -270,6 +277,7 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
         on_device["reference"] = 0 if own else reference.parameters * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
         on_host = {"base": BASE_BYTES["trainer"]} | _of_sets(samples * kept_set_bytes(experiment, model))
+        on_host |= _of_grammars(experiment) if experiment.kept_sets else {}
         yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
 
 

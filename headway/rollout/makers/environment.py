@@ -15,6 +15,7 @@ from headway.records.conversations import (
     OnTokens,
     OpenConversation,
     RequestRefused,
+    SampleTurn,
     TurnRequest,
 )
 from headway.records.environment import NextTurn, PartialRollout, Reply, SavedEpisode, TurnRecord
@@ -133,8 +134,11 @@ class EnvironmentAttempt(ConversationAttempt):
             verdict = msgspec.structs.replace(verdict, turn_rewards=(*turns[:-1], turns[-1] + score))
         return msgspec.structs.replace(verdict, detail={"ended": self._over, **verdict.detail})
 
+    def _open(self, name: str, sample: SampleTurn) -> None:
+        self._opened.append(self._conversations.open(name, sample, constraints=self._sampler.constraints))
+
     async def _play(self) -> None:
-        self._opened.append(self._conversations.open(self.name, self.sampled))
+        self._open(self.name, self.sampled)
         try:
             async with self._rollouts.environments.pool.seated(self.name) as lease:
                 self._lease = lease
@@ -212,7 +216,7 @@ class EnvironmentAttempt(ConversationAttempt):
     def _talk(self, asked: NextTurn) -> _Talk:
         if asked.speaker not in self._talks:
             if not asked.learned and len(self._opened) == 1:  # all unlearned roles share another conversation
-                self._opened.append(self._conversations.open(f"{self.name}-unlearned", self._sampled_unlearned))
+                self._open(f"{self.name}-unlearned", self._sampled_unlearned)
             self._talks[asked.speaker] = _Talk(conversation=self._opened[0 if asked.learned else 1])
         return self._talks[asked.speaker]
 

@@ -93,7 +93,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 def software() -> dict[str, str]:
     """The versions that must be the same on all machines of a run."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for package in ("headway", "torch"):
+    for package in ("headway", "torch", "llguidance"):  # the latter reads grammars for engines and for the trainer
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package).split("+")[0]
     return found

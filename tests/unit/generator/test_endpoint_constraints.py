@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,9 @@ from pydantic import BaseModel
 
 from headway.generator.endpoint import app
 from headway.records.conversations import TurnRequest
-from headway.tokens.grammar import Grammars
+from headway.records.generation import RouterStatistics
+from headway.services.serve_metrics import ServeMetrics
+from headway.tokens.grammar import GrammarRefused, Grammars
 
 
 class Person(BaseModel):
@@ -419,3 +422,43 @@ def test_a_grammar_that_waits_too_long_for_others_is_refused_for_now(monkeypatch
         assert (await server.post("/v1/chat/completions", ASKED["/v1/chat/completions"]))[0] == 200
 
     play(test, "hello")
+
+
+def test_the_search_for_the_schema_at_fault_has_one_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request stays at fault, though which schema is isn't said; others' grammars don't wait for it."""
+    body = {**ASKED["/v1/chat/completions"], "tools": CHAT_TOOLS, "tool_choice": "required"}
+    gauge, begun = list[int](), 0
+
+    def start(self: Grammars, text: str) -> Future[Any]:
+        nonlocal begun
+        future: Future[Any] = Future()
+        if not begun:
+            future.set_exception(GrammarRefused("it can't be compiled"))
+        begun += 1
+        return future
+
+    monkeypatch.setattr(Grammars, "start", start)
+    monkeypatch.setattr(app, "_FAULT_S", 0.05)
+    compiled = app.App._compiled
+
+    async def counted(self: app.App, grammar: str) -> None:
+        asking = asyncio.ensure_future(compiled(self, grammar))
+        await asyncio.sleep(0)
+        gauge.append(self.compiling)
+        try:
+            await asking
+        finally:
+            gauge.append(self.compiling)
+
+    monkeypatch.setattr(app.App, "_compiled", counted)
+
+    async def test(server: Served) -> None:
+        status, _, answer = await server.post("/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+        assert answer["error"]["message"] == "tool_choice: it can't be compiled"
+
+    play(test, "hello")
+    assert begun == 2
+    assert gauge[-2:] == [1, 0]
+    metrics = ServeMetrics({}, RouterStatistics(), (), 0, 0, compiling=3).text().decode()
+    assert "headway_serve_compiling 3.0" in metrics

@@ -438,7 +438,7 @@ def test_what_was_streamed_and_turns_out_void_is_never_recorded(told_again: bool
             await read.wait()
             return await plain(server.engine, wanted, told if told_again else lambda partial: None)
 
-        session = server.sessions.open("9-0", sample)
+        session = server.sessions.open("9-0", sample, constraints=True)
         asking = client.with_options(api_key=session.key, max_retries=0)
         stream = await asking.chat.completions.create(model="headway", messages=[USER], stream=True)
         text = ""

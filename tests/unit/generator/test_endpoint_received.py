@@ -90,7 +90,7 @@ class Endpoints:
     async def ask(
         self, path: str, body: Any, most: float = float("inf"), manner: str = "raises", session: Session | None = None
     ) -> tuple[Client, Session]:
-        session = session or self.sessions.open("7-0", self.engine)
+        session = session or self.sessions.open("7-0", self.engine, constraints=True)
         client = Client(path, json.dumps(body).encode(), session.key, most, manner)
         await client.ask(self.app)
         return client, session
@@ -191,7 +191,7 @@ def test_conversation_that_goes_on_from_an_answer_that_was_not_read_masks_it() -
 def test_retry_of_an_answer_that_was_not_read_gets_the_same_answer() -> None:
     async def main() -> None:
         endpoints = Endpoints("hello")
-        session = endpoints.sessions.open("7-0", endpoints.engine)
+        session = endpoints.sessions.open("7-0", endpoints.engine, constraints=True)
         found: list[Client] = []
         for most in (10.0, float("inf")):
             client = Client("/v1/chat/completions", json.dumps(CHAT).encode(), session.key, most, "raises")
@@ -211,7 +211,7 @@ def test_stopping_server_answers_in_the_apis_own_shape(path: str, stream: bool) 
     async def main() -> None:
         endpoints = Endpoints("hello there")
         endpoints.engine.gate = asyncio.Event()
-        session = endpoints.sessions.open("7-0", endpoints.engine)
+        session = endpoints.sessions.open("7-0", endpoints.engine, constraints=True)
         client = Client(path, json.dumps({**BODIES[path], "stream": stream}).encode(), session.key, 1e9, "raises")
         asking = asyncio.create_task(client.ask(endpoints.app))
         while not endpoints.engine.asked or (stream and not client.got):  # noqa: ASYNC110
@@ -308,7 +308,7 @@ def test_numbers_out_of_range_are_refused_by_name(path: str, field: str, value: 
 def test_numbers_that_are_none_are_refused_in_every_field(path: str, number: str) -> None:
     async def main() -> None:
         endpoints = Endpoints("hello")
-        app, session = endpoints.app, endpoints.sessions.open("7-0", endpoints.engine)
+        app, session = endpoints.app, endpoints.sessions.open("7-0", endpoints.engine, constraints=True)
         names = ("temperature", "top_p", "top_k", "seed", "n", "max_tokens", "max_output_tokens", "logprobs", "stop")
         for name in names:
             given = json.dumps({k: v for k, v in BODIES[path].items() if k != name})

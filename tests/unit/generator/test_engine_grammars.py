@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grammar_walk import kept_masks
 from jsonschema import Draft202012Validator
+from llguidance import LLParserLimits
 from scratch_folders import scratch_folder
 
 from headway.generator.engines import grammars as waiting
@@ -29,7 +31,8 @@ from headway.records.generation import (
     VersionSpan,
 )
 from headway.records.tokens import KEPT
-from headway.tokens.grammar import GrammarRefused, Grammars, allowed_ids, json_grammar, kept_masks
+from headway.tokens import grammar as grammar_module
+from headway.tokens.grammar import GrammarRefused, Grammars, allowed_ids, json_grammar
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import train_byte_fallback_tokenizer
 from tests.conformance.engine import Session
@@ -127,8 +130,9 @@ def random_schema(random: random.Random, depth: int = 0) -> dict[str, Any]:
             return {"type": kind}
 
 
-def test_answers_to_200_random_schemas_are_valid():
+def test_answers_to_200_random_schemas_are_valid(monkeypatch: pytest.MonkeyPatch):
     """Sampled from random weights: nothing but the grammar makes them valid."""
+    monkeypatch.setattr(waiting, "COMPILE_S", 200.0)  # all are asked for at once
     chance = random.Random(5)
     schemas = {f"s{n}": random_schema(chance) for n in range(200)}
     session = Session(make_torch(slots=16))
@@ -302,9 +306,9 @@ def test_a_dead_end_is_found_where_it_is(make: Callable[..., Any], monkeypatch: 
 def test_others_go_on_while_a_grammar_is_compiled(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     go, compile_ = threading.Event(), Grammars._compile
 
-    def slow(self: Grammars, text: str) -> Any:
+    def slow(*given: Any) -> Any:
         go.wait(20)
-        return compile_(self, text)
+        return compile_(*given)
 
     monkeypatch.setattr(Grammars, "_compile", slow)
     session = Session(make())
@@ -313,7 +317,7 @@ def test_others_go_on_while_a_grammar_is_compiled(make: Callable[..., Any], monk
     session.step(40)
     assert session.results.keys() == {"free", "next"}
     assert session.step()  # it isn't idle
-    assert session.engine.statistics().waiting == 2
+    assert session.engine.statistics().waiting == session.engine.statistics().compiling == 2
     session.engine.abort(["b"])
     session.collect()
     assert session.results["b"].finish_reason == "abort"
@@ -369,3 +373,67 @@ def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch):
     session.submit(request("a", max_tokens=5), request("b", max_tokens=5, top_p=0.5))
     assert {one.finish_reason for one in session.run().values()} == {"length"}
     assert np.isfinite(session.results["a"].response.logprobs).all()
+
+
+def test_an_engine_steps_for_as_long_as_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    """However many steps that are."""
+    go, compile_, steps = threading.Event(), Grammars._compile, 0
+    monkeypatch.setattr(waiting, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(Grammars, "_compile", lambda *given: go.wait(60) and compile_(*given))
+    engine = make_torch()
+    step = engine.step
+
+    def counted() -> bool:
+        nonlocal steps
+        steps += 1
+        if steps == 6000:
+            go.set()
+        return step()
+
+    monkeypatch.setattr(engine, "step", counted)
+    session = Session(engine)
+    session.submit(request("a", json_grammar(SCHEMA)))
+    assert session.run()["a"].finish_reason == "stop"
+
+
+# --- states that responses share --------------------------------------------------------------------------------------
+
+RUNS = "start: " + " | ".join(f"/{letter}{{60}}/" for letter in "abdegklm")  # each has states of its own
+HOW: dict[str, dict[str, Any]] = {"e": {"top_p": 0.9, "kept_sets": 400}, "f": {"stop": ("never",)}}
+
+
+def runs_of(session: Session, names: str = "abcdefgh") -> list[Any]:
+    session.submit(*(request(name, RUNS, temperature=9.0, **HOW.get(name, {})) for name in names))
+    results = session.run()
+    assert {results[name].finish_reason for name in names} == {"stop"}, [one.error for one in results.values()]
+    return [(results[name].response.ids, results[name].response.token_rows) for name in names]
+
+
+@pytest.mark.parametrize("make", [make_torch, make_hub])
+def test_responses_that_share_too_few_states_are_sampled_all_the_same(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    expected = runs_of(Session(make()))
+    letters = {tokenizer().decode(ids)[0] for ids, _ in expected}
+    assert len(letters) > 2  # together they need more states than there are
+    limits = LLParserLimits(max_lexer_states=160, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "_limits", lambda states, fuel: limits)
+    engine, again = make(), list[str]()
+    follow = engine._follow_again
+    monkeypatch.setattr(engine, "_follow_again", lambda entry: again.append(entry.request_id) or follow(entry))
+    assert runs_of(Session(engine)) == expected
+    assert again
+
+
+def test_a_response_that_uses_up_all_states_alone_ends(monkeypatch: pytest.MonkeyPatch):
+    limits = LLParserLimits(max_lexer_states=160, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "_limits", lambda states, fuel: limits)
+    session = Session(make_torch())
+    session.submit(
+        request("long", "start: /a{400}/"), request("short", "start: /b{20}/"), request("free", max_tokens=9)
+    )
+    results = session.run()
+    assert (results["long"].finish_reason, results["long"].refused) == ("error", True)
+    assert "too many states" in results["long"].error
+    assert 40 < len(results["long"].response.ids) < 160  # what it sampled is there
+    assert (results["short"].finish_reason, results["free"].finish_reason) == ("stop", "length")

@@ -151,12 +151,16 @@ def test_other_rows_stay_as_they_are(fast: bool):
 
 @NATIVE
 def test_rows_of_nan_and_of_nothing_show(fast: bool):
-    logits = torch.zeros(3, 40)
+    logits = torch.zeros(6, 40)
     logits[0], logits[1, 3], logits[2] = math.nan, math.nan, -math.inf
-    how = how_of(3, top_p=torch.tensor([0.5, 1.0, 0.9], dtype=torch.float64))
+    logits[3:5, 7] = math.nan  # of some ids alone: no set may come of the others
+    logits[5, 7] = math.inf
+    top_p = torch.tensor([0.5, 1.0, 0.9, 1.0, 0.9, 0.9], dtype=torch.float64)
+    how = how_of(6, top_p=top_p, top_k=torch.tensor([OFF, OFF, OFF, 3, 3, 3]))
     with native.using(kernels(fast)):
-        _, logprobs, _ = sample_tokens(logits, how).host()
+        _, logprobs, sets = sample_tokens(logits, how).host()
     assert np.isnan(logprobs).all()
+    assert not any(np.size(ids) and not isinstance(ids, int) for ids in sets.values())
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

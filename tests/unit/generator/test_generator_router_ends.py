@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from router_setting import Setting, playing, published, request, requests
 
+from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import (
     ConfigurationError,
     HeadwayError,
@@ -138,6 +139,22 @@ def test_void_tokens_are_taken_back():
         await one.end()
 
     playing(scene)
+
+
+def test_of_what_begins_anew_no_token_stays():
+    """Not those either that it was asked with, though there are as many again."""
+
+    async def scene() -> None:
+        before = PartialResponse(ids=(4, 5), logprobs=(-1.0, -2.0), versions=(VersionSpan(version=7, tokens=2),))
+        call = OpenRequest(request("a", 90, partial=before), asyncio.get_running_loop().create_future())
+        call.absorb(TokenDelta.of("a", [6], [-3.0], version=7), 0.0)
+        call.absorb(TokenDelta(request_id="a", void=True), 0.0)
+        assert call.partial() == call.resubmission().partial == PartialResponse()
+        call.absorb(TokenDelta.of("a", [8, 9], [-1.0, -1.0], version=8), 0.0)
+        call.finish("stop")
+        assert call.future.result().response.ids == (8, 9)
+
+    asyncio.run(scene())
 
 
 # --- foreign callers ---

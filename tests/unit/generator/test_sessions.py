@@ -101,7 +101,7 @@ def test_whatever_clients_do_every_answer_is_learned_once(kind: str, seed: int) 
     async def main(clock: Clock) -> tuple[RecordedConversation, TimedEngine]:
         chance = random.Random(seed)
         engine = TimedEngine(kind, chance, clock)
-        session = Sessions(chat(kind), EndpointConfig(), 100_000).open("7-0", engine)
+        session = Sessions(chat(kind), EndpointConfig(), 100_000).open("7-0", engine, constraints=True)
         clients = [client(session, chance, clock, number) for number in range(4)]
         await asyncio.gather(*clients)
         await clock.sleep(10)
@@ -137,7 +137,7 @@ def sessions(**settings: Any) -> Sessions:
 def test_keys_are_secret_and_name_one_rollout() -> None:
     async def main(clock: Clock) -> None:
         found = sessions()
-        one, other = found.open("7-0", at_once), found.open("7-1", at_once)
+        one, other = found.open("7-0", at_once, constraints=True), found.open("7-1", at_once, constraints=True)
         assert one.key != other.key
         assert len(one.key) >= 43  # 256 bits
         assert (found.session(one.key), found.rollout(other.reward_key, "7-1")) == (one, other)
@@ -159,7 +159,7 @@ def test_keys_are_secret_and_name_one_rollout() -> None:
 
 def test_a_call_that_is_cancelled_before_it_began_is_closed() -> None:
     async def main(clock: Clock) -> None:
-        session = sessions().open("7-0", at_once)
+        session = sessions().open("7-0", at_once, constraints=True)
         answering = session.call(ASKED)
         answering.join(lambda: None)()
         await clock.sleep(1)
@@ -187,7 +187,7 @@ def test_one_choice_that_fails_ends_the_others() -> None:
                 raise
             raise AssertionError
 
-        session = sessions().open("7-0", sample)
+        session = sessions().open("7-0", sample, constraints=True)
         answering = session.call(CallRequest(messages=ASKED.messages, choices=3))
         assert answering.task is not None
         await answering.task
@@ -205,7 +205,7 @@ def test_results_that_are_not_token_exact_answer_nothing() -> None:
                 request_id="", response=PartialResponse(ids=(5,), logprobs=(-1.0,)), finish_reason="stop"
             )
 
-        session = sessions().open("7-0", sample)
+        session = sessions().open("7-0", sample, constraints=True)
         answering = session.call(ASKED)
         assert answering.task is not None
         await answering.task

@@ -13,12 +13,20 @@ import pytest
 
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm import engine as engine_module
+from headway.generator.engines.vllm.adapters import VllmRevision
 from headway.generator.engines.vllm.core import StepOutput, engine_arguments
 from headway.generator.engines.vllm.engine import VllmEngine
 from headway.generator.engines.vllm.requests import VllmRequest
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_model
-from headway.records.generation import GenerationRequest, PartialResponse, SamplingParameters, TokenDelta, VersionSpan
+from headway.records.generation import (
+    GenerationRequest,
+    PartialResponse,
+    PublishedWeights,
+    SamplingParameters,
+    TokenDelta,
+    VersionSpan,
+)
 from headway.records.tokens import EXPERTS, TokenRows
 from headway.runtime.devices import parse_device
 
@@ -61,10 +69,17 @@ class KeepingCore(RefusingCore):
 
     def __init__(self) -> None:
         self.parameters: list[Any] = []
+        self.given: list[tuple[int, ...]] = []
 
     def add(self, ticket: str, prompt_ids: Any, parameters: Any, **options: Any) -> Any:
         self.parameters.append(parameters)
+        self.given.append(tuple(prompt_ids))
         return SimpleNamespace(num_preemptions=0)
+
+    def abort(self, tickets: Any) -> None: ...
+
+    def drain(self) -> list[StepOutput]:
+        return []
 
     def step(self) -> list[StepOutput]:
         return []
@@ -87,13 +102,55 @@ def test_grammars_are_vllms_own_and_what_it_cannot_return_is_refused(monkeypatch
     for name, (how, partial) in asked.items():
         engine.submit([GenerationRequest(request_id=name, prompt_ids=(1,), sampling=how, partial=partial)])
     engine.step()
-    free, grammar = core.parameters
+    free, grammar, anew = core.parameters
     assert free.structured_outputs is None
-    assert grammar.structured_outputs.grammar == 'start: "a"'
-    errors = {delta.request_id: delta.error for delta in engine.take_deltas() if delta.refused}
-    assert errors.keys() == {"begun", "sets"}
-    assert "at the start of its grammar" in errors["begun"]
-    assert errors["sets"].startswith("kept_sets = 7: vLLM doesn't return")
+    assert grammar.structured_outputs.grammar == anew.structured_outputs.grammar == 'start: "a"'
+    assert core.given == [(1,)] * 3  # vLLM begins every request at the start of its grammar
+    voided, refused = engine.take_deltas()[::-1]
+    assert (refused.request_id, refused.refused) == ("sets", True)
+    assert refused.error.startswith("kept_sets = 7: vLLM doesn't return")
+    assert voided == TokenDelta(request_id="begun", void=True)
+
+
+def test_within_a_grammar_a_request_begins_anew_with_its_rows() -> None:
+    entry = VllmRequest(asked_within_a_grammar(rows_known=3), 0)
+    entry.ticket, entry.sampled, entry.unsent, entry.logprobs, entry.rows = "t", [7], [7], [-1.0], 9
+    core: Any = KeepingCore()
+    engine = VllmEngine(core, EngineSettings(model_path="", dtype="float32", slots=9, max_context_tokens=64), 100, None)
+    engine._given["t"] = engine._open["a"] = entry
+    engine._take_back([entry])
+    assert list(entry.response) == [5, 7]
+    engine._begin_anew(entry)
+    assert (list(entry.response), entry.unsent, entry.logprobs, entry.rows, entry.begun) == ([], [], [], 3, None)
+
+
+def asked_within_a_grammar(**fields: Any) -> GenerationRequest:
+    begun = PartialResponse(ids=(5,), logprobs=(-1.0,), versions=(VersionSpan(version=0, tokens=1),))
+    sampling = SamplingParameters(grammar='start: "a"')
+    return GenerationRequest(request_id="a", prompt_ids=(1, 2, 3), sampling=sampling, partial=begun, **fields)
+
+
+def test_within_a_grammar_a_request_stays_on_its_adapter_over_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would begin anew, and might never end."""
+    core: Any = KeepingCore()
+    settings = EngineSettings(model_path="", dtype="float32", slots=9, max_context_tokens=64, probe_every_updates=0)
+    engine = VllmEngine(core, settings, 100, None)
+    within, free = (VllmRequest(asked_within_a_grammar(), 0) for _ in range(2))
+    free.sampling = SamplingParameters()
+    for ticket, entry in (("within", within), ("free", free)):
+        entry.ticket, entry.sampled, entry.request_id = ticket, [7], ticket
+        entry.revision = VllmRevision("policy", 0, "policy-0", None)
+        engine._given[ticket] = engine._open[ticket] = entry
+    newest = VllmRevision("policy", 1, "policy-1", None)
+    adapters: Any = SimpleNamespace(
+        fetch=lambda _: None, crowding=lambda *_: None, add=lambda _: None, updates=1, registered=(), newest=()
+    )
+    engine._adapters = adapters
+    monkeypatch.setattr(engine, "_loaded", lambda *_: newest)
+    published = PublishedWeights(version=1, path="", checksum="", size_bytes=0, adapter="policy")
+    assert engine.apply(published, "recompute").in_flight == 1
+    assert list(engine._given.values()) == [within]
+    assert engine._waiting == [free]
 
 
 def test_vllm_has_a_tokenizer_where_the_folder_has_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.runtime.nodes import conditions
+from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
@@ -334,6 +335,19 @@ def test_kept_sets_are_counted_where_samples_are_truncated(tmp_path: Path) -> No
         assert on["trainer-0"].parts["kept sets"] == batch * each
     for off in (uses_of(tmp_path), uses_of(tmp_path, algorithm=allowed)):
         assert not any("kept sets" in use.parts for use in off.values())
+
+
+def test_grammars_are_counted_where_programs_call_the_model(tmp_path: Path) -> None:
+    agent: dict[str, Any] = {"environment": {"name": "agent", "agent": "a:b"}}
+    replayed = uses_of(tmp_path, **agent, algorithm={"allow_truncated_sampling": True})
+    assert {name.split()[0] for name, use in replayed.items() if use.parts.get("grammars") == MOST_CACHED_BYTES} == {
+        "orchestrator",
+        "generator-0",
+        "trainer-0",
+    }
+    counted = {name.split()[0] for name, use in uses_of(tmp_path, **agent).items() if "grammars" in use.parts}
+    assert counted == {"orchestrator", "generator-0"}  # evaluations may always be constrained
+    assert not any("grammars" in use.parts for use in uses_of(tmp_path).values())
 
 
 def test_recorded_experts_are_counted_wherever_tokens_are_kept(tmp_path: Path) -> None:

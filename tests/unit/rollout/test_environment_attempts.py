@@ -11,11 +11,13 @@ from played import GROUP, InProcess, play
 from test_environments import CALL, SAID, Counting, SlowShop, waiting
 
 from headway.config.sandbox import SandboxConfig
+from headway.generator.recording.sessions import Sessions
 from headway.records.environment import PartialRollout
 from headway.records.rollout import Failure, Rollout
 from headway.records.sandbox import SandboxError, Snapshot, model_failure
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.hosting.client import EnvironmentDied
+from headway.rollout.makers.turn_sampler import TurnSampler
 
 SPEC = SandboxConfig().spec
 WHY = Failure(boundary="engine", cause="the group is overdue", infrastructure=True)
@@ -164,3 +166,19 @@ def test_its_worker_dies_while_it_is_parked_for_too_long() -> None:
     answers = iter([*SAID[:2], "x", "y", "z"])
     played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([], how="restart"), dies_at=[4])
     assert (played.rollout.failure, played.rollout.verdict["heard"]) == (None, ["x", "y", "z"])
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_its_conversation_takes_constraints_where_its_sampler_does(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TurnSampler, "constraints", allowed)
+    opened, open_ = list[bool](), Sessions.open
+
+    def noted(self: Sessions, rollout: str, sample: Any, *, constraints: bool) -> Any:
+        opened.append(constraints)
+        return open_(self, rollout, sample, constraints=constraints)
+
+    monkeypatch.setattr(Sessions, "open", noted)
+    play(Counting(), ["a", "b", "c"])
+    assert opened == [allowed]

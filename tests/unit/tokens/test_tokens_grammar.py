@@ -11,21 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grammar_walk import kept_masks
 from llguidance import LLParserLimits
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
+from headway.runtime.nodes.handshake import software
 from headway.tokens import grammar as module
 from headway.tokens import grammar_trial
 from headway.tokens.grammar import (
     GRAMMAR_VERSION,
+    GrammarExhausted,
     GrammarRefused,
     Grammars,
     Matcher,
     allowed_ids,
     fill_masks,
     json_grammar,
-    kept_masks,
 )
 from headway.tokens.grammar_trial import GrammarTrial
 from headway.tokens.tokenizer import Tokenizer
@@ -216,22 +218,98 @@ def test_the_cache_is_bounded_and_a_copy_does_not_move_it():
 
 
 def test_a_grammar_whose_states_a_response_has_used_up_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_limits", lambda: LLParserLimits(max_lexer_states=300, verbose_errors=False))
+    few_states(monkeypatch)
     grammars, text = Grammars(TOKENIZER), json_grammar({"type": "string", "maxLength": 4000})
     quote, letter = PIECES.index('"'), PIECES.index("a")
-    with pytest.raises(GrammarRefused, match="too many states"):
+    with pytest.raises(GrammarExhausted, match="too many states"):  # alone, too
         kept_masks(grammars, text, [quote, *[letter] * 2000])
     assert len(kept_masks(grammars, text, [quote, letter, quote])) == 3
+
+
+RUNS = 'start: /a{1,250}/ "1" | /b{1,250}/ "1" | /c{1,250}/ "1"'  # each way has states of its own
+
+
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these 300 the runs of one letter take two thirds."""
+    limits = LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(module, "_limits", lambda states, fuel: limits)
+
+
+def follow(grammars: Grammars, response: list[int]) -> None:
+    matcher = grammars.matcher(RUNS)
+    for token in response:
+        matcher.allowed()
+        matcher.advance(token)
+
+
+def run_of(letter: str) -> list[int]:
+    return [*[PIECES.index(letter)] * 200, PIECES.index("1"), END]
+
+
+def test_masks_of_responses_that_share_too_few_states_are_computed_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    whole = Grammars(TOKENIZER)
+    expected = [kept_masks(whole, RUNS, run_of(letter)) for letter in "abc"]
+    few_states(monkeypatch)
+    grammars = Grammars(TOKENIZER)
+    for letter, masks in zip("abc", expected, strict=True):
+        assert (kept_masks(grammars, RUNS, run_of(letter)) == masks).all()
+
+
+def test_a_response_goes_on_after_another_has_used_up_the_states(monkeypatch: pytest.MonkeyPatch):
+    few_states(monkeypatch)
+    grammars, (letter, *_) = Grammars(TOKENIZER), run_of("a")
+    neighbour = grammars.matcher(RUNS)
+    neighbour.advance(letter)
+    expected = ids(neighbour)
+    follow(grammars, run_of("b"))
+    with pytest.raises(GrammarExhausted):
+        follow(grammars, run_of("c"))
+    with pytest.raises(GrammarExhausted):
+        neighbour.allowed()
+    again = grammars.start(RUNS, [letter]).result(20)
+    assert ids(again) == expected
+    assert not again.alone
+    full = grammars.start(RUNS, run_of("b")[:200]).result(20)
+    behind = grammars.start(RUNS, run_of("c")[:200]).result(20)  # the other leaves too little for it
+    assert (full.alone, behind.alone) == (False, True)
+    assert ids(behind) == {PIECES.index("c"), PIECES.index("1")}
+
+
+def test_only_some_grammars_may_have_many_states(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_FEW_STATES", 300)
+    grammars = Grammars(TOKENIZER)
+    kept_masks(grammars, RUNS, run_of("a"))
+    kept_masks(grammars, RUNS, run_of("b"))
+    assert not grammars._compiled[RUNS].large
+    monkeypatch.setattr(grammars, "alone", None)  # not needed any more
+    for letter in "abc":
+        kept_masks(grammars, RUNS, run_of(letter))
+    grammars = Grammars(TOKENIZER)
+    for n in range(2 * module._MOST_LARGE):
+        text = RUNS.replace("250", str(400 + n))
+        for _ in range(2):
+            kept_masks(grammars, text, [*[PIECES.index("a")] * 350, PIECES.index("1"), END])
+    assert sum(one.large for one in grammars._compiled.values()) == module._MOST_LARGE
+    assert len(grammars) == module._MOST_LARGE
+
+
+def test_a_mask_takes_bounded_work(monkeypatch: pytest.MonkeyPatch):
+    """In an engine, others wait for it; a trainer takes its time."""
+    monkeypatch.setattr(module, "_STEP_FUEL", 10)
+    text = json_grammar({"type": "string", "pattern": "^[a-c]*[ab][a-c]{25}$"})
+    with pytest.raises(GrammarRefused, match="too many expressions"):
+        Grammars(TOKENIZER).matcher(text)
+    assert PIECES.index('"') in ids(Grammars(TOKENIZER, patient=True).matcher(text))
 
 
 def test_compiling_happens_in_another_thread_once(monkeypatch: pytest.MonkeyPatch):
     grammars, text, compiled, go = Grammars(TOKENIZER), json_grammar({"const": 1}), [], threading.Event()
     compile_ = grammars._compile
 
-    def slow(text: str) -> Any:
+    def slow(text: str, large: bool) -> Any:
         go.wait(10)
         compiled.append((text, threading.current_thread()))
-        return compile_(text)
+        return compile_(text, large)
 
     monkeypatch.setattr(grammars, "_compile", slow)
     futures = [grammars.start(text), grammars.start(text), grammars.start(json_grammar(False))]
@@ -259,8 +337,10 @@ def test_schema_bombs_end_in_time(schema: Any):
     assert time.monotonic() - began < 20
 
 
-def test_the_version_names_the_library():
+def test_the_version_names_the_library_and_its_options():
     assert GRAMMAR_VERSION.startswith("llguidance 1.")
+    assert GRAMMAR_VERSION.endswith('{"no_forcing": true}')
+    assert software()["llguidance"] == GRAMMAR_VERSION.split()[1]  # nodes with another aren't admitted
 
 
 # --- compiled in a process of its own first -----------------------------------------------------------------------
@@ -297,3 +377,13 @@ def test_a_grammar_that_takes_too_long_ends_its_process(monkeypatch: pytest.Monk
     trial = GrammarTrial()
     assert not trial.survives(slow)
     assert trial.survives(json_grammar({"type": "integer", "multipleOf": 7}))
+
+
+def test_a_grammar_is_not_refused_because_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch):
+    """What counts is a core's time: this one only waits for longer."""
+    source = (
+        "import time; from headway.tokens import grammar_trial as g; real, g.TRIAL_S = g.LLMatcher, 0.5; "
+        "g.LLMatcher = lambda *given, **how: time.sleep(1.0) or real(*given, **how); g.main()"
+    )
+    monkeypatch.setattr(grammar_trial, "_COMMAND", ("-c", source))
+    assert GrammarTrial().survives(json_grammar({"type": "integer"}))

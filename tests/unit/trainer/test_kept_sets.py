@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 from tiny_trainer import VOCABULARY, Context, make_batch, make_experiment, make_model
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
@@ -28,7 +30,8 @@ from headway.records.generation import UpdateMode, VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.tokens import EXPERTS, KEPT, TokenRows
 from headway.records.training import TrainBatch
-from headway.tokens.grammar import GRAMMAR_VERSION, Grammars, allowed_ids, json_grammar
+from headway.tokens import grammar as grammar_module
+from headway.tokens.grammar import GRAMMAR_VERSION, GrammarRefused, Grammars, allowed_ids, json_grammar
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer import service as service_module
 from headway.trainer.kept_sets import KeptSets
@@ -258,27 +261,23 @@ def test_gradients_are_finite_differences(model: str, chunk: int) -> None:
 
 
 class Masks:
-    """In the place of a grammar: random masks that hold the token that comes next."""
+    """In the place of grammars: random masks that hold the token that comes next."""
 
     def __init__(self, ids: Sequence[int], seed: int, words: int) -> None:
-        self.ids, self.at, self.words = ids, 0, words
+        self.ids, self.words = ids, words
         self.chance = np.random.default_rng(seed)
         self.sets: list[set[int]] = []
 
-    def matcher(self, text: str) -> Masks:
-        return self
+    def masks(self, text: str, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        assert (text, list(ids)) == ("g", list(self.ids))
+        yield from map(self.mask, ids)
 
-    def allowed(self) -> np.ndarray:
+    def mask(self, token: int) -> np.ndarray:
         few = self.chance.choice(3)  # equal masks are met again
         mask = np.random.default_rng(few).integers(0, 1 << 32, self.words, np.uint32)
-        token = self.ids[self.at]
         mask[token // 32] |= np.uint32(1 << token % 32)
         self.sets.append({i for i in range(32 * self.words) if mask[i // 32] >> np.uint32(i % 32) & 1})
         return mask
-
-    def advance(self, token: int) -> None:
-        assert token == self.ids[self.at]
-        self.at += 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -327,6 +326,43 @@ def test_sets_without_their_tokens_end_the_step_by_name(model: str) -> None:
         service(model).train_step(lay_out(changed(batch, token_rows={}, grammars=broken)))
 
 
+def test_responses_whose_grammar_has_too_few_states_for_all_of_them_are_replayed(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'start: /a{1,250}/ "1" | /b{1,250}/ "1" | /2{1,250}/ "1"'
+    ids = [[*[PIECES.index(letter)] * 200, PIECES.index("1"), 0] for letter in "ab2"]
+    samples = [
+        Sample(advantage=1.0, rollout=Rollout(
+            group=0, member=member, prompt_ids=(1,), response_ids=one, response_logprobs=[-1.0] * len(one),
+            response_mask=[True] * len(one), versions=(VersionSpan(version=0, tokens=len(one)),),
+            grammars={text: ((0, len(one)),)},
+        )) for member, one in enumerate(ids)
+    ]  # fmt: skip
+    arrays = build_arrays(TrainBatch(step=0, samples=tuple(samples)))
+
+    def outside() -> torch.Tensor:
+        grammars = Grammars(Tokenizer.load(model), VOCABULARY)
+        kept = KeptSets(arrays, VOCABULARY, lambda: grammars).of(
+            np.flatnonzero(arrays.loss_mask_n), torch.device("cpu")
+        )
+        assert kept is not None
+        return kept.outside(0, len(kept.lengths_m))
+
+    expected = outside()
+    limits = LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "_limits", lambda states, fuel: limits)
+    assert torch.equal(outside(), expected)
+
+
+def test_a_trainer_takes_its_time_for_masks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may have computed them from states that others had left."""
+    monkeypatch.setattr(grammar_module, "_STEP_FUEL", 10)
+    text = json_grammar({"type": "string", "pattern": "^[a-b]*[ab][a-b]{25}$"})
+    with pytest.raises(GrammarRefused, match="too many expressions"):
+        Grammars(Tokenizer.load(model), VOCABULARY).matcher(text)
+    assert not service(model).learner._grammars.matcher(text).ended
+
+
 def test_a_checkpoint_pins_the_library_that_reads_grammars(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +373,7 @@ def test_a_checkpoint_pins_the_library_that_reads_grammars(
     assert (path / GRAMMAR_FILE).read_text() == GRAMMAR_VERSION
     assert service(model, **agent).load_checkpoint(str(path)) == 0
     monkeypatch.setattr(service_module, "GRAMMAR_VERSION", "llguidance 99")
-    with pytest.raises(ConfigurationError, match=f"{GRAMMAR_VERSION}; llguidance 99, which is installed"):
+    with pytest.raises(ConfigurationError, match=f"{re.escape(GRAMMAR_VERSION)}; llguidance 99, which is installed"):
         service(model, **agent).load_checkpoint(str(path))
     plain = tmp_path / "checkpoints" / "step_00000001"
     service(model).save_checkpoint(str(plain), {})

@@ -123,8 +123,11 @@ class HubEngine(SlotEngine[HubRevisions]):
         slots = torch.tensor([request.slot for batch in self._batches for request in batch.running])
         logits_nv = torch.empty_like(logits).index_copy_(0, slots.to(logits.device), logits)
         how, refused = table.row_sampling(n, logits_nv.device)
-        for request, reason, error, at_fault in table.advance(n, sample_tokens(logits_nv, how), refused):
-            self._end_running(request, reason, error, refused=at_fault)
+        for request, reason, error, at_fault, again in table.advance(n, sample_tokens(logits_nv, how), refused):
+            if again:
+                self._follow_again(request)
+            else:
+                self._end_running(request, reason, error, refused=at_fault)
         self._steps += 1
         self._generated += n
         self._busy_s += self._now() - started
@@ -245,9 +248,7 @@ class HubEngine(SlotEngine[HubRevisions]):
         for request in sorted(running, reverse=True)[:-1]:
             if self._held((self._table.position[: self._rows] + 1).tolist()) <= self.kv_capacity_tokens:
                 return
-            self._emit(request)
-            request.response = self._table.response_ids(request.slot)
-            self._vacate(request)
+            self._preempt(request)
             heapq.heappush(self._waiting, request)
             self._preemptions += 1
 

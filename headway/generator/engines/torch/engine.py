@@ -113,8 +113,11 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         rows = self.slots if self._deterministic else n
         logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows], table.update[:rows])
         how, refused = table.row_sampling(rows, self._runner.device)
-        for request, reason, error, at_fault in table.advance(n, self._runner.sample(logits, how), refused):
+        for request, reason, error, at_fault, again in table.advance(n, self._runner.sample(logits, how), refused):
             slot = request.slot
+            if again:
+                self._follow_again(request)
+                continue
             self._end_running(request, reason, error, refused=at_fault)
             if reason == "error":
                 self._runner.cache.clear(slot)
@@ -244,9 +247,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             if used <= self.kv_capacity_tokens:
                 return
             used -= int(self._table.position[request.slot]) + 1
-            self._emit(request)
-            request.response = self._table.response_ids(request.slot)
-            self._vacate(request)
+            self._preempt(request)
             heapq.heappush(self._waiting, request)
             self._preemptions += 1
 

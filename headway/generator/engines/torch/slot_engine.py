@@ -105,6 +105,19 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._end(request, reason, error, refused=refused)
         self._vacate(request)
 
+    def _preempt(self, request: EngineRequest) -> None:
+        """Take a running request's row away; it has its tokens."""
+        self._emit(request)
+        request.response = self._table.response_ids(request.slot)
+        self._vacate(request)
+
+    def _follow_again(self, request: EngineRequest) -> None:
+        """Let a running request wait until another matcher has followed its tokens."""
+        assert self._compiling is not None
+        self._preempt(request)
+        request.matcher, request.exhausted = None, request.exhausted + 1
+        self._compiling.start(request)
+
     def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
         entry = EngineRequest(request, arrival)
         if request.partial.versions:  # it resumes on the revision that it stopped on, if that is still there

@@ -15,7 +15,7 @@ from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import KeptRows, RowSampling, Sampled, counter_uniform
 from headway.records.generation import FinishReason
 from headway.records.tokens import SAMPLED, TokenIds, TokenRows
-from headway.tokens.grammar import GrammarRefused, Matcher, fill_masks
+from headway.tokens.grammar import GrammarExhausted, GrammarRefused, Matcher, fill_masks
 
 UNLIMITED = 2**31 - 1
 HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
@@ -29,6 +29,14 @@ class Ending(NamedTuple):
     reason: FinishReason
     error: str = ""
     refused: bool = False
+    again: bool = False  # it doesn't: its grammar's states were used up, and its tokens are to be followed in others
+
+    @staticmethod
+    def by_grammar(request: EngineRequest, error: GrammarRefused) -> Ending:
+        """The ending of a request whose grammar allows no token, or can't follow the last one."""
+        shared = request.matcher is not None and not request.matcher.alone
+        again = shared and isinstance(error, GrammarExhausted)
+        return Ending(request, "error", str(error), refused=True, again=again)
 
 
 class SlotTable:
@@ -172,13 +180,13 @@ class SlotTable:
 
     def advance(self, count: int, sampled: Sampled, refused: dict[EngineRequest, GrammarRefused]) -> list[Ending]:
         """Append the token of each of the first ``count`` rows, and return the requests that end with it; of those with
-        an error it is dropped. ``refused``: of `row_sampling`."""
+        an error it is dropped, and of those that go on later. ``refused``: of `row_sampling`."""
         tokens, logprobs, sets = sampled.host()
         tokens, logprobs, endings = tokens[:count], logprobs[:count], dict[EngineRequest, Ending]()
         self.append(count, tokens, logprobs)
         stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
         for request, error in refused.items():
-            endings[request] = Ending(request, "error", str(error), refused=True)
+            endings[request] = Ending.by_grammar(request, error)
         for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
             if (request := self.requests[slot]) is not None and request not in endings:
                 endings[request] = Ending(request, "error", "the model's output is not finite")
@@ -187,13 +195,14 @@ class SlotTable:
             if request in endings:
                 continue
             token = sampled_ids[request.slot]
-            if request.stop_strings is not None and request.stop_strings.push(token):
-                stopped[request.slot] = True
             try:
                 if request.matcher is not None and request.matcher.advance(token):
                     stopped[request.slot] = True
             except GrammarRefused as error:  # of its limits: the token is one of the mask's
-                endings[request] = Ending(request, "error", str(error), refused=True)
+                endings[request] = Ending.by_grammar(request, error)
+                continue
+            if request.stop_strings is not None and request.stop_strings.push(token):
+                stopped[request.slot] = True
         for slot, ids in sets.items():
             if (request := self.requests[slot]) is None or request in endings:
                 continue

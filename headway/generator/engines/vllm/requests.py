@@ -36,7 +36,7 @@ from headway.records.generation import (
     UpdateMode,
     probe_ids,
 )
-from headway.records.tokens import EXPERTS, TokenRows
+from headway.records.tokens import EXPERTS, TokenIds, TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -50,6 +50,7 @@ class VllmRequest(EngineRequest):
     def __init__(self, request: GenerationRequest, arrival: int) -> None:
         super().__init__(request, arrival)
         self.ticket = ""
+        self.rows_known = request.rows_known
         self.own: Any = None  # the engine's handle: vLLM's record, or the open stream
         self.sampled: list[int] = []
         self.preempted = 0  # preemptions counted so far
@@ -129,10 +130,8 @@ class VllmRequests(Engine[VllmRequest]):
         while len(self._given) < self.slots and self._waiting:
             entry = heapq.heappop(self._waiting)
             if entry.sampling.grammar and entry.response:
-                cause = f"vLLM begins every request at the start of its grammar, and this one has {len(entry.response)}"
-                self._end(entry, "error", f"{cause} tokens already", refused=True)
-            else:
-                self._give(entry)
+                self._begin_anew(entry)
+            self._give(entry)
         if not self._given:
             self._note_idleness()  # vLLM may have refused all that were waiting
             return False
@@ -156,6 +155,14 @@ class VllmRequests(Engine[VllmRequest]):
             else:
                 self._end_waiting(entry)
         self._note_idleness()
+
+    def _begin_anew(self, entry: VllmRequest) -> None:
+        """Void a request's tokens: vLLM begins every request at the start of its grammar."""
+        self._deltas.append(TokenDelta(request_id=entry.request_id, void=True))
+        for gained in (entry.unsent, entry.logprobs, entry.routed):
+            gained.clear()
+        entry.response, entry.rows, entry.begun = TokenIds(), entry.rows_known, None
+        entry.already_ended(self._tokenizer, self.context_tokens)  # its stop strings begin anew as well
 
     def _end_given(self, entries: Sequence[VllmRequest]) -> None:
         """End requests that vLLM has with reason "abort", unless they finish meanwhile."""
@@ -359,7 +366,8 @@ class VllmRequests(Engine[VllmRequest]):
         fetch_s = self._now() - started
         with self._caught_up():
             mine = [one for one in self._given.values() if one.revision is not None and one.revision.name == name]
-            moved = [] if mode == "finish" else mine
+            # Where vLLM is within a grammar, a request that is submitted anew begins anew.
+            moved = [] if mode == "finish" else [one for one in mine if not one.sampling.grammar or not one.sampled]
             in_flight = len(moved)
             if mode == "abort":
                 self._end_given([entry for entry in moved if entry.interruptible])
