@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from single_turn_play import EOS, Engine, Letters, Reply, answer, group, response
 
 from headway.config import schema
 from headway.generator.fake import FakeGenerator
@@ -26,7 +27,6 @@ from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.support.simulated_run import experiment_of, simulate
-from single_turn_play import EOS, Engine, Letters, Reply, answer, group, response
 
 
 class Codec(Letters):
