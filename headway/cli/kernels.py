@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,10 @@ from headway.cli.printing import print_json
 from headway.records.errors import ConfigurationError, HeadwayError
 
 if TYPE_CHECKING:
-    from headway.kernels.jobs.judging import OnJudged, SubmissionJudge
+    from headway.kernels.jobs.judging import JudgeAll, OnJudged
     from headway.kernels.jobs.sft_data import SftCounts
     from headway.kernels.scores import JudgedTask
-    from headway.records.kernels import KernelBackend, KernelTask
+    from headway.records.kernels import KernelTask
 
 TASKS = typer.Option(..., "--tasks", metavar="FILE", help="Task file that `kernels tasks` wrote.")
 ADDRESSES = typer.Option(
@@ -107,19 +108,17 @@ def _read_kernel_tasks(
         raise ConfigurationError("--kernelbench and --jsonl: valid: one of them, or none for the built-in tasks")
     if full_size and kernelbench is None:
         raise ConfigurationError("--full-size: valid: with --kernelbench")
-    known: dict[str, KernelBackend] = {one: one for one in BACKENDS}
-    if (backend or "cpp") not in known:
+    if backend and backend not in BACKENDS:
         raise ConfigurationError(f"--backend {backend}: valid: {', '.join(BACKENDS)}")
-    chosen = known[backend or "cpp"]
     if kernelbench is not None:
         limits, wanted = None if full_size else ScaleLimits(), sorted(set(levels)) or LEVELS
-        found, unscaled = load_kernelbench(kernelbench, levels=wanted, limits=limits, backend=chosen)
+        found, unscaled = load_kernelbench(kernelbench, levels=wanted, limits=limits)
         for name, notes in unscaled.items():
             typer.echo(f"{name} is kept, but doesn't fit a CPU: {'; '.join(notes)}", err=True)
-        return found
-    found = builtin_tasks(chosen) if jsonl is None else load_jsonl(jsonl)
+    else:
+        found = builtin_tasks() if jsonl is None else load_jsonl(jsonl)
     if backend:
-        found = [msgspec.structs.replace(task, backend=chosen) for task in found]
+        found = [msgspec.structs.replace(task, backend=backend) for task in found]
     there = sorted({task.level for task in found})
     for level in levels:
         if level not in there:
@@ -173,13 +172,11 @@ def evaluate(
             raise ConfigurationError(f"-k {one}: no task has more than {most} answers; valid: 1 to {most}")
     settings = JudgeSettings(correct_trials=trials, timed=not untimed, timeout_s=timeout_s)
 
-    async def judge() -> list[JudgedTask]:
-        async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
-            with _progress() as show:
-                how = {"concurrent": concurrent, "on_judged": show}
-                return await evaluate_answers(opened, book, sources, settings, **how)
+    async def judged() -> list[JudgedTask]:
+        async with _judging(addresses, key_file, concurrency, local=local) as judge:
+            return await evaluate_answers(judge, book, sources, settings)
 
-    report = kernel_report(asyncio.run(judge()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
+    report = kernel_report(asyncio.run(judged()), sorted(set(k)), settings, model, (str(tasks), str(answers)), surplus)
     whole = msgspec.json.encode({"row": report.row, **msgspec.to_builtins(report)})
     write_whole(files[0], msgspec.json.format(whole, indent=2) + b"\n")
     write_whole(files[1], markdown_report(report).encode())
@@ -190,6 +187,7 @@ def evaluate(
 
 
 def sft_data(
+    context: typer.Context,
     conversations: Path = typer.Option(
         ...,
         "--conversations",
@@ -205,8 +203,12 @@ def sft_data(
     turns: int = typer.Option(3, min=1, max=3, metavar="N", help="Answers of a conversation, at most."),
     seeds: int = typer.Option(3, min=1, metavar="N", help="Seeds of the unit check, each with --trials."),
     trials: int = TRIALS,
-    shortest: int = typer.Option(100, min=0, metavar="N", help="Tokens of a conversation, at least."),
-    longest: int = typer.Option(8192, min=1, metavar="N", help="Tokens of a conversation, at most."),
+    shortest_tokens: int = typer.Option(
+        100, "--shortest", min=0, metavar="N", help="Tokens of a conversation, at least."
+    ),
+    longest_tokens: int = typer.Option(
+        8192, "--longest", min=1, metavar="N", help="Tokens of a conversation, at most."
+    ),
     model: str = typer.Option("", "--model", metavar="FOLDER", help="Its tokenizer counts. Default: characters / 4."),
     addresses: list[str] = ADDRESSES,
     local: bool = LOCAL,
@@ -229,31 +231,21 @@ def sft_data(
 
     if need not in NEEDS:
         raise ConfigurationError(f"--need {need}: valid: {', '.join(NEEDS)}")
-    if shortest > longest:
-        raise ConfigurationError(f"--shortest {shortest}: valid: at most --longest, {longest}")
+    if shortest_tokens > longest_tokens:
+        raise ConfigurationError(f"--shortest {shortest_tokens}: valid: at most --longest, {longest_tokens}")
     counts_file = out.with_suffix(".counts.json")
     for file in (out, counts_file):
         require_new(file, "--out")
-    settings = SftSettings(
-        need=need,
-        least_speedup=least_speedup,
-        seeds=seeds,
-        trials=trials,
-        shortest_tokens=shortest,
-        longest_tokens=longest,
-        turns=turns,
-        counted_by=model or "characters / 4",
-        timeout_s=timeout_s,
-    )
+    # The options are named as the settings are.
+    settings = msgspec.convert({**context.params, "counted_by": model or "characters / 4"}, SftSettings)
     encode = Tokenizer.load(model).encode if model else None
     data = SftData(
         KernelTaskFile(tasks), settings, lambda text: len(encode(text)) if encode else math.ceil(len(text) / 4)
     )
 
     async def make() -> tuple[list[dict[str, Any]], SftCounts]:
-        async with _opened_judge(addresses, key_file, concurrency, local=local) as (opened, concurrent):
-            with _progress() as show:
-                return await data.make(conversations, opened, concurrent=concurrent, on_judged=show)
+        async with _judging(addresses, key_file, concurrency, local=local) as judge:
+            return await data.make(conversations, judge)
 
     rows, counts = asyncio.run(make())
     write_whole(counts_file, msgspec.json.format(msgspec.json.encode(counts), indent=2) + b"\n")
@@ -277,33 +269,32 @@ def _print_counts(counts: SftCounts) -> None:
 
 
 @asynccontextmanager
-async def _opened_judge(
+async def _judging(
     addresses: Sequence[str], key_file: str, concurrency: int | None, *, local: bool
-) -> AsyncIterator[tuple[SubmissionJudge, int]]:
-    """The services' client or this machine's evaluator, and how many evaluations run at once."""
+) -> AsyncIterator[JudgeAll]:
+    """The evaluation of submissions by services, or on this machine, which shows its progress."""
+    from headway.kernels.jobs.judging import judge_all
+
     if local == bool(addresses):
         raise ConfigurationError("valid: either --addresses http://HOST:PORT, once or more, or --local")
     if local:
         from headway.services.serve_kernels import KernelServing, make_evaluator
 
         serving = KernelServing(concurrency=concurrency)
-        limits = serving.limits()
-        evaluator = make_evaluator(serving, limits)
-        try:
-            await evaluator.start()
-            yield evaluator, limits.concurrency
-        finally:
-            await evaluator.close()
-        return
-    from headway.config.router import RouterConfig
-    from headway.control.routing.breaker import Breaker
-    from headway.generator.endpoint.api_keys import read_keys
-    from headway.kernels.client import KernelClient
-    from headway.runtime.clock import RealClock
+        opened, concurrent = make_evaluator(serving), serving.limits().concurrency
+    else:
+        from headway.config.router import RouterConfig
+        from headway.control.routing.breaker import Breaker
+        from headway.kernels.client import KernelClient
+        from headway.runtime.addresses import read_keys
+        from headway.runtime.clock import RealClock
 
-    key = next(iter(read_keys(key_file, "--key-file")), "")
-    async with KernelClient(addresses, lambda: Breaker(RouterConfig()), RealClock(), key=key) as client:
-        yield client, concurrency or 8 * len(addresses)
+        key = next(iter(read_keys(key_file, "--key-file")), "")
+        opened = KernelClient(addresses, lambda: Breaker(RouterConfig()), RealClock(), key=key)
+        concurrent = concurrency or 8 * len(addresses)
+    async with opened as judge:
+        with _progress() as show:
+            yield partial(judge_all, judge, concurrent=concurrent, on_judged=show)
 
 
 @contextmanager

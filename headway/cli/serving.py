@@ -63,6 +63,7 @@ def serve(
 
 
 def serve_kernels(
+    context: typer.Context,
     host: str = typer.Option("127.0.0.1", help="Where to listen."),
     port: int = typer.Option(8010, min=0, max=65535, help="Port; 0: any."),
     key_file: str = typer.Option(
@@ -91,19 +92,7 @@ def serve_kernels(
     from headway.services.serve_kernels import KernelServing
     from headway.services.serve_kernels import serve_kernels as run
 
-    settings = KernelServing(
-        host=host,
-        port=port,
-        key_file=key_file,
-        cores=cores,
-        concurrency=concurrency,
-        queue=queue,
-        queue_s=queue_s,
-        timeout_s=timeout_s,
-        timing_s=timing_s,
-        max_source_bytes=max_source_bytes,
-        evaluator=evaluator,
-    )
+    settings = KernelServing(**context.params)  # the options are named as the settings are
 
     def ready(at: str, described: str) -> None:
         typer.echo(f"kernels on {described}")

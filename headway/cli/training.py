@@ -14,6 +14,7 @@ from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
     from headway.records.check_report import Finding
+    from headway.records.ledger import RunSummary
 
 
 AUTO = "auto"  # for --plan
@@ -61,7 +62,6 @@ def train(
         return
     from headway.orchestrator.train import train as run
     from headway.report.live import LiveView
-    from headway.report.tables import print_summary
 
     price = price_from(usd_per_device_hour)
     with nullcontext() if quiet or as_json else LiveView(experiment, usd_per_device_hour=price) as on_line:
@@ -75,10 +75,7 @@ def train(
         from headway.orchestrator.jobs.model_card import write_run_card
 
         write_run_card(best, experiment.run.directory, price)
-    if as_json:
-        print_json(summary)
-    else:
-        print_summary(summary, experiment.run.directory)
+    _print_summary(summary, experiment.run.directory, as_json)
 
 
 def serve_buffer(
@@ -104,13 +101,17 @@ def serve_buffer(
     experiment = load_experiment(config, ['environment.name="remote"', *experiments.given_overrides(context)])
     _check(experiment, resume=resume, complete=False, quiet=as_json)
     from headway.orchestrator.train import train as run
+
+    _print_summary(run(experiment, resume=resume, on_line=say), experiment.run.directory, as_json)
+
+
+def _print_summary(summary: RunSummary, directory: str, as_json: bool) -> None:
     from headway.report.tables import print_summary
 
-    summary = run(experiment, resume=resume, on_line=say)
     if as_json:
         print_json(summary)
     else:
-        print_summary(summary, experiment.run.directory)
+        print_summary(summary, directory)
 
 
 def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:

@@ -35,5 +35,5 @@ def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
     if backend == "cuda" and not any(map(shutil.which, ("nvcc", "hipcc"))):
         return "there is no nvcc or hipcc on PATH: install NVIDIA's CUDA toolkit or AMD's ROCm"
     if backend == "cuda" and not gpus:
-        return "this machine shows no GPU: nvidia-smi and rocm-smi list none"
+        return "no GPU can be used: nvidia-smi and rocm-smi list none, or the evaluator doesn't use them yet"
     return ""

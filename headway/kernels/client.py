@@ -49,11 +49,7 @@ class KernelRequestRefused(HeadwayError):
 
 
 class KernelServiceFailed(HeadwayError):
-    """No machine has given a result in time, or after all retries: infrastructure, which is no reward."""
-
-
-class _Failed(Exception):
-    """An attempt failed as infrastructure."""
+    """There is no result in time, or after all retries. It says nothing of the candidate: infrastructure, no reward."""
 
 
 @dataclass(eq=False)
@@ -96,30 +92,36 @@ class KernelClient:
         self._http: Any = None
 
     async def __aenter__(self) -> KernelClient:
-        import httpx  # here: whoever asks no service doesn't wait for it
-
-        self._transport_error: type[Exception] = httpx.TransportError
-        self._http = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # an evaluation's own limit holds for the rest
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            follow_redirects=False,  # the key goes nowhere else
-            trust_env=False,  # no proxy
-        )
+        self._opened()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self.close()
 
-    @property
-    def open_requests(self) -> dict[str, int]:
-        """Requests under way, by address."""
-        return {machine.address: machine.open for machine in self._machines}
+    async def close(self) -> None:
+        """Close the connections; the next request opens others."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    def _opened(self) -> Any:
+        """The connections, which the first request opens."""
+        if self._http is None:
+            import httpx  # here: whoever asks no service doesn't wait for it
+
+            self._transport_error: type[Exception] = httpx.TransportError
+            self._http = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),  # an evaluation's own limit holds for the rest
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                follow_redirects=False,  # the key goes nowhere else
+                trust_env=False,  # no proxy
+            )
+        return self._http
 
     async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
         """Have a submission judged. Raises KernelRequestRefused, KernelServiceFailed."""
-        body = msgspec.json.encode(request_of(submission))
-        causes: list[str] = []
+        body, causes = msgspec.json.encode(request_of(submission)), list[str]()
         limit_s = self._queue_s + submission.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -130,10 +132,10 @@ class KernelClient:
 
     async def require_backends(self, needed: Iterable[str]) -> None:
         """Raise ConfigurationError unless each of ``needed`` is a back end of a service that answers."""
-        found, said = set[str](), list[str]()
+        http, found, said = self._opened(), set[str](), list[str]()
         for machine in self._machines:
             try:
-                response = await self._http.get(f"{machine.address}/backend_info", timeout=_CONNECT_S)
+                response = await http.get(f"{machine.address}/backend_info", timeout=_CONNECT_S)
                 if response.status_code == 200:
                     there = msgspec.json.decode(response.content, type=_Backends).supported_backends
                     said.append(f"{machine.address} has {', '.join(there) or 'none'}")
@@ -153,7 +155,7 @@ class KernelClient:
             machine = await self._admitted(failed)
             try:
                 evaluation = await self._attempt(machine, body)
-            except _Failed as error:
+            except KernelServiceFailed as error:
                 causes.append(f"{machine.address}: {error}")
                 if len(causes) > self._retries:
                     raise KernelServiceFailed("; then: ".join(causes)) from None
@@ -178,49 +180,44 @@ class KernelClient:
             await self._clock.sleep(max(_PROBE_POLL_S, soonest_s - now))
 
     async def _attempt(self, machine: _Machine, body: bytes) -> KernelEvaluation | None:
-        """Send one request; None: the machine's queue is full. Raises _Failed, KernelRequestRefused."""
-        probe = machine.breaker.send(self._clock.now())
+        """Send one request; None: the machine's queue is full. Raises KernelServiceFailed, KernelRequestRefused."""
+        http, probe = self._opened(), machine.breaker.send(self._clock.now())
         machine.open += 1
-        judged = False
         try:
-            response = await self._http.post(f"{machine.address}/eval", content=body)
-            evaluation = self._read(machine, response)
-            machine.breaker.succeed(self._clock.now(), probe=probe)
-            judged = True
-            return evaluation
-        except (self._transport_error, _Failed) as error:
-            judged = True
+            found = self._read(machine, await http.post(f"{machine.address}/eval", content=body))
+        except (self._transport_error, KernelServiceFailed) as error:
             machine.breaker.fail(self._clock.now(), probe=probe, alone=len(self._machines) == 1)
-            raise _Failed(
-                f"{type(error).__name__}: {error}" if not isinstance(error, _Failed) else str(error)
-            ) from None
-        except KernelRequestRefused:
-            judged = True
-            machine.breaker.succeed(self._clock.now(), probe=probe)
+            named = "" if isinstance(error, KernelServiceFailed) else f"{type(error).__name__}: "
+            raise KernelServiceFailed(f"{named}{error}") from None
+        except BaseException:  # cancelled: no evidence about the machine
+            if probe:
+                machine.breaker.withdraw()
             raise
         finally:
             machine.open -= 1
-            if probe and not judged:  # cancelled: no evidence about the machine
-                machine.breaker.withdraw()
+        machine.breaker.succeed(self._clock.now(), probe=probe)
+        if isinstance(found, KernelRequestRefused):
+            raise found
+        return found
 
-    def _read(self, machine: _Machine, response: Any) -> KernelEvaluation | None:
-        """The evaluation in a response; None: the machine's queue is full."""
+    def _read(self, machine: _Machine, response: Any) -> KernelEvaluation | KernelRequestRefused | None:
+        """The evaluation in a response, or its refusal; None: the machine's queue is full."""
         status: int = response.status_code
         if status == 200:
             try:
                 return evaluation_of(response.content)
             except ValueError as error:
-                raise _Failed(f"its answer is no evaluation: {error}") from None
+                raise KernelServiceFailed(f"its answer is no evaluation: {error}") from None
         message, param = _error_of(response.content)
         if status == 429 or status >= 500 or status in _TRANSIENT:
             wait_s = _retry_after_s(response)
             machine.resumes_s = self._clock.now() + (max(_FIRST_BACKOFF_S, wait_s) if status == 429 else wait_s)
             if status == 429:
                 return None
-            raise _Failed(f"HTTP {status}: {message}")
+            raise KernelServiceFailed(f"HTTP {status}: {message}")
         if param is not None and param.startswith("custom_model_src"):
             return KernelEvaluation(fault="unknown", text=message)
-        raise KernelRequestRefused(machine.address, status, message, param)
+        return KernelRequestRefused(machine.address, status, message, param)
 
 
 def _retry_after_s(response: Any) -> float:

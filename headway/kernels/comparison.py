@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,12 +17,8 @@ NUMPY_TYPES: dict[str, Any] = {
 }
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 MOST_DIMENSIONS = 16
-LEAST_ERROR = {
-    "float64": 1e-12,
-    "float32": 2e-5,
-    "float16": 5e-3,
-    "bfloat16": 3e-2,
-}  # relative; more is a lower precision
+# Relative; more is a lower precision.
+LEAST_ERROR = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 class TensorShape(msgspec.Struct, frozen=True):
@@ -80,9 +77,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     error: float = 0.0  # root mean square, relative to the expected values'
 
 
-def compare(expected: Tensor, found: Tensor, tolerance: tuple[float, float], *, scaled: bool = False) -> Comparison:
-    """Compare values. ``scaled``: the absolute tolerance grows with the expected values, for inputs that are larger
-    than the task's own."""
+def compare(
+    expected: Tensor, found: Tensor, tolerances: Mapping[str, tuple[float, float]], *, scaled: bool = False
+) -> Comparison:
+    """Compare values. ``tolerances``: absolute and relative, by dtype; 0 for others. ``scaled``: the absolute one grows
+    with the expected values, for inputs that are larger than the task's own."""
     if expected.shape != found.shape:
         return Comparison(text=f"output of {found.shape}, not {expected.shape}")
     if not expected.is_float:
@@ -95,7 +94,7 @@ def compare(expected: Tensor, found: Tensor, tolerance: tuple[float, float], *, 
     finite = np.isfinite(wanted)
     whole = bool(finite.all())
     size = float(np.sqrt(np.mean(np.square(wanted if whole else wanted[finite])))) if finite.any() else 0.0
-    absolute, relative = tolerance
+    absolute, relative = tolerances.get(expected.shape.dtype, (0.0, 0.0))
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(got - wanted)
         bad = ~(difference <= absolute * (max(1.0, size) if scaled else 1.0) + relative * np.abs(wanted))

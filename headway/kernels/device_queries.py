@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -20,13 +21,6 @@ from headway.runtime.nodes.conditions import parse_gpus
 
 _ANSWER_S = 5.0  # the drivers' programs hang when a GPU has fallen off the bus
 _MIB = 1 << 20
-_NVIDIA_SMI = (  # the columns from the index on are those that parse_gpus reads
-    "nvidia-smi",
-    "--query-gpu=uuid,name,compute_cap,index,utilization.gpu,memory.used,memory.total,"
-    "ecc.errors.uncorrected.volatile.total",
-    "--format=csv,noheader,nounits",
-)
-_ROCM_SMI = ("rocm-smi", "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--json")
 
 
 class KernelDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,20 +58,22 @@ def core_devices(names: Sequence[str]) -> tuple[KernelDevice, ...]:
 
 
 def query_gpus() -> tuple[KernelDevice, ...] | None:
-    """The GPUs that this process may use, through their driver's library (pynvml, amdsmi) or else its program
-    (nvidia-smi, rocm-smi); one that the driver has lost isn't among them. None: a driver that is installed doesn't
-    answer. Blocks, for up to some seconds."""
+    """The GPUs that this process may use, through their driver's library or else its program; one that the driver has
+    lost isn't among them. None: a driver that is installed doesn't answer. Blocks, for up to some seconds."""
     silent = False
-    for module, by_library, by_program, variables in (
-        ("pynvml", _nvidia_library, _nvidia_program, ("CUDA_VISIBLE_DEVICES",)),
-        ("amdsmi", _amd_library, _amd_program, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
-    ):
-        listed = _from_library(module, by_library)
-        if listed is None:
-            listed = by_program()
-        silent |= listed is None
+    for driver in _DRIVERS:
+        try:
+            listed = [*driver.read(importlib.import_module(driver.library))]
+        except Exception:  # the boundary to a library of the driver's: whatever it raises, its program may know more
+            printed = _printed(driver.program)
+            try:
+                listed = [*driver.parse(printed)] if printed else []
+            except ValueError:
+                printed, listed = None, []
+            silent |= printed is None
         if listed:
-            return _visible(listed, next((os.environ[name] for name in variables if name in os.environ), None))
+            limits = next((os.environ[name] for name in driver.variables if name in os.environ), None)
+            return _visible(listed, limits)
     return None if silent else ()
 
 
@@ -95,14 +91,6 @@ def _visible(listed: Sequence[KernelDevice], limits: str | None) -> tuple[Kernel
     )
 
 
-def _from_library(name: str, read: Callable[[Any], list[KernelDevice]]) -> list[KernelDevice] | None:
-    """The GPUs that a driver's Python library lists; None: it isn't installed, or finds no driver."""
-    try:
-        return read(importlib.import_module(name))
-    except Exception:  # the boundary to a library of the driver's: whatever it raises, its program may know more
-        return None
-
-
 def _gpu(vendor: Literal["nvidia", "amd"], index: object, *facts: Any) -> KernelDevice:
     """A GPU; ``facts``: UUID, model, architecture, bytes of memory, those in use, percentage of time in use."""
     uuid, model, architecture, memory_bytes, used_bytes, busy = facts
@@ -118,64 +106,66 @@ def _gpu(vendor: Literal["nvidia", "amd"], index: object, *facts: Any) -> Kernel
     )
 
 
-def _nvidia_library(nvml: Any) -> list[KernelDevice]:
-    found: list[KernelDevice] = []
+def _nvidia_library(nvml: Any) -> Iterator[KernelDevice]:
     nvml.nvmlInit()
     for index in range(nvml.nvmlDeviceGetCount()):
-        try:
+        with suppress(nvml.NVMLError):  # the GPU is lost
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             memory, busy = nvml.nvmlDeviceGetMemoryInfo(gpu), nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
             architecture = "sm_{}{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu))
             named = nvml.nvmlDeviceGetUUID(gpu), nvml.nvmlDeviceGetName(gpu)
-            found.append(_gpu("nvidia", index, *named, architecture, memory.total, memory.used, busy))
-        except nvml.NVMLError:  # the GPU is lost
-            continue
-    return found
+            yield _gpu("nvidia", index, *named, architecture, memory.total, memory.used, busy)
 
 
-def _nvidia_program() -> list[KernelDevice] | None:
-    printed = _printed(_NVIDIA_SMI)
-    found: list[KernelDevice] = []
-    for line in (printed or "").splitlines():
+def _nvidia_program(printed: str) -> Iterator[KernelDevice]:
+    for line in printed.splitlines():
         *named, rest = (cell.strip() for cell in line.split(",", 3))
         for gpu in parse_gpus(rest):
             if gpu.memory_bytes:  # a lost one has none
                 uuid, model, capability = named
                 facts = f"sm_{capability.replace('.', '')}", gpu.memory_bytes, gpu.memory_used_bytes
-                found.append(_gpu("nvidia", gpu.index, uuid, model, *facts, gpu.busy_ratio * 100))
-    return None if printed is None else found
+                yield _gpu("nvidia", gpu.index, uuid, model, *facts, gpu.busy_ratio * 100)
 
 
-def _amd_library(smi: Any) -> list[KernelDevice]:
-    found: list[KernelDevice] = []
+def _amd_library(smi: Any) -> Iterator[KernelDevice]:
     smi.amdsmi_init()
     for index, gpu in enumerate(smi.amdsmi_get_processor_handles()):
-        try:
+        with suppress(smi.AmdSmiException):  # the GPU is lost
             chip, memory = smi.amdsmi_get_gpu_asic_info(gpu), smi.amdsmi_get_gpu_vram_usage(gpu)
             named = smi.amdsmi_get_gpu_device_uuid(gpu), chip["market_name"], chip["target_graphics_version"]
             used = memory["vram_total"] * _MIB, memory["vram_used"] * _MIB
-            found.append(_gpu("amd", index, *named, *used, smi.amdsmi_get_gpu_activity(gpu)["gfx_activity"]))
-        except smi.AmdSmiException:  # the GPU is lost
-            continue
-    return found
+            yield _gpu("amd", index, *named, *used, smi.amdsmi_get_gpu_activity(gpu)["gfx_activity"])
 
 
-def _amd_program() -> list[KernelDevice] | None:
-    printed = _printed(_ROCM_SMI)
-    if not printed:
-        return None if printed is None else []
-    try:
-        cards: dict[str, dict[str, Any]] = json.loads(printed[printed.index("{") :])
-    except ValueError:
-        return None
-    found: list[KernelDevice] = []
+def _amd_program(printed: str) -> Iterator[KernelDevice]:
+    cards: dict[str, dict[str, Any]] = json.loads(printed[printed.index("{") :])
     for card, raw in cards.items():
         facts = {str(key).lower(): value for key, value in raw.items()}  # capitals differ between versions
         named = (str(facts.get(key, "")) for key in ("unique id", "card series", "gfx version"))
         total, used = (_number(facts.get(f"vram total {key} (b)")) for key in ("memory", "used memory"))
         if card.startswith("card") and total:
-            found.append(_gpu("amd", card.removeprefix("card"), *named, total, used, facts.get("gpu use (%)")))
-    return found
+            yield _gpu("amd", card.removeprefix("card"), *named, total, used, facts.get("gpu use (%)"))
+
+
+class _Driver(NamedTuple):
+    library: str
+    read: Callable[[Any], Iterator[KernelDevice]]  # the library
+    program: tuple[str, ...]
+    parse: Callable[[str], Iterator[KernelDevice]]  # what the program prints
+    variables: tuple[str, ...]  # that limit a process to some GPUs
+
+
+_NVIDIA_SMI = (  # the columns from the index on are those that parse_gpus reads
+    "nvidia-smi",
+    "--query-gpu=uuid,name,compute_cap,index,utilization.gpu,memory.used,memory.total,"
+    "ecc.errors.uncorrected.volatile.total",
+    "--format=csv,noheader,nounits",
+)
+_ROCM_SMI = ("rocm-smi", "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--json")
+_DRIVERS = (
+    _Driver("pynvml", _nvidia_library, _NVIDIA_SMI, _nvidia_program, ("CUDA_VISIBLE_DEVICES",)),
+    _Driver("amdsmi", _amd_library, _ROCM_SMI, _amd_program, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+)
 
 
 def _printed(command: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headway.kernels.backends import DeviceKind
-from headway.kernels.device_queries import KernelDevice
+from headway.kernels.device_queries import KernelDevice, core_devices
 from headway.records.errors import HeadwayError
 from headway.records.kernels import KernelEvaluation
 
@@ -70,6 +70,11 @@ class DeviceTable:
         self._on_event = on_event
         self._memory_faults = memory_faults
         self._querying: asyncio.Task[Sequence[KernelDevice] | None] | None = None
+
+    @classmethod
+    def of_cores(cls, names: Sequence[str]) -> DeviceTable:
+        """A table of sets of cores alone. Raises ConfigurationError for cores that this machine lacks."""
+        return cls(core_devices(names), tuple, lambda name, detail: None)
 
     @property
     def _entries(self) -> dict[str, _Entry]:

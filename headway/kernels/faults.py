@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import signal
 
-from headway.kernels.isolation import GuestEnded, GuestError
+from headway.kernels.isolation import LOG_CHARACTERS, GuestEnded, GuestError, GuestProcess
 from headway.records.kernels import KernelFault
 from headway.records.sandbox import ExecResult
 
@@ -48,6 +48,16 @@ def fault_in(text: str) -> KernelFault | None:
         if re.search(pattern, text, re.IGNORECASE):
             return fault
     return None
+
+
+def fault_of(error: GuestError | GuestEnded, guest: GuestProcess) -> tuple[KernelFault, str, str]:
+    """The class of what has ended a candidate's run, its first useful line, and more of it. Blocks."""
+    if isinstance(error, GuestError):
+        text = first_line(str(error)) or str(error)
+        return fault_of_error(error), text, (error.log or str(error))[:LOG_CHARACTERS]
+    result = guest.result if error.late else guest.wait_ended()
+    log = "" if result is None else result.stderr.decode(errors="replace")[-LOG_CHARACTERS:]
+    return *fault_of_end(error, result), log
 
 
 def fault_of_error(error: GuestError) -> KernelFault:

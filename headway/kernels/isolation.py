@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
-import mmap
+import io
 import os
 import secrets
 import signal
@@ -18,7 +17,7 @@ import socket
 import struct
 import sysconfig
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,16 +35,20 @@ COMPILE_S = 60.0
 LOG_BYTES = 1 << 16
 LOG_CHARACTERS = 4000
 STOPPED, ENDED = "T", "ZX"  # states of a process
+SPARE_S = 3600.0  # beyond its own time that a guest may live, as while it waits for a core
 STILL_S = 2.0  # until a stopped process stands still
 COMPILER = ["g++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wl,-z,defs"]
 # Memory that is freed stays with the process: else every output of a megabyte costs page faults in each interval.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
-_SEALS = 0x1 | 0x2 | 0x4  # no further seals, no shrinking, no growing: or a guest could make reads here fail
 
 
-class GuestEnded(Exception):
+class GuestFailure(Exception):
+    """A call of a guest has failed."""
+
+
+class GuestEnded(GuestFailure):
     """The process has ended, or hasn't answered in time (``late``)."""
 
     def __init__(self, what: str, *, late: bool = False) -> None:
@@ -53,11 +56,11 @@ class GuestEnded(Exception):
         self.late = late
 
 
-class Deception(Exception):
+class Deception(GuestFailure):
     """A guest did what only a source does that means to deceive; the message says what."""
 
 
-class GuestError(Exception):
+class GuestError(GuestFailure):
     """A request failed in the guest: ``kind`` is syntax, compile or raised, as it says itself."""
 
     def __init__(self, text: str, kind: str, log: str) -> None:
@@ -66,13 +69,25 @@ class GuestError(Exception):
         self.log = log
 
 
-def preload_settings(modules: Sequence[str] = ("numpy", "torch")) -> LocalSettings:
+@contextlib.contextmanager
+def _while_alive() -> Iterator[None]:
+    """Raise GuestEnded where the system says that a process is gone, or that its time is over."""
+    try:
+        yield
+    except TimeoutError:
+        raise GuestEnded("no answer in time", late=True) from None
+    except OSError:
+        raise GuestEnded("its process has ended") from None
+
+
+def preload_settings() -> LocalSettings:
     """Settings of a backend whose sandboxes have imported torch, and triton's interpreter where triton is installed."""
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "include")]  # the last: for torch.compile
     folders = [path for path in paths if os.path.isdir(path)]
+    modules = ["numpy", "torch"]
     triton = importlib.util.find_spec("triton")
     if triton is not None:
-        modules = (*modules, "headway.kernels.guest.triton_interpreter", "headway.kernels.guest.triton_compiler")
+        modules += ["headway.kernels.guest.triton_interpreter", "headway.kernels.guest.triton_compiler"]
         folders += [os.path.dirname(folder) for folder in triton.submodule_search_locations or ()]
     preload = Preload(
         modules=(*modules, "headway.kernels.guest.program"),
@@ -98,21 +113,6 @@ def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
         return 0
 
 
-class SharedArrays:
-    """Memory that inputs lie in, for both sides. Its size is fixed; guests may write to it, and that is looked for."""
-
-    def __init__(self, size: int) -> None:
-        self.bytes = max(size, mmap.PAGESIZE)
-        self.descriptor = os.memfd_create("inputs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.bytes)
-        fcntl.fcntl(self.descriptor, 1033, _SEALS)  # F_ADD_SEALS
-        self._memory = mmap.mmap(self.descriptor, self.bytes)
-        self.array = np.frombuffer(self._memory, np.uint8)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
 class GuestProcess:
     """A guest that is ready.
 
@@ -121,44 +121,44 @@ class GuestProcess:
     """
 
     def __init__(self, channel: socket.socket, compile_: Callable[[str], dict[str, Any]], until_s: float) -> None:
+        """Wait for the first message, which the kernel signs with the process's number here. Raises OSError."""
         self._channel = channel
         self._compile = compile_
         self._frames = wire.Frames()
         self._received: list[tuple[dict[str, Any], bytes]] = []
         self.until_s = until_s  # time.monotonic() at which calls give up
-        self.compiles = 0
+        self._compiles = 0
         self.compile_s = 0.0
-        self.compile_error = ""
         self.launches: list[Any] = []  # signatures of Triton launches, as the guest tells them
         self.result: ExecResult | None = None  # once it has ended by itself
-        channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-
-    def connect(self) -> None:
-        """Wait for the first message, which the kernel signs with the process's number here."""
-        self._channel.settimeout(60.0)
-        data, found, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(12))
+        channel.settimeout(60.0)
+        data, found, _, _ = channel.recvmsg(4096, socket.CMSG_SPACE(12))
         if not data or not found:
-            raise GuestEnded("the guest's process didn't start")
+            raise OSError("the guest's process didn't start")
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
         self.pid: int = struct.unpack("3i", found[0][2])[0]
-        self._handle = os.pidfd_open(self.pid)
+        self._handle = io.FileIO(os.pidfd_open(self.pid))
+        self._memory = io.FileIO(f"/proc/{self.pid}/mem")
         self._clock = (~self.pid << 3) | 2  # the CPU time of all its threads
-        self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
-    async def end(self) -> bytes:
+    def wait_ended(self) -> ExecResult | None:
+        """Wait for the sandbox's word on an end that is certain; None: it doesn't come."""
+        for _ in range(100):
+            if self.result is not None:
+                break
+            time.sleep(0.02)
+        return self.result
+
+    def end(self) -> bytes:
         """Have it end by itself; the start of what it has printed."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        for _ in range(100):
-            if self.result is not None:
-                return self.result.stdout + self.result.stderr
-            await asyncio.sleep(0.01)
-        return b""
+        result = self.wait_ended()
+        return b"" if result is None else result.stdout + result.stderr
 
     def close(self) -> None:
-        for name in ("_handle", "_memory"):
-            if hasattr(self, name):
-                os.close(self.__dict__.pop(name))
+        self._handle.close()
+        self._memory.close()
 
     # Requests.
 
@@ -166,29 +166,26 @@ class GuestProcess:
         self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any
     ) -> tuple[dict[str, Any], bytes]:
         """Ask, and wait for the answer. Raises GuestError, GuestEnded, Deception."""
-        number = self.ask(do, body, descriptors, **more)
-        return self.answer(number)
+        return self.answer(self.ask(do, body, descriptors, **more))
 
-    def make(self, module: str, kind: str, arguments: Sequence[Any], seed: int) -> dict[str, Any]:
-        """Have it make a model of class ``kind`` of a module that is loaded."""
+    def load(self, module: str, source: str, *, confined: bool) -> dict[str, Any]:
+        """Have it run a source as a module, ``confined``: without other processes."""
+        return self.call("load", source.encode(), module=module, confined=confined)[0]
+
+    def make(self, module: str, kind: str, arguments: Sequence[Any] | None, seed: int) -> dict[str, Any]:
+        """Have it make a model of class ``kind`` of a module that is loaded; by default with ``get_init_inputs()``."""
         return self.call("make", module=module, kind=kind, arguments=arguments, seed=seed)[0]
-
-    def share(self, memory: SharedArrays) -> None:
-        """Have it map the memory, which may be closed here then."""
-        self.call("map", descriptors=[memory.descriptor], bytes=memory.bytes)
 
     def ask(self, do: str, body: bytes = b"", descriptors: Sequence[int] = (), **more: Any) -> int:
         number = secrets.randbits(53)
-        data = wire.frame({"do": do, "number": number, **more}, body)
-        try:
-            self._channel.settimeout(self._left_s())
-            sent = socket.send_fds(self._channel, [data], list(descriptors)) if descriptors else 0
-            self._channel.sendall(data[sent:])
-        except TimeoutError:
-            raise GuestEnded("no request is taken", late=True) from None
-        except OSError:
-            raise GuestEnded("its process has ended") from None
+        self._send(wire.frame({"do": do, "number": number, **more}, body), descriptors)
         return number
+
+    @_while_alive()
+    def _send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._channel.settimeout(self._left_s())
+        sent = socket.send_fds(self._channel, [data], list(descriptors)) if descriptors else 0
+        self._channel.sendall(data[sent:])
 
     def answer(self, number: int) -> tuple[dict[str, Any], bytes]:
         """The answer to a request. Anything else on the channel means that the source writes to it."""
@@ -196,35 +193,40 @@ class GuestProcess:
             head, body = self._next()
             if head.get("ask") == "compile":
                 self._serve_compile(body)
-                continue
-            if head.get("ask") == "launch":
+            elif head.get("ask") == "launch":
                 self.launches.append(head.get("launch"))
                 if len(self.launches) > LAUNCHES:
                     raise GuestError(f"Triton kernels launched with more than {LAUNCHES} signatures", "raised", "")
-                continue
-            if head.get("number") != number or self._received:
+            elif head.get("number") != number or self._received:
                 raise Deception("it wrote to the evaluator's channel")
-            if "error" in head:
+            elif head.get("kind") == "output":  # an odd one, whose values could come later
+                raise Deception(str(head.get("error"))[:1000])
+            elif "error" in head:
                 raise GuestError(str(head["error"])[:1000], str(head.get("kind")), str(head.get("log", ""))[:8000])
-            return head, body
+            else:
+                return head, body
+
+    def run_calls(self, module: str, calls: int) -> tuple[int, bytes]:
+        """Let a stopped guest make prepared calls, and stop it when it answers; ns until then, and the addresses of the
+        outputs."""
+        number = self.ask("go", module=module, calls=calls, record=False, brief=True)
+        since_ns = time.perf_counter_ns()
+        self.thaw()
+        _, data = self.answer(number)
+        took_ns = time.perf_counter_ns() - since_ns
+        self.freeze()
+        return took_ns, data
 
     def _serve_compile(self, body: bytes) -> None:
-        self.compiles += 1
         since_s = time.monotonic()
-        if self.compiles > COMPILES:
-            answer: dict[str, Any] = {"error": f"more than {COMPILES} libraries"}
-        else:
+        self._compiles += 1
+        answer = {"error": f"more than {COMPILES} libraries"}
+        if self._compiles <= COMPILES:
             answer = self._compile(body.decode(errors="replace"))
         self.compile_s += time.monotonic() - since_s
-        self.compile_error = str(answer.get("error", ""))
-        try:
-            self._channel.settimeout(self._left_s())
-            self._channel.sendall(wire.frame(answer))
-        except TimeoutError:
-            raise GuestEnded("no answer is taken", late=True) from None
-        except OSError:
-            raise GuestEnded("its process has ended") from None
+        self._send(wire.frame(answer))
 
+    @_while_alive()
     def _next(self) -> tuple[dict[str, Any], bytes]:
         try:
             while not self._received:
@@ -233,10 +235,6 @@ class GuestProcess:
                 if not data:
                     raise GuestEnded("its process has ended")
                 self._received += self._frames.feed(data)
-        except TimeoutError:
-            raise GuestEnded("no answer in time", late=True) from None
-        except OSError:
-            raise GuestEnded("its process has ended") from None
         except wire.Malformed:
             raise Deception("it wrote to the evaluator's channel") from None
         return self._received.pop(0)
@@ -255,20 +253,18 @@ class GuestProcess:
         until_s = time.monotonic() + STILL_S
         while time.monotonic() < until_s:
             states = self._states()
-            if not states or any(state in ENDED for state in states[:1]):
+            if states[:1] in ENDED:  # or there is none
                 raise GuestEnded("its process has ended")
-            if all(state == STOPPED for state in states):
+            if set(states) == {STOPPED}:
                 return
         raise GuestEnded("it can't be stopped")
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
+    @_while_alive()
     def _signal(self, number: int) -> None:
-        try:
-            signal.pidfd_send_signal(self._handle, number)
-        except ProcessLookupError:
-            raise GuestEnded("its process has ended") from None
+        signal.pidfd_send_signal(self._handle.fileno(), number)
 
     def computes_beside(self) -> bool:
         """Whether a thread beside the first runs or waits for a core."""
@@ -284,11 +280,9 @@ class GuestProcess:
                 states += file.read().rpartition(b") ")[2][:1].decode()
         return states
 
+    @_while_alive()
     def threads(self) -> list[str]:
-        try:
-            return os.listdir(f"/proc/{self.pid}/task")
-        except OSError:
-            raise GuestEnded("its process has ended") from None
+        return os.listdir(f"/proc/{self.pid}/task")
 
     def read(self, address: int, count: int) -> np.ndarray[Any, Any]:
         """``count`` bytes of the process's memory. Raises Deception where there is no such memory."""
@@ -296,7 +290,7 @@ class GuestProcess:
         at = 0
         with contextlib.suppress(OSError, OverflowError, ValueError):
             while at < count:
-                got = os.preadv(self._memory, [memoryview(found.data)[at:]], address + at)
+                got = os.preadv(self._memory.fileno(), [memoryview(found.data)[at:]], address + at)
                 if got == 0:
                     break
                 at += got
@@ -305,23 +299,19 @@ class GuestProcess:
             raise Deception("its outputs lie nowhere")
         return found
 
+    @_while_alive()
     def cpu_ns(self) -> int:
         """CPU time of the process so far."""
-        try:
-            return time.clock_gettime_ns(self._clock)
-        except OSError:
-            raise GuestEnded("its process has ended") from None
+        return time.clock_gettime_ns(self._clock)
 
     def delay_ns(self) -> int:
         """Time its first thread has waited for a core so far."""
         return delay_ns(f"/proc/{self.pid}/schedstat")
 
+    @_while_alive()
     def others(self) -> int:
         """Processes in its sandbox beside it and the sandbox's first."""
-        try:
-            return sum(name.isdigit() for name in os.listdir(f"/proc/{self.pid}/root/proc")) - 2
-        except OSError:
-            raise GuestEnded("its process has ended") from None
+        return sum(name.isdigit() for name in os.listdir(f"/proc/{self.pid}/root/proc")) - 2
 
     def strays(self, cores: Sequence[int]) -> bool:
         """Whether a thread of it may run elsewhere than on ``cores``."""
@@ -342,28 +332,28 @@ class GuestProcess:
 
 @contextlib.asynccontextmanager
 async def guest_process(
-    backend: LocalBackend, spec: SandboxSpec, run: Callable[..., Any], timeout_s: float, spare_s: float = 0.0
+    backend: LocalBackend, spec: SandboxSpec, run: Callable[..., Any], timeout_s: float
 ) -> AsyncIterator[GuestProcess]:
-    """A guest for as long as the block runs. ``run`` awaits a blocking function in a thread; ``spare_s``: time in which
-    it may wait beside ``timeout_s``. Raises SandboxError."""
+    """A guest for as long as the block runs, whose calls have ``timeout_s`` together. ``run`` awaits a blocking
+    function in a thread. Raises SandboxError, OSError."""
     box = await backend.create(spec)
     loop = asyncio.get_running_loop()
     assert box.channel is not None
+    box.channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     def compile_(source: str) -> dict[str, Any]:
         return asyncio.run_coroutine_threadsafe(_compile(box, source), loop).result()
 
-    guest = GuestProcess(box.channel, compile_, time.monotonic() + timeout_s)
-    limit_s = timeout_s + spare_s + 5.0
+    limit_s = timeout_s + SPARE_S
     running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
-    running.add_done_callback(lambda ended: _note(guest, ended))
     try:
-        await run(guest.connect)
-        yield guest
+        guest: GuestProcess = await run(GuestProcess, box.channel, compile_, time.monotonic() + timeout_s)
+        running.add_done_callback(lambda ended: _note(guest, ended))
+        with contextlib.closing(guest):
+            yield guest
     finally:
         with contextlib.suppress(OSError):
             box.channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer gets its end
-        guest.close()
         await asyncio.shield(box.terminate())
         await asyncio.gather(running, return_exceptions=True)
 

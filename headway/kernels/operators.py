@@ -47,4 +47,4 @@ def check_operators(source: str, backend: KernelBackend, task: KernelTask) -> li
     except (SyntaxError, ValueError):
         return []
     except (RecursionError, MemoryError):
-        return [OperatorFinding(line=1, text="expressions nested too deeply to be checked")]
+        return [OperatorFinding(1, "expressions nested too deeply to be checked")]

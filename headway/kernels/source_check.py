@@ -11,8 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
-
-import msgspec
+from typing import NamedTuple
 
 from headway.kernels.native_source import native_findings
 from headway.kernels.operator_lists import FAMILIES, WORDS, canonical
@@ -40,7 +39,7 @@ _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.Gener
 _COMPUTING = {canonical(name) for of, also in FAMILIES for name in of + also} | set(map(canonical, WORDS["computing"]))
 
 
-class OperatorFinding(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class OperatorFinding(NamedTuple):
     """Use of an operator that the back end doesn't allow, or of a way around the check."""
 
     line: int
@@ -66,10 +65,9 @@ class SourceCheck:
 
     def findings(self) -> list[OperatorFinding]:
         """All findings of the module, by line."""
-        found = {(getattr(node, "lineno", 1), text) for node in self._nodes() for text in self._look(node)}
-        if self._own:
-            found.update(self._native())
-        return sorted(OperatorFinding(line=line, text=text) for line, text in found)
+        nodes = self._nodes()
+        found = {OperatorFinding(getattr(node, "lineno", 1), text) for node in nodes for text in self._look(node)}
+        return sorted(found.union(self._native()) if self._own else found)
 
     def _nodes(self) -> Iterator[ast.AST]:
         """All nodes, outer ones first, without the bodies of Triton kernels, which compute on their own."""
@@ -82,13 +80,12 @@ class SourceCheck:
             else:
                 pending += ast.iter_child_nodes(node)
 
-    def _native(self) -> Iterator[tuple[int, str]]:
+    def _native(self) -> Iterator[OperatorFinding]:
         nodes = list(ast.walk(self._tree))
         strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        found = [(node.lineno, text) for node in strings for text in native_findings(str(node.value), self._allowed)]
+        found = {text: node.lineno for node in strings for text in native_findings(str(node.value), self._allowed)}
         joined = native_findings("".join(str(node.value) for node in strings), self._allowed)
-        yield from found
-        yield from ((1, text) for text in set(joined) - {text for _, text in found})
+        yield from (OperatorFinding(found.get(text, 1), text) for text in {*found, *joined})
         paths = [*self._names.modules.values(), *(self._names.path(node) or "" for node in nodes)]
         made = {
             "cpp": any(isinstance(node, ast.Name) and node.id == "load_cpp" for node in nodes),
@@ -96,7 +93,7 @@ class SourceCheck:
             "cuda": any(path.startswith("torch.utils.cpp_extension.load") for path in paths),
         }
         if not made[self._backend]:
-            yield 1, f"no kernel of its own for back end {self._backend!r}"
+            yield OperatorFinding(1, f"no kernel of its own for back end {self._backend!r}")
 
     def _look(self, node: ast.AST) -> Iterator[str]:
         """Findings at a node itself."""

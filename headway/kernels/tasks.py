@@ -16,8 +16,10 @@ import msgspec
 
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelBackend, KernelTask
+from headway.records.task import Task
 from headway.tasks.rows import read_objects
 
+KERNEL = "kernel"  # key of a task's metadata
 LEVELS = (1, 2, 3, 4)
 SMALLEST_DIMENSION = 16  # the dimension limit isn't halved below this one
 _FUNCTIONS = ("get_inputs", "get_init_inputs")
@@ -125,6 +127,19 @@ def load_jsonl(path: Path) -> list[KernelTask]:
     if not tasks:
         raise ConfigurationError(f"{path}: no tasks; valid: one JSON object a line")
     return list(tasks.values())
+
+
+def kernel_task(task: Task, backend: str = "", where: str = "") -> KernelTask:
+    """The kernel task in a task's metadata; with ``backend`` instead of its own. ``where``: it stands, for errors.
+    Raises ConfigurationError."""
+    try:
+        found = msgspec.convert(task.metadata.get(KERNEL), KernelTask)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"{where or f'task {task.task_id}'}: metadata.{KERNEL} is no kernel task: {error}; write tasks by `headway "
+            "kernels tasks`"
+        ) from None
+    return msgspec.structs.replace(found, backend=backend) if backend else found
 
 
 def require_problem(source: str, where: str) -> None:

@@ -16,20 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.kernels.comparison import Array, Tensor, compare
-from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays, delay_ns
+from headway.kernels.comparison import Array, Tensor, TensorShape, compare
+from headway.kernels.isolation import Deception, GuestFailure, GuestProcess, delay_ns
 from headway.kernels.operators import called_operator
-from headway.kernels.trials import (
-    ALIGNMENT,
-    KernelTrial,
-    TaskFault,
-    layout,
-    operators_of,
-    slot,
-    tensor_bytes,
-    untouched,
-)
-from headway.records.kernels import KernelTask, KernelTiming
+from headway.kernels.trials import KernelTrial, SharedCalls, TaskFault, TrialGroup, operators_of, tensor_bytes
+from headway.records.kernels import KernelSubmission, KernelTiming
 from headway.records.sandbox import MIB
 
 CROSSING_SHARE = 0.02  # of an interval, at most
@@ -55,15 +46,13 @@ class TimingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Both sides' times, and the speed-up with its 95 % interval unless refused."""
+    """Both sides' times and the speed-up with its 95 % interval, as an evaluation has them."""
 
     timing: KernelTiming
     reference: KernelTiming
-    speedup: float
-    interval: tuple[float, float]
+    speedup: float | None  # None: refused
+    speedup_interval: tuple[float, float]
     refused: str = ""
-    pairs: int = 0
-    seconds: float = 0.0
 
 
 class _Side:
@@ -86,38 +75,38 @@ class _Side:
 
 
 class PairTimer:
-    """Times a candidate against its reference on leased cores. Both have made their models for the trials' sizes."""
+    """Times a candidate against its reference on leased cores."""
 
     def __init__(
         self,
         candidate: GuestProcess,
         reference: GuestProcess,
-        reference_module: str,
-        task: KernelTask,
-        trials: Sequence[KernelTrial],
-        *,
+        submission: KernelSubmission,
+        group: TrialGroup,
         cores: Sequence[int],
         crossing_s: float,
         settings: TimingSettings,
-        recorded_share: float = RECORDED_SHARE,
+        recorded_share: float,
     ) -> None:
+        """``candidate``: with its source loaded. ``recorded_share``: of the intervals, those with a recorded call."""
         self._recorded_share = recorded_share
-        self._sides = (_Side(candidate, "candidate"), _Side(reference, reference_module))
-        self._task = task
-        self._trials = trials
+        self._sides = (_Side(candidate, "candidate"), _Side(reference, group.module))
+        self._submission = submission
+        self._group = group
+        self._trials = trials = [trial for trial in group.trials if not trial.is_variant]
         self._cores = cores
         self._crossing_s = crossing_s
         self._settings = settings
         self._random = np.random.default_rng(int.from_bytes(os.urandom(16)))
         self._fresh = FreshInputs(trials, self._random)
         self._flush = np.zeros(settings.flush_bytes, np.uint8)
-        one = trials[0]
-        self._slot_bytes = tensor_bytes(one.inputs) + ALIGNMENT
-        self._most_calls = max(1, settings.memory_bytes // (self._slot_bytes + tensor_bytes(one.expected)))
+        call_bytes = tensor_bytes(trials[0].inputs) + tensor_bytes(trials[0].expected)
+        self._most_calls = max(1, settings.memory_bytes // max(1, call_bytes))
 
-    def measure(self, calls_wanted: int) -> TimingResult:
-        """Raises Deception, GuestError and GuestEnded."""
-        began_s = time.monotonic()
+    def measure(self) -> TimingResult:
+        """Raises GuestFailure for the candidate, TaskFault for the reference."""
+        self._make_models()
+        began_s, calls_wanted = time.monotonic(), self._submission.timed_trials
         sides = self._sides
         for side in sides:
             side.guest.pin(self._cores)
@@ -128,18 +117,27 @@ class PairTimer:
             self._pair(len(sides[0].intervals))
             if self._random.random() < self._recorded_share:
                 self._record_call()
-            pairs, took_s = len(sides[0].intervals), time.monotonic() - began_s
-            result = self._result(took_s)
+            pairs, result = len(sides[0].intervals), self._result()
             if pairs < self._settings.pairs or (pairs * sides[0].calls < calls_wanted and pairs < 4096):
                 continue
-            low, high = result.interval
+            low, high = result.speedup_interval
             if high / low <= 1 + self._settings.width:
                 return result
-            if took_s > self._settings.most_s or pairs >= self._settings.most_pairs:
+            if time.monotonic() - began_s > self._settings.most_s or pairs >= self._settings.most_pairs:
                 if high / low > 1 + self._settings.refused_width:
                     refused = f"noise: the speed-up is between {low:.2f} and {high:.2f} after {pairs} intervals"
-                    return msgspec.structs.replace(result, refused=refused)
+                    return msgspec.structs.replace(result, refused=refused, speedup=None)
                 return result
+
+    def _make_models(self) -> None:
+        candidate, reference = self._sides
+        task, arguments, seed = self._submission.task, self._group.arguments, self._submission.seed
+        try:
+            reference.guest.load(reference.module, task.source, confined=False)
+            reference.guest.make(reference.module, "Model", arguments, seed)
+        except GuestFailure as error:
+            raise TaskFault(f"its reference fails: {error}") from error
+        candidate.guest.make(candidate.module, "ModelNew", arguments, seed)
 
     def _choose_calls(self) -> None:
         """Raise both sides' calls until an interval is long enough, or has all the memory it may."""
@@ -163,7 +161,7 @@ class PairTimer:
             return side.calls
         return min(self._most_calls, MOST_CALLS, math.ceil(side.calls * min(16.0, target_s / whole_s)))
 
-    def _result(self, took_s: float) -> TimingResult:
+    def _result(self) -> TimingResult:
         candidate, reference = self._sides
         ratios = np.sort(np.asarray(reference.intervals) / np.asarray(candidate.intervals))
         count = len(ratios)
@@ -172,55 +170,53 @@ class PairTimer:
             timing=candidate.timing(),
             reference=reference.timing(),
             speedup=float(np.median(ratios)),
-            interval=(float(ratios[rank]), float(ratios[count - 1 - rank])),
-            pairs=count,
-            seconds=took_s,
+            speedup_interval=(float(ratios[rank]), float(ratios[count - 1 - rank])),
         )
 
     def _prepare(self, calls: int) -> None:
         """Have both sides map memory for ``calls`` calls, and be stopped."""
-        self._memory = SharedArrays(self._slot_bytes * calls)
-        self._told = layout([self._trials[0].inputs] * calls)
+        self._calls = SharedCalls([self._trials[0].inputs] * calls)
         for side in self._sides:
             side.guest.thaw()
-            side.guest.share(self._memory)
-            side.guest.call("prepare", calls=self._told)
+            self._calls.give(side.guest)
             side.guest.freeze()
             side.cpu_ns = side.guest.cpu_ns()
-        self._memory.close()  # mapped by now
 
     def _pair(self, number: int) -> tuple[float, float]:
         """An interval of each, in turn the one and the other first, on the same fresh inputs; seconds of a call."""
         calls = max(side.calls for side in self._sides)
         given = [self._fresh.draw() for _ in range(calls)]
-        for where, (trial, start) in zip(self._told, given, strict=False):
-            self._fresh.write(self._memory, where, trial, start)
-        checked = self._random.choice(least := min(side.calls for side in self._sides), min(CHECKED, least), False)
+        self._write(given)
+        least = min(side.calls for side in self._sides)
+        checked: list[int] = self._random.choice(least, min(CHECKED, least), False).tolist()
         order = (0, 1) if number % 2 == 0 else (1, 0)
         took = [0.0, 0.0]
         addresses: list[list[int]] = [[], []]
         for at in order:
             if at != order[0] and order[0] == 0:  # the reference gets these inputs whatever the candidate did to them
                 for call in checked:
-                    self._require_untouched(int(call), *given[int(call)])
-                for where, (trial, start) in zip(self._told, given, strict=False):
-                    self._fresh.write(self._memory, where, trial, start)
+                    self._require_untouched(call, *given[call])
+                self._write(given)
             self._flush += 1
             took[at], addresses[at] = self._interval(self._sides[at]) if at == 0 else self._reference_interval()
             self._sides[at].intervals.append(took[at])
         for call in checked:
-            self._check(int(call), *given[int(call)], addresses)
+            self._check(call, *given[call], addresses)
         return took[0], took[1]
+
+    def _write(self, given: Sequence[tuple[KernelTrial, int]]) -> None:
+        for call, (trial, start) in enumerate(given):
+            self._fresh.write(self._calls, call, trial, start)
 
     def _record_call(self) -> None:
         """Record a call that the candidate can't tell from timed ones: a kernel replaced by torch's shows here."""
         side = self._sides[0]
-        self._fresh.write(self._memory, self._told[0], *self._fresh.draw())
+        self._write([self._fresh.draw()])
         side.guest.thaw()
         head, _ = side.guest.call("go", module=side.module, calls=1, record=True, brief=False)
         side.guest.freeze()
         side.cpu_ns = side.guest.cpu_ns()
-        if called := called_operator(self._task, operators_of(head)):
+        if called := called_operator(self._submission.task, operators_of(head)):
             raise Deception(f"it calls {called} once it is timed")
 
     def _reference_interval(self) -> tuple[float, list[int]]:
@@ -228,18 +224,14 @@ class PairTimer:
             return self._interval(self._sides[1])
         except Deception as error:  # a crowded machine, rather than the task
             raise OSError(f"the reference can't be timed: {error}") from error
-        except (GuestError, GuestEnded) as error:
+        except GuestFailure as error:
             raise TaskFault(f"its reference fails when it is timed: {error}") from error
 
     def _interval(self, side: _Side) -> tuple[float, list[int]]:
         guest = side.guest
-        delayed_ns = (guest.delay_ns() if len(self._cores) == 1 else 0) + delay_ns()
-        number = guest.ask("go", module=side.module, calls=side.calls, record=False, brief=True)
+        delayed_ns = self._delayed_ns(guest)
         since_ns = time.perf_counter_ns()
-        guest.thaw()
-        _, data = guest.answer(number)
-        took_ns = time.perf_counter_ns() - since_ns
-        guest.freeze()
+        took_ns, data = guest.run_calls(side.module, side.calls)
         run_ns = time.perf_counter_ns() - since_ns  # until it was stopped, which may be later where cores are scarce
         used_ns = guest.cpu_ns() - side.cpu_ns
         side.cpu_ns += used_ns
@@ -250,12 +242,15 @@ class PairTimer:
             raise Deception("it leaves the cores it was given")
         if used_ns > CPU_SLACK * run_ns * len(self._cores) + CPU_SLACK_NS or guest.others() > 0:
             raise Deception("it computes on more than the cores it was given")
-        # Without what others' use of the cores has cost. On several cores only this process's own delay is known to be
-        # that: a source's threads can delay each other on purpose.
-        delayed_ns = (guest.delay_ns() if len(self._cores) == 1 else 0) + delay_ns() - delayed_ns
+        delayed_ns = self._delayed_ns(guest) - delayed_ns
         took_ns = max(took_ns - delayed_ns, used_ns // len(self._cores))
         seconds = max(took_ns * 1e-9 - self._crossing_s, 1e-9) / side.calls
         return seconds, np.frombuffer(data, "<u8").tolist()
+
+    def _delayed_ns(self, guest: GuestProcess) -> int:
+        """The time that others' use of the cores has cost so far. On several cores only this process's own delay is
+        known to be that: a source's threads can delay each other on purpose."""
+        return delay_ns() + (guest.delay_ns() if len(self._cores) == 1 else 0)
 
     def _check(self, call: int, trial: KernelTrial, start: int, addresses: list[list[int]]) -> None:
         """Compare both sides' outputs of a call, and look whether its inputs are as they were."""
@@ -267,13 +262,12 @@ class PairTimer:
                 Tensor(wanted.shape, side.guest.read(given[place], wanted.shape.bytes))
                 for side, given in zip(self._sides, addresses, strict=True)
             )
-            tolerance = self._task.tolerances.get(wanted.shape.dtype, (0.0, 0.0))
-            compared = compare(expected, found, tolerance, scaled=True)
+            compared = compare(expected, found, self._submission.task.tolerances, scaled=True)
             if compared.text:
                 raise Deception(f"its outputs are wrong in timed calls: {compared.text}")
 
     def _require_untouched(self, call: int, trial: KernelTrial, start: int) -> None:
-        if not untouched(self._memory, self._told[call], self._fresh.inputs(trial, start)):
+        if not self._calls.is_untouched(call, self._fresh.inputs(trial, start)):
             raise Deception("it changes its inputs in timed calls")
 
 
@@ -294,15 +288,13 @@ class FreshInputs:
     def draw(self) -> tuple[KernelTrial, int]:
         return self._trials[int(self._random.integers(len(self._trials)))], int(self._random.integers(self.SPARE))
 
-    def write(self, memory: SharedArrays, told: Sequence[Any], trial: KernelTrial, start: int) -> None:
-        """Write a call's tensors to their places in the shared memory."""
-        for where, one in zip(told, trial.inputs, strict=True):
-            if isinstance(one, Tensor):
-                target = slot(memory, where["offset"], one.shape)
-                if one.is_float and one.shape.dtype != "bfloat16" and not self._is_symmetric(one):
-                    np.multiply(one.raw, self._of(one, start), out=target)
-                else:
-                    target[...] = self._one(one, start).raw
+    def write(self, calls: SharedCalls, call: int, trial: KernelTrial, start: int) -> None:
+        """Write a call's tensors to their places."""
+        for place, one in calls.places(call, trial.inputs):
+            if one.is_float and one.shape.dtype != "bfloat16" and not self._is_symmetric(one):
+                np.multiply(one.raw, self._of(one, start), out=place)
+            else:
+                place[...] = self._one(one, start).raw
 
     def inputs(self, trial: KernelTrial, start: int) -> list[Any]:
         return [self._one(one, start) if isinstance(one, Tensor) else one for one in trial.inputs]
@@ -334,18 +326,10 @@ def measure_crossing(guest: GuestProcess, cores: Sequence[int], intervals: int =
     """Seconds that an interval of one empty call takes: what is there beside the calls. ``guest``: with EMPTY loaded as
     its candidate."""
     guest.pin(cores)
-    memory = SharedArrays(64)
-    guest.share(memory)
-    guest.call("prepare", calls=[[{"dtype": "float32", "shape": [1], "offset": 0}]])
-    memory.close()
+    SharedCalls([[Tensor(TensorShape("float32", (1,)), np.zeros(1, np.float32))]]).give(guest)
     took: list[float] = []
     guest.freeze()
     for _ in range(intervals):
-        number = guest.ask("go", module="candidate", calls=1, record=False, brief=True)
-        since_ns = time.perf_counter_ns()
-        guest.thaw()
-        guest.answer(number)
-        took.append((time.perf_counter_ns() - since_ns) * 1e-9)
-        guest.freeze()
-    guest.thaw()
+        took_ns, _ = guest.run_calls("candidate", 1)
+        took.append(took_ns * 1e-9)
     return float(np.median(took[intervals // 4 :]))

@@ -3,7 +3,11 @@ candidate's outputs for them come to."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,13 +16,14 @@ import msgspec
 import numpy as np
 
 from headway.kernels.comparison import FLOATS, LEAST_ERROR, Array, Tensor, TensorShape, compare
-from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestProcess, SharedArrays
+from headway.kernels.isolation import Deception, GuestError, GuestFailure, GuestProcess
 from headway.records.kernels import KernelTask
 from headway.records.sandbox import MIB
 
 CHUNK_BYTES = 192 * MIB  # inputs and outputs of the calls of one request
 MOST_BYTES = 512 * MIB  # outputs of one call
 ALIGNMENT = 64
+_SEALS = 0x1 | 0x2 | 0x4  # no further seals, no shrinking, no growing: or a guest could make reads here fail
 _SAME = 0.01  # relative error of values that are equal but for rounding
 _HOLLOW = 0.5  # relative error of outputs that have nothing of the expected values
 LATE_S = 0.05  # how long a wrong output is watched
@@ -39,6 +44,15 @@ class KernelTrial(msgspec.Struct, frozen=True, kw_only=True):
     inputs: list[Any]
     expected: list[Tensor]
 
+    @property
+    def is_variant(self) -> bool:
+        """Whether its inputs are others' with other values, rather than a seed's."""
+        return self.name in VARIANTS
+
+    @property
+    def is_finite(self) -> bool:
+        return all(np.isfinite(one.values()).all() for one in self.expected if one.is_float)
+
 
 class TrialGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Trials of one setting of the task's sizes."""
@@ -48,34 +62,8 @@ class TrialGroup(msgspec.Struct, frozen=True, kw_only=True):
     trials: list[KernelTrial]
 
 
-class TrialResult(msgspec.Struct, kw_only=True):
-    """Passed trials of a candidate so far, and the first thing amiss."""
-
-    passed: int = 0
-    trials: int = 0
-    text: str = ""  # the first difference
-    cheat: str = ""
-    operators: set[str] = set()
-    error: float = 0.0  # the largest, relative
-    precision: str = ""
-
-
 def tensor_bytes(values: Sequence[Any]) -> int:
     return sum(one.shape.bytes + ALIGNMENT for one in values if isinstance(one, Tensor))
-
-
-def layout(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Calls' arguments as a guest is told about them: each tensor has a place in the shared memory."""
-    at = 0
-
-    def told(one: Any) -> Any:
-        nonlocal at
-        if not isinstance(one, Tensor):
-            return one
-        start, at = at, at - (-one.shape.bytes // ALIGNMENT) * ALIGNMENT
-        return {"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": start}
-
-    return [[told(one) for one in call] for call in calls]
 
 
 def has_bfloat16(group: TrialGroup) -> bool:
@@ -84,39 +72,71 @@ def has_bfloat16(group: TrialGroup) -> bool:
     return any(isinstance(one, Tensor) and one.shape.dtype == "bfloat16" for one in values)
 
 
-def place(memory: SharedArrays, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Write the calls' tensors to the shared memory; returns their `layout`."""
-    told = layout(calls)
-    for where, call in zip(told, calls, strict=True):
-        for spot, one in zip(where, call, strict=True):
+class SharedCalls:
+    """Arguments of calls, in memory that guests share: each tensor has a place in it, plain values are told. Guests may
+    write to it, and that is looked for."""
+
+    def __init__(self, calls: Sequence[Sequence[Any]]) -> None:
+        """``calls``: with tensors of the shapes that are to be written."""
+        size = 0
+
+        def told(one: Any) -> Any:
+            nonlocal size
+            if not isinstance(one, Tensor):
+                return one
+            start, size = size, size - (-one.shape.bytes // ALIGNMENT) * ALIGNMENT
+            return {"dtype": one.shape.dtype, "shape": list(one.shape.shape), "offset": start}
+
+        self._told = [[told(one) for one in call] for call in calls]
+        self._bytes = max(size, mmap.PAGESIZE)
+        self._descriptor = os.memfd_create("inputs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, self._bytes)
+        fcntl.fcntl(self._descriptor, 1033, _SEALS)  # F_ADD_SEALS
+        self._memory = np.frombuffer(mmap.mmap(self._descriptor, self._bytes), np.uint8)
+
+    def give(self, guest: GuestProcess) -> None:
+        """Have a guest make the calls' arguments of it."""
+        guest.call("prepare", descriptors=[self._descriptor], bytes=self._bytes, calls=self._told)
+
+    def places(self, call: int, values: Sequence[Any]) -> Iterator[tuple[Array, Tensor]]:
+        """The place of each tensor among a call's arguments."""
+        for where, one in zip(self._told[call], values, strict=True):
             if isinstance(one, Tensor):
-                slot(memory, spot["offset"], one.shape)[...] = one.raw
-    return told
+                at = where["offset"]
+                yield Tensor(one.shape, self._memory[at : at + one.shape.bytes]).raw, one
+
+    def write(self, call: int, values: Sequence[Any]) -> None:
+        for place, one in self.places(call, values):
+            place[...] = one.raw
+
+    def is_untouched(self, call: int, values: Sequence[Any]) -> bool:
+        """Whether a call's arguments still are ``values``."""
+        return all(np.array_equal(_bits(place), _bits(one.raw)) for place, one in self.places(call, values))
 
 
-def slot(memory: SharedArrays, at: int, shape: TensorShape) -> Array:
-    return Tensor(shape, memory.array[at : at + shape.bytes]).raw
-
-
-def untouched(memory: SharedArrays, told: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Whether a call's inputs still are what they were."""
-    tensors = [(where, one) for where, one in zip(told, inputs, strict=True) if isinstance(one, Tensor)]
-    return all(
-        np.array_equal(_bits(slot(memory, where["offset"], one.shape)), _bits(one.raw)) for where, one in tensors
-    )
+def shared_calls(calls: Sequence[Sequence[Any]], guest: GuestProcess) -> SharedCalls:
+    """Calls whose arguments are written, and given to a guest."""
+    made = SharedCalls(calls)
+    for number, values in enumerate(calls):
+        made.write(number, values)
+    made.give(guest)
+    return made
 
 
 def _bits(values: Array) -> Array:
     return values.reshape(-1).view(np.uint8)  # a NaN equals itself
 
 
+def told_tensor(told: dict[str, Any]) -> tuple[TensorShape, int]:
+    """Type, shape and address of a tensor that a guest tells. Raises KeyError, TypeError, ValueError."""
+    return TensorShape(told["dtype"], tuple(map(int, told["shape"]))), int(told["address"])
+
+
 def outputs_of(head: dict[str, Any], calls: int) -> list[list[tuple[TensorShape, int]]]:
     """Types, shapes and addresses of the outputs that a guest tells."""
     try:
-        told = [
-            [(TensorShape(one["dtype"], tuple(map(int, one["shape"]))), int(one["address"])) for one in parts]
-            for parts in head["outputs"]
-        ]
+        told = [[told_tensor(one) for one in parts] for parts in head["outputs"]]
     except (KeyError, TypeError, ValueError) as error:
         raise GuestError(f"outputs can't be compared: {error}", "raised", "") from None
     if len(told) != calls:
@@ -153,58 +173,34 @@ class ReferenceMaker:
         """Raises TaskFault."""
         guest = self._guest
         try:
-            guest.call("load", source.encode(), module=module, confined=False)
-            head, _ = guest.call("init_inputs", module=module, seed=self._seed)
-            arguments = head["arguments"]
-            guest.make(module, "Model", arguments, self._seed)
+            guest.load(module, source, confined=False)
+            arguments = guest.make(module, "Model", None, self._seed)["arguments"]
             trials = [
                 self._run(module, f"seed {n}", self._inputs(module, n)) for n in range(self._seed, self._seed + seeds)
             ]
-            finite = all(np.isfinite(one.values()).all() for one in trials[0].expected if one.is_float)
-            if variants and finite and any(isinstance(one, Tensor) and one.is_float for one in trials[0].inputs):
-                made = [self._run(module, name, varied(trials[0].inputs, factor)) for name, factor in VARIANTS.items()]
-                # Outside of its domain there is nothing to compare.
-                trials += [
-                    trial for trial in made if all(np.isfinite(o.values()).all() for o in trial.expected if o.is_float)
-                ]
+            inputs = trials[0].inputs
+            if variants and trials[0].is_finite and any(isinstance(one, Tensor) and one.is_float for one in inputs):
+                made = [self._run(module, name, varied(inputs, factor)) for name, factor in VARIANTS.items()]
+                trials += [one for one in made if one.is_finite]  # outside of its domain there is nothing to compare
             return TrialGroup(module=module, arguments=arguments, trials=trials)
-        except GuestError as error:
+        except (GuestFailure, KeyError, TypeError, ValueError) as error:
             raise TaskFault(f"its reference fails: {error}") from error
-        except Deception as error:
-            raise TaskFault(f"its reference is odd: {error}") from error
-        except GuestEnded as error:
-            what = "isn't done in time" if error.late else f"ends its process: {error}"
-            raise TaskFault(f"its reference {what}") from error
-        except (KeyError, TypeError) as error:
-            raise TaskFault(f"its reference answers oddly: {error}") from error
 
     def _inputs(self, module: str, seed: int) -> list[Any]:
         head, _ = self._guest.call("inputs", module=module, seed=seed)
-        inputs: list[Any] = []
-        for one in head["inputs"]:
-            if isinstance(one, dict) and "dtype" in one:
-                try:
-                    shape = TensorShape(one["dtype"], tuple(one["shape"]))
-                except ValueError as error:
-                    raise TaskFault(f"its inputs: {error}") from None
-                inputs.append(self._read(shape, int(one["address"])))
-            else:
-                inputs.append(one)
-        return inputs
+
+        def value(told: Any) -> Any:
+            return self._read(*told_tensor(told)) if isinstance(told, dict) and "dtype" in told else told
+
+        return [value(told) for told in head["inputs"]]
 
     def _run(self, module: str, name: str, inputs: list[Any]) -> KernelTrial:
-        guest, memory = self._guest, SharedArrays(tensor_bytes(inputs))
-        told = place(memory, [inputs])
-        guest.share(memory)
-        memory.close()
-        guest.call("prepare", calls=told)
-        head, _ = guest.call("go", module=module, calls=1, record=False, brief=False)
-        if not untouched(memory, told[0], inputs):
+        calls = shared_calls([inputs], self._guest)
+        head, _ = self._guest.call("go", module=module, calls=1, record=False, brief=False)
+        if not calls.is_untouched(0, inputs):
             raise TaskFault("its reference changes its inputs")
         (outputs,) = outputs_of(head, 1)
-        return KernelTrial(
-            name=name, inputs=inputs, expected=[self._read(shape, address) for shape, address in outputs]
-        )
+        return KernelTrial(name=name, inputs=inputs, expected=[self._read(*where) for where in outputs])
 
     def _read(self, shape: TensorShape, address: int) -> Tensor:
         if shape.bytes > MOST_BYTES:
@@ -236,7 +232,12 @@ class CandidateTrials:
         self._guest = guest
         self._task = task
         self._seed = seed
-        self.result = TrialResult()
+        self.passed = 0
+        self.text = ""  # the first difference
+        self.cheat = ""  # the first deception
+        self.operators: set[str] = set()
+        self.precision = ""  # where it is lower than the reference's
+        self._error = 0.0  # the largest, relative
         self._places = Counter[int]()  # of a chunk's outputs: all are kept, so each has one of its own
 
     def run(self, group: TrialGroup) -> None:
@@ -250,65 +251,57 @@ class CandidateTrials:
 
     def note_patched(self, head: dict[str, Any]) -> None:
         """Take what the guest says about replaced functions."""
-        if (patched := head.get("patched")) and not self.result.cheat:
-            self.result.cheat = f"it replaced {', '.join(str(name)[:80] for name in list(patched)[:5])}"
+        if (patched := head.get("patched")) and not self.cheat:
+            self.cheat = f"it replaced {', '.join(str(name)[:80] for name in list(patched)[:5])}"
 
     def _run_chunk(self, chunk: list[KernelTrial]) -> None:
-        guest, result = self._guest, self.result
-        memory = SharedArrays(sum(tensor_bytes(trial.inputs) for trial in chunk))
-        told = place(memory, [trial.inputs for trial in chunk])
-        guest.share(memory)
-        memory.close()
-        guest.call("prepare", calls=told)
+        guest = self._guest
+        calls = shared_calls([trial.inputs for trial in chunk], guest)
         head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
         guest.freeze()
         try:
             self.note_patched(head)
-            result.operators |= operators_of(head)
+            self.operators |= operators_of(head)
             every = outputs_of(head, len(chunk))
             self._places = Counter(address for outputs in every for _, address in outputs)
-            for trial, where, outputs in zip(chunk, told, every, strict=True):
-                result.trials += 1
-                if not untouched(memory, where, trial.inputs):
-                    result.cheat = result.cheat or "it changes its inputs"
+            for number, (trial, outputs) in enumerate(zip(chunk, every, strict=True)):
+                if not calls.is_untouched(number, trial.inputs):
+                    self.cheat = self.cheat or "it changes its inputs"
                 if self._compare(trial, outputs, chunk):
-                    result.passed += 1
+                    self.passed += 1
         finally:
             guest.thaw()
 
     def _compare(self, trial: KernelTrial, outputs: list[tuple[TensorShape, int]], chunk: list[KernelTrial]) -> bool:
-        result = self.result
         if len(outputs) != len(trial.expected):
-            result.text = result.text or f"{len(outputs)} outputs, not {len(trial.expected)}"
+            self.text = self.text or f"{len(outputs)} outputs, not {len(trial.expected)}"
             return False
         for wanted, (shape, address) in zip(trial.expected, outputs, strict=True):
             if shape != wanted.shape:
-                result.text = result.text or f"{trial.name}: output of {shape}, not {wanted.shape}"
+                self.text = self.text or f"{trial.name}: output of {shape}, not {wanted.shape}"
                 return False
-            raw = self._guest.read(address, shape.bytes)
-            found = Tensor(shape, raw)
-            tolerance = self._task.tolerances.get(shape.dtype, (0.0, 0.0))
-            compared = compare(wanted, found, tolerance, scaled=trial.name in VARIANTS)
+            found = Tensor(shape, self._guest.read(address, shape.bytes))
+            compared = compare(wanted, found, self._task.tolerances, scaled=trial.is_variant)
             text = compared.text
-            if not text and trial.name not in VARIANTS and compared.error >= _HOLLOW and bool(np.any(wanted.raw)):
+            if not text and not trial.is_variant and compared.error >= _HOLLOW and bool(np.any(wanted.raw)):
                 text = f"within the absolute tolerance, but with a relative error of {compared.error:.2g}"
             if text:
-                result.text = result.text or f"{trial.name}: {text}"
-                result.cheat = result.cheat or self._explain(trial, found, address, chunk)
+                self.text = self.text or f"{trial.name}: {text}"
+                self.cheat = self.cheat or self._explain(trial, found, address, chunk)
                 return False
-            if trial.name not in VARIANTS:
+            if not trial.is_variant:
                 self._note_error(shape.dtype, compared.error)
         return True
 
     def _note_error(self, dtype: str, error: float) -> None:
-        if dtype in FLOATS and error > max(self.result.error, LEAST_ERROR[dtype]):
-            self.result.precision = f"relative error {error:.1e}: less precise than {dtype}"
-        self.result.error = max(self.result.error, error)
+        if dtype in FLOATS and error > max(self._error, LEAST_ERROR[dtype]):
+            self.precision = f"relative error {error:.1e}: less precise than {dtype}"
+        self._error = max(self._error, error)
 
     def _explain(self, trial: KernelTrial, found: Tensor, address: int, chunk: list[KernelTrial]) -> str:
         """Name the deception that a wrong output shows; "": it is just wrong. Trials of scaled inputs have outputs that
         honest mistakes hit as well: zeros, and those of negated inputs."""
-        seeded = [one for one in chunk if one.name not in VARIANTS] if trial.name not in VARIANTS else []
+        seeded = [] if trial.is_variant else [one for one in chunk if not one.is_variant]
         inputs = [value for value in trial.inputs if seeded and isinstance(value, Tensor)]
         if any(one.shape == found.shape and _varied(one) and np.array_equal(one.raw, found.raw) for one in inputs):
             return "it returns an input"
@@ -327,7 +320,7 @@ class CandidateTrials:
         """Whether these are the same values, but for rounding."""
         if expected.shape != found.shape or not _varied(expected):
             return False
-        compared = compare(expected, found, self._task.tolerances.get(expected.shape.dtype, (0.0, 0.0)))
+        compared = compare(expected, found, self._task.tolerances)
         return not compared.text and compared.error < _SAME
 
     def watch_idle(self) -> None:

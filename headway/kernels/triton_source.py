@@ -24,14 +24,13 @@ def kernel_findings(tree: ast.Module) -> Iterator[OperatorFinding]:
     names = SourceNames(tree)
     for kernel in ast.walk(tree):
         if isinstance(kernel, ast.FunctionDef) and names.is_jit(kernel):
-            for node, what in _all_amiss(kernel, names):
-                yield OperatorFinding(line=getattr(node, "lineno", kernel.lineno), text=f"in a kernel: {what}")
+            yield from _amiss_in(kernel, names)
 
 
-def _all_amiss(kernel: ast.FunctionDef, names: SourceNames) -> Iterator[tuple[ast.AST, str]]:
+def _amiss_in(kernel: ast.FunctionDef, names: SourceNames) -> Iterator[OperatorFinding]:
     for node in (part for statement in kernel.body for part in ast.walk(statement)):
         if what := _amiss(node, names):
-            yield node, what
+            yield OperatorFinding(getattr(node, "lineno", kernel.lineno), f"in a kernel: {what}")
 
 
 def _amiss(node: ast.AST, names: SourceNames) -> str:
@@ -79,7 +78,7 @@ def kernel_module(source: str) -> str:
                 kept += [node] if node.names else []
             case ast.FunctionDef() if names.is_jit(node):
                 defaults = ast.Tuple(elts=[*node.args.defaults, *filter(None, node.args.kw_defaults)])
-                if is_plain(defaults) and not any(_all_amiss(node, names)):
+                if is_plain(defaults) and not any(_amiss_in(node, names)):
                     _strip(node, names, is_plain)
                     kept.append(node)
                     known.add(node.name)

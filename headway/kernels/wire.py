@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from headway.kernels.reward import kernel_reward
-from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTiming
+from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask, KernelTiming
 
-TASK_FIELDS = ("name", "level", "backend", "tolerances", "shapes", "allowed_operators", "forbidden_operators")
+TASK_FIELDS = tuple(name for name in KernelTask.__struct_fields__ if name != "source")
 SUBMISSION_FIELDS = {  # a request's -> a submission's
     "seed_num": "seed",
     "num_correct_trials": "correct_trials",
@@ -34,24 +34,22 @@ def request_of(submission: KernelSubmission) -> dict[str, Any]:
 
 def answer_of(evaluation: KernelEvaluation, hardware: str) -> dict[str, Any]:
     """The body of ``/eval``'s answer. Times are in ms. ``hardware``: the model of the device."""
-    timing, compiled = evaluation.timing, evaluation.reference_compiled
-    where = {"hardware": hardware, "device": evaluation.device}
-    metadata = {**where, "message": evaluation.text, "cheat": evaluation.cheat, "precision": evaluation.precision}
+    timing, where = evaluation.timing, {"hardware": hardware, "device": evaluation.device}
+    more = ("cheat", "precision", "refused", "repeated", "compiled_note")
     return {
         "compiled": evaluation.compiled,
         "correctness": evaluation.correct,
-        "metadata": {**metadata, "refused": evaluation.refused, "repeated": evaluation.repeated}
-        | {"compiled_note": evaluation.compiled_note},
+        "metadata": {**where, "message": evaluation.text, **{name: getattr(evaluation, name) for name in more}},
         "runtime": -1.0 if timing is None else timing.mean,
-        "runtime_stats": {} if timing is None else _statistics(timing) | where,
+        "runtime_stats": {} if timing is None else {**_statistics(timing), **where},
         "compile_ok": evaluation.compiled,
         "pass_rate": evaluation.passed / evaluation.trials if evaluation.trials else 0.0,
         "perf_stats": {
             "speedup": evaluation.speedup,
             "speedup_interval": evaluation.speedup_interval,
-            "candidate": None if timing is None else _statistics(timing),
-            "reference": None if evaluation.reference is None else _statistics(evaluation.reference),
-            "reference_compiled": None if compiled is None else _statistics(compiled),
+            "candidate": timing and _statistics(timing),
+            "reference": evaluation.reference and _statistics(evaluation.reference),
+            "reference_compiled": evaluation.reference_compiled and _statistics(evaluation.reference_compiled),
             "speedup_compiled": evaluation.speedup_compiled,
         },
         "raw_reward": kernel_reward(evaluation),
@@ -70,5 +68,4 @@ class _Answer(msgspec.Struct):
 
 
 def _statistics(timing: KernelTiming) -> dict[str, Any]:
-    found = msgspec.structs.asdict(timing)
-    return {**found, "num_trials": found.pop("calls")}
+    return {**msgspec.structs.asdict(timing), "num_trials": timing.calls}

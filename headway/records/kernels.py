@@ -35,7 +35,7 @@ class KernelTask(msgspec.Struct, frozen=True, kw_only=True):
     tolerances: dict[str, tuple[float, float]] = msgspec.field(
         default_factory=TOLERANCES.copy
     )  # by dtype: absolute, relative
-    shapes: tuple[dict[str, int], ...] = ()  # further sizes to be checked: the source's upper-case constants by name
+    shapes: tuple[dict[str, int], ...] = ()  # further sizes to be checked: the source's constants by name
     allowed_operators: tuple[str, ...] | None = None  # ATen's, beside own kernels and the back end's list
     forbidden_operators: tuple[str, ...] = ()  # of back end "torch": the fused one that is the task's answer
 

@@ -1,4 +1,4 @@
-"""Addresses of our HTTP servers, ``HOST:PORT``."""
+"""Addresses of our HTTP servers, ``HOST:PORT``, and the keys that are needed where other machines reach one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from headway.records.errors import ConfigurationError
 
 BACKLOG = 2048  # connections that wait to be accepted
+_SHORTEST = 16  # characters of a key
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -55,3 +56,33 @@ def listening(address: str, key: str = "") -> socket.socket:
             f"({', '.join(['127.0.0.1', *own_addresses()])}), and a free port (port 0 takes any)"
         ) from None
     return listener
+
+
+def read_keys(file: str, option: str) -> tuple[str, ...]:
+    """Read a file of keys, one a line; () for no file. ``option``: the command's, for errors. Raises
+    ConfigurationError: a file that can't be read, holds no key, or one that is too easily guessed."""
+    if not file:
+        return ()
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{option} {file}: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigurationError(f"{option} {file}: holds no key; one key a line is needed")
+    if short := [key for key in keys if len(key) < _SHORTEST]:
+        raise ConfigurationError(
+            f"{option} {file}: {len(short)} keys are shorter than {_SHORTEST} characters: too easily guessed"
+        )
+    return keys
+
+
+def service_keys(file: str, option: str, address: str, named: str) -> tuple[str, ...]:
+    """Read the keys of a service, see `read_keys`. Raises ConfigurationError also for an address that other machines
+    reach without keys. ``named``: the address with its key or option, as the error shows it."""
+    keys = read_keys(file, option)
+    if not keys and not is_loopback(address):
+        raise ConfigurationError(
+            f"{named}: other machines reach it, so keys are required: {option} FILE, one key a line"
+        )
+    return keys

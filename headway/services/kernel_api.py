@@ -15,11 +15,12 @@ from headway.generator.endpoint.http_app import HttpApp, decoded, require_method
 from headway.generator.endpoint.openapi import described, operation
 from headway.generator.endpoint.refusals import HttpError
 from headway.kernels.backends import BACKENDS, device_kinds
+from headway.kernels.client import KernelServiceFailed
 from headway.kernels.devices import DeviceTable
 from headway.kernels.wire import answer_of
 from headway.records.errors import ConfigurationError
 from headway.runtime.supervision import to_its_end
-from headway.services.kernel_dispatch import EvaluationFailed, KernelDispatch
+from headway.services.kernel_dispatch import KernelDispatch
 from headway.services.kernel_metrics import KernelMetrics
 from headway.services.kernel_requests import EvalRequest, KernelRequests
 
@@ -62,52 +63,43 @@ class KernelApi(HttpApp):
         self._devices = devices
         self._requests = requests
         self._keys = keys
-        self._views: dict[str, Callable[[], Awaitable[Any]]] = {
-            "/": self._health,
-            "/health": self._health,
-            "/gpu_status": self._gpu_status,
-            "/backend_info": self._backend_info,
-            "/fault_statistics": self._fault_statistics,
-            "/openapi.json": self._document,
+        self._routes: dict[str, tuple[str, Callable[[HttpExchange], Awaitable[Any]]]] = {
+            "/": ("GET", self._health),
+            "/health": ("GET", self._health),
+            "/gpu_status": ("GET", self._gpu_status),
+            "/backend_info": ("GET", self._backend_info),
+            "/fault_statistics": ("GET", self._fault_statistics),
+            "/openapi.json": ("GET", self._document),
+            "/metrics": ("GET", self._metrics),
+            "/eval": ("POST", self._eval),
+            "/cleanup": ("POST", self._cleanup),
+            "/reset_devices": ("POST", self._reset_devices),
+            _RESET: ("POST", self._reset_gpu),
         }
-        self._actions = {"/cleanup": self._cleanup, "/reset_devices": self._reset_devices}
 
     async def answer(self, exchange: HttpExchange) -> None:
-        path = exchange.path
-        if path not in _OPEN:
+        route = self.route(exchange.path)
+        if route not in _OPEN:
             self._keys.require(exchange.key)
-        if path == "/eval":
-            require_method(exchange, "POST")
-            await self._eval(exchange)
-        elif path == "/metrics":
-            require_method(exchange, "GET")
-            text = KernelMetrics(self.responses, self._dispatch, self._devices).text()
-            await exchange.reply(200, text, kind=b"text/plain; version=0.0.4; charset=utf-8")
-        elif path in self._views:
-            require_method(exchange, "GET")
-            await exchange.reply(200, msgspec.json.encode(await self._views[path]()))
-        elif path in self._actions:
-            require_method(exchange, "POST")
-            await exchange.reply(200, msgspec.json.encode(await self._actions[path]()))
-        elif path.startswith(_RESET):
-            require_method(exchange, "POST")
-            await exchange.reply(200, msgspec.json.encode(self._reset_gpu(path[len(_RESET) :])))
-        else:
+        if route not in self._routes:
             raise unknown_url(exchange)
+        method, answered = self._routes[route]
+        require_method(exchange, method)
+        await exchange.reply_with(await answered(exchange))
 
     def route(self, path: str) -> str:
         if path.startswith(_RESET):
             return _RESET
-        return path if path in ("/eval", "/metrics", *self._views, *self._actions) else "other"
+        return path if path in self._routes else "other"
 
     def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
         body = msgspec.json.decode(error.openai())
         return msgspec.json.encode({**body, "retryable": error.status in (408, 429) or error.status >= 500})
 
-    async def _eval(self, exchange: HttpExchange) -> None:
+    async def _eval(self, exchange: HttpExchange) -> dict[str, Any]:
         """Judge a candidate; a client that leaves ends its evaluation."""
-        submission, preferred = self._requests.submission(decoded(await exchange.body()))
-        judging = asyncio.create_task(self._dispatch.evaluate(submission, preferred), name="evaluation")
+        submission = self._requests.submission(decoded(await exchange.body()))
+        judging = asyncio.create_task(self._dispatch.evaluate(submission), name="evaluation")
         try:
             await asyncio.wait({judging, exchange.gone()}, return_when=asyncio.FIRST_COMPLETED)
             if not judging.done():
@@ -115,19 +107,18 @@ class KernelApi(HttpApp):
             evaluation = judging.result()
         except ConfigurationError as error:
             raise HttpError(400, str(error), code="submission_refused") from None
-        except EvaluationFailed as error:
+        except KernelServiceFailed as error:
             headers = ((b"retry-after", str(_FAILED_RETRY_S).encode()),)
             raise HttpError(503, str(error), code="infrastructure", headers=headers) from None
         finally:
-            if not judging.done():
-                judging.cancel()
-                await to_its_end(_ended(judging))
+            judging.cancel()  # if it isn't done
+            await to_its_end(asyncio.wait({judging}))
         hardware = next((one["name"] for one in self._devices.describe() if one["device"] == evaluation.device), "")
-        await exchange.reply(200, msgspec.json.encode(answer_of(evaluation, hardware)))
+        return answer_of(evaluation, hardware)
 
     # --- what is shown ----------------------------------------------------------------------------------------------
 
-    async def _health(self) -> dict[str, Any]:
+    async def _health(self, exchange: HttpExchange) -> dict[str, Any]:
         devices = self._devices.describe()
         return {
             "status": "healthy",
@@ -140,12 +131,12 @@ class KernelApi(HttpApp):
             "isolation": "sandbox",
         }
 
-    async def _gpu_status(self) -> dict[str, Any]:
+    async def _gpu_status(self, exchange: HttpExchange) -> dict[str, Any]:
         await self._devices.refresh()
         devices = self._devices.describe()
         return {"total_devices": len(devices), "devices": devices}
 
-    async def _backend_info(self) -> dict[str, Any]:
+    async def _backend_info(self, exchange: HttpExchange) -> dict[str, Any]:
         backends = {
             name: {
                 "available": not self._requests.missing(name),
@@ -158,7 +149,7 @@ class KernelApi(HttpApp):
         default = next(iter(available), None)
         return {"supported_backends": available, "default_backend": default, "backends": backends}
 
-    async def _fault_statistics(self) -> dict[str, Any]:
+    async def _fault_statistics(self, exchange: HttpExchange) -> dict[str, Any]:
         counts = self._dispatch.counts
         return {
             "evaluations": counts.evaluations,
@@ -170,36 +161,32 @@ class KernelApi(HttpApp):
             "devices": {one["device"]: one["faults"] for one in self._devices.describe()},
         }
 
-    async def _document(self) -> dict[str, Any]:
-        any_object = {"type": "object"}
+    async def _metrics(self, exchange: HttpExchange) -> bytes:
+        return KernelMetrics(self.responses, self._dispatch, self._devices).text()
+
+    async def _document(self, exchange: HttpExchange) -> dict[str, Any]:
+        any_object, text = {"type": "object"}, {"text/plain": {"schema": {"type": "string"}}}
         answer = {"type": "object", "properties": _OUTCOMES, "required": list(_OUTCOMES)}
         asked = msgspec.json.schema(EvalRequest)["$defs"]["EvalRequest"]
-        paths: dict[str, Any] = {"/eval": {"post": operation("/eval", answer, asked)}}
-        for path in self._views:
-            paths[path] = {"get": operation(path, any_object)}
-        for path in self._actions:
-            paths[path] = {"post": operation(path, any_object)}
-        paths[f"{_RESET}{{device}}"] = {"post": operation(_RESET, any_object, None, "device")}
-        plain = {"text/plain": {"schema": {"type": "string"}}}
-        paths["/metrics"] = {"get": operation("/metrics", None, stream=plain)}
+        operations = {path: operation(path, any_object) for path in self._routes}
+        operations["/eval"] = operation("/eval", answer, asked)
+        operations["/metrics"] = operation("/metrics", None, stream=text)
+        operations[_RESET] = operation(_RESET, any_object, None, "device")
+        paths = {path: {self._routes[path][0].lower(): found} for path, found in operations.items()}
+        paths[f"{_RESET}{{device}}"] = paths.pop(_RESET)
         return described("headway kernels", paths)
 
     # --- what is done -----------------------------------------------------------------------------------------------
 
-    async def _cleanup(self) -> dict[str, Any]:
+    async def _cleanup(self, exchange: HttpExchange) -> dict[str, Any]:
         """An evaluation leaves nothing behind, so this looks at the devices anew, and no more."""
         await self._devices.refresh()
         return {"status": "done", "message": "each evaluation runs in a sandbox of its own, which has cleaned up"}
 
-    async def _reset_devices(self) -> dict[str, Any]:
+    async def _reset_devices(self, exchange: HttpExchange) -> dict[str, Any]:
         await self._devices.refresh()
         return {"status": "done", "available_devices": self._dispatch.reset(self._devices.names())}
 
-    def _reset_gpu(self, given: str) -> dict[str, Any]:
-        name = "device"
-        device = self._requests.device_named(given, name, lambda why: HttpError(404, why, code="no_device", param=name))
+    async def _reset_gpu(self, exchange: HttpExchange) -> dict[str, Any]:
+        device = self._requests.device_named("device", exchange.path.removeprefix(_RESET), status=404)
         return {"status": "done", "device": device, "available_devices": self._dispatch.reset((device,))}
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    await asyncio.wait({task})

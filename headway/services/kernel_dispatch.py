@@ -8,32 +8,21 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from headway.config.router import RouterConfig
 from headway.generator.routing.limiter import Limiter
 from headway.kernels.backends import DeviceKind, device_kinds
+from headway.kernels.client import KernelServiceFailed
 from headway.kernels.devices import DeviceTable, DeviceUnavailable, OnDeviceEvent
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.kernels.jobs.judging import SubmissionJudge
+from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
 from headway.runtime.clock import Clock
 
 _log = logging.getLogger("headway.kernels")
 _OVERTIME_S = 30.0  # beyond a submission's own limit, until the evaluator itself counts as hung
-
-
-class KernelJudge(Protocol):
-    """Evaluates candidates: the evaluator of this machine, or a client of other ones."""
-
-    async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
-        """Compile, check and time a candidate. Raises ConfigurationError for a task that itself fails."""
-        ...
-
-
-class EvaluationFailed(HeadwayError):
-    """The service's own failure, after its retries: it says nothing of the candidate, who may be sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +63,7 @@ class KernelDispatch:
 
     def __init__(
         self,
-        judge: KernelJudge,
+        judge: SubmissionJudge,
         devices: DeviceTable,
         limits: KernelLimits,
         clock: Clock,
@@ -107,14 +96,14 @@ class KernelDispatch:
         """Submissions that wait, by what they wait for: gpu, cpu (timing) or shared."""
         return {name: limiter.waiting for name, limiter in self._limiters.items()}
 
-    async def evaluate(self, submission: KernelSubmission, preferred: str = "") -> KernelEvaluation:
-        """Have a submission judged; its result is the candidate's. ``preferred``: a device, used if it is free. Raises
-        Overloaded, ConfigurationError (the task's fault) and EvaluationFailed (the service's own)."""
+    async def evaluate(self, submission: KernelSubmission) -> KernelEvaluation:
+        """Have a submission judged, on the device that it names if that is free; its result is the candidate's. Raises
+        Overloaded, ConfigurationError (the task's fault) and KernelServiceFailed (the service's own)."""
         causes: list[str] = []
         began_s = self._clock.now()
         for attempt in range(self._limits.retries + 1):
             try:
-                async with self._place(submission, preferred, -attempt) as device:
+                async with self._place(submission, -attempt) as device:
                     waited_s = self._clock.now() - began_s
                     evaluation = await self._judged(msgspec.structs.replace(submission, device=device))
             except DeviceUnavailable as error:
@@ -129,12 +118,12 @@ class KernelDispatch:
             self.counts.retries += attempt < self._limits.retries
             began_s = self._clock.now()
         self.counts.failures += 1
-        raise EvaluationFailed("; then: ".join(dict.fromkeys(causes)))
+        raise KernelServiceFailed("; then: ".join(dict.fromkeys(causes)))
 
     @asynccontextmanager
-    async def _place(self, submission: KernelSubmission, preferred: str, priority: int) -> AsyncIterator[str]:
+    async def _place(self, submission: KernelSubmission, priority: int) -> AsyncIterator[str]:
         """A place for the block, with its device; "": the cores that are shared."""
-        kinds = device_kinds(submission.task.backend)
+        kinds, preferred = device_kinds(submission.task.backend), submission.device
         present: list[DeviceKind] = [one for one in kinds if self._devices.names((one,))]
         kind = self._devices.kind(preferred) if preferred else (present or kinds)[0]
         if kind == "cpu" and not submission.timed:
@@ -161,8 +150,7 @@ class KernelDispatch:
         except ConfigurationError:
             raise
         except TimeoutError:
-            what = f"the evaluator didn't end within {limit_s:g} s"
-            evaluation = KernelEvaluation(infrastructure=what)
+            evaluation = KernelEvaluation(infrastructure=f"the evaluator didn't end within {limit_s:g} s")
         except Exception as error:  # the boundary to the evaluator: no failure of its own is the candidate's
             _log.error("an evaluation failed: %s", error, exc_info=error)
             evaluation = KernelEvaluation(infrastructure=f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from headway.kernels.devices import DeviceTable
 from headway.services.kernel_dispatch import KernelDispatch
-from headway.services.serve_metrics import ServiceMetrics, response_family
+from headway.services.serve_metrics import ServiceMetrics, labelled, response_family
 
 _COUNTED = {
     "evaluations": "evaluations with a result",
@@ -37,17 +37,10 @@ class KernelMetrics(ServiceMetrics):
         for name, meaning in _COUNTED.items():
             yield CounterMetricFamily(f"headway_kernels_{name}", meaning, getattr(counts, name))
         faults = CounterMetricFamily("headway_kernels_faults", "faulty candidates by class", labels=["fault"])
-        for fault, count in sorted(counts.faults.items()):
-            faults.add_metric([fault], count)
-        yield faults
+        yield labelled(faults, (([fault], count) for fault, count in sorted(counts.faults.items())))
         yield GaugeMetricFamily("headway_kernels_running", "evaluations that run", self.dispatch.running)
         waiting = GaugeMetricFamily("headway_kernels_waiting", "submissions that wait", labels=["place"])
-        for place, count in self.dispatch.waiting.items():
-            waiting.add_metric([place], count)
-        yield waiting
-        states = GaugeMetricFamily(
-            "headway_kernels_device", "1: the device is in this state", labels=["device", "state"]
-        )
-        for one in self.devices.describe():
-            states.add_metric([one["device"], one["state"]], 1.0)
-        yield states
+        yield labelled(waiting, (([place], count) for place, count in self.dispatch.waiting.items()))
+        meaning = "1: the device is in this state"
+        states = GaugeMetricFamily("headway_kernels_device", meaning, labels=["device", "state"])
+        yield labelled(states, (([one["device"], one["state"]], 1.0) for one in self.devices.describe()))

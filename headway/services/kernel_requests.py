@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -20,10 +19,15 @@ from headway.records.conversations import RequestRefused
 from headway.records.kernels import TOLERANCES, KernelBackend, KernelSubmission, KernelTask
 
 _Tolerance = Annotated[float, Meta(ge=0)]
-_Constant = Annotated[str, Meta(pattern=r"^[A-Z_][A-Z0-9_]{0,99}$")]
+_Constant = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w{0,99}(\[\d{1,3}\])?$")]  # N; SHAPE[0]: a part of one
 _Sizes = dict[_Constant, Annotated[int, Meta(ge=1, le=1 << 31)]]
 _Operators = Annotated[tuple[Annotated[str, Meta(pattern=r"^[\w.:]{1,200}$")], ...], Meta(max_length=1000)]
-_SHAPE = {"backend": f"one of {', '.join(BACKENDS)}", "shapes": "a list of objects: upper-case constant -> size"}
+_VALID = {  # where msgspec's words are no help
+    "backend": f"one of {', '.join(BACKENDS)}",
+    "shapes": "a list of objects: constant -> size",
+    "original_model_src_b64": "UTF-8 in base64",
+    "custom_model_src_b64": "UTF-8 in base64",
+}
 _NEEDED = {"original_model_src": ("Model", "get_inputs", "get_init_inputs"), "custom_model_src": ("ModelNew",)}
 
 
@@ -32,9 +36,9 @@ class EvalRequest(msgspec.Struct, kw_only=True):
     Further fields are ignored."""
 
     original_model_src: str | None = None
-    original_model_src_b64: str | None = None
+    original_model_src_b64: bytes | None = None
     custom_model_src: str | None = None
-    custom_model_src_b64: str | None = None
+    custom_model_src_b64: bytes | None = None
     seed_num: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 42
     num_correct_trials: Annotated[int, Meta(ge=1, le=1000)] = 5
     num_perf_trials: Annotated[int, Meta(ge=1, le=100_000)] = 100
@@ -69,8 +73,8 @@ class KernelRequests:
         """The back ends that this machine has; a request that names none gets the first."""
         return [name for name in BACKENDS if not self.missing(name)]
 
-    def submission(self, body: Mapping[str, Any]) -> tuple[KernelSubmission, str]:
-        """The submission, and the device that it prefers or "". Raises RequestRefused (400) and HttpError 413."""
+    def submission(self, body: Mapping[str, Any]) -> KernelSubmission:
+        """The submission, with the device that it prefers. Raises RequestRefused (400) and HttpError."""
         asked = _converted(body)
         asked.backend = backend = asked.backend or (self.available or BACKENDS)[0]
         if missing := self.missing(backend):
@@ -79,52 +83,47 @@ class KernelRequests:
             asked.timeout_s = self._timeout_s
         if asked.timeout_s > self._timeout_s:
             raise refused("timeout_s", asked.timeout_s, f"at most {self._timeout_s:g}")
-        reference, candidate = self._source(body, "original_model_src"), self._source(body, "custom_model_src")
+        reference, candidate = self._source(asked, "original_model_src"), self._source(asked, "custom_model_src")
         asked.name = asked.name or f"task-{hashlib.blake2b(reference.encode(), digest_size=6).hexdigest()}"
         task = KernelTask(source=reference, **{name: getattr(asked, name) for name in TASK_FIELDS})
         settings = {own: getattr(asked, name) for name, own in SUBMISSION_FIELDS.items()}
-        submission = KernelSubmission(task=task, source=candidate, **settings)
-        return submission, self._preferred(asked.preferred_device, backend)
+        device = self._preferred(asked.preferred_device, backend)
+        return KernelSubmission(task=task, source=candidate, device=device, **settings)
 
-    def device_named(self, given: int | str, name: str, refusal: Callable[[str], Exception]) -> str:
-        """The device with this index or name. Raises what ``refusal`` makes of the error's text."""
+    def device_named(self, name: str, given: int | str, *, status: int = 400) -> str:
+        """The device with this index or name. ``name``: of the field. Raises HttpError."""
         known = self._devices.names()
         by_index = {str(index): device for index, device in enumerate(known)}
         if (device := by_index.get(str(given), given)) in known:
             return str(device)
         listed = ", ".join(f"{index} ({device})" for index, device in by_index.items())
-        raise refusal(f"{name} = {shown(given)}: there is no such device; valid are {listed}")
+        text, code = f"{name} = {shown(given)}: there is no such device; valid are {listed}", {404: "no_device"}
+        raise HttpError(status, text, code=code.get(status), param=name)
 
     def _preferred(self, given: int | str | None, backend: KernelBackend) -> str:
         if given is None:
             return ""
-        name = "preferred_device"
-        device = self.device_named(given, name, lambda why: RequestRefused(why, param=name))
-        fitting = self._devices.names(device_kinds(backend))
+        device, fitting = self.device_named("preferred_device", given), self._devices.names(device_kinds(backend))
         if device not in fitting:
-            raise refused(
-                name, given, f"for backend = {backend!r}: {', '.join(fitting) or 'no device of this machine'}"
-            )
+            valid = f"for backend = {backend!r}: {', '.join(fitting) or 'no device of this machine'}"
+            raise refused("preferred_device", given, valid)
         return device
 
-    def _source(self, body: Mapping[str, Any], name: str) -> str:
+    def _source(self, asked: EvalRequest, name: str) -> str:
         """A source, given as text or in base64. Raises RequestRefused and HttpError 413."""
-        needed, given = _NEEDED[name], [one for one in (name, f"{name}_b64") if body.get(one) is not None]
-        if len(given) != 1:
-            what = "both are given" if given else "neither is given"
+        needed, text, coded = _NEEDED[name], getattr(asked, name), getattr(asked, f"{name}_b64")
+        if (text is None) == (coded is None):
+            what = "neither is given" if text is None else "both are given"
             raise RequestRefused(f"{name}: {what}; valid is {name} or {name}_b64, one of them", param=name)
-        [name] = given
+        name, raw = (f"{name}_b64", coded) if text is None else (name, text.encode(errors="surrogatepass"))
+        if len(raw) > self._max_source_bytes:
+            what = f"{name}: {len(raw)} bytes; valid are at most {self._max_source_bytes}"
+            raise HttpError(413, what, code="request_too_large", param=name)
         try:
-            raw = base64.b64decode(body[name], validate=True) if name.endswith("_b64") else body[name].encode()
-            if len(raw) > self._max_source_bytes:
-                what = f"{name}: {len(raw)} bytes; valid are at most {self._max_source_bytes}"
-                raise HttpError(413, what, code="request_too_large", param=name)
             source = raw.decode()
         except UnicodeDecodeError as error:
             what = f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start}; valid is UTF-8"
             raise RequestRefused(f"{name}: {what}", param=name) from None
-        except ValueError as error:
-            raise RequestRefused(f"{name}: not base64: {error}; valid is UTF-8 in base64", param=name) from None
         for word in needed:  # whether it is the definition, the evaluator sees
             if re.search(rf"\b{word}\b", source) is None:
                 what = f"defines no {word}; valid is a module with {', '.join(needed)}"
@@ -138,4 +137,4 @@ def _converted(body: Mapping[str, Any]) -> EvalRequest:
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `")
         name = (re.findall(r"\$\.(\w+)", place) or [""])[0]
-        raise refused(name, body.get(name), _SHAPE.get(name, what.removeprefix("Expected "))) from None
+        raise refused(name, body.get(name), _VALID.get(name, what.removeprefix("Expected "))) from None

@@ -19,7 +19,7 @@ from headway.config.load import overridden, validate_experiment
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
-from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
+from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import serving
 from headway.generator.recording.recorder import Recorder
@@ -43,7 +43,7 @@ from headway.records.generation import (
 )
 from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
-from headway.runtime.addresses import listening
+from headway.runtime.addresses import listening, service_keys
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import parse_device
 from headway.runtime.garbage_collection import short_collections
@@ -104,8 +104,8 @@ def serving_of(
         if section not in ("generator", "endpoint", "router"):
             raise ConfigurationError(f"{override}: valid are keys of [generator], [router] and [endpoint]")
     experiment = validate_experiment(overridden(raw, overrides, Experiment), "headway serve")
-    keys, at = read_keys(keys_file, "--keys"), experiment.endpoint.address
-    require_keys(keys, at, f"endpoint.address = {at!r}", "--keys")
+    at = experiment.endpoint.address
+    keys = service_keys(keys_file, "--keys", at, f"endpoint.address = {at!r}")
     found = _adapters(adapters, experiment)
     return Serving(experiment=experiment, adapters=found, keys=keys, record=Path(record) if record else None)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
+from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.server import serving
 from headway.kernels.device_queries import core_devices, default_core_sets, query_gpus
 from headway.kernels.devices import DeviceTable, OnDeviceEvent
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelSubmission
-from headway.runtime.addresses import listening
+from headway.runtime.addresses import listening, service_keys
 from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores, parse_device
 from headway.runtime.imports import import_function
@@ -76,17 +76,17 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address, description)`` is called once; ``on_event(name, detail)`` at
     problems. Raises ConfigurationError: cores that aren't valid, an address that is taken, or that other machines reach
     without keys, a file without any."""
-    limits, keys = settings.limits(), read_keys(settings.key_file, "--key-file")
-    require_keys(keys, settings.address, f"--host {settings.host}", "--key-file")
+    limits, sets = settings.limits(), settings.core_sets()
+    keys = service_keys(settings.key_file, "--key-file", settings.address, f"--host {settings.host}")
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(settings.address, "--host and --port")))
         own = not settings.evaluator
-        if own and (others := {*machine_cores()}.difference(*settings.core_sets().values())):
+        if own and (others := {*machine_cores()}.difference(*sets.values())):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, others)  # what compiles and checks stays off the cores that time
-        devices = DeviceTable(core_devices(tuple(settings.core_sets())), query_gpus, on_event)
+        devices = DeviceTable(core_devices(list(sets)), query_gpus, on_event)
         await devices.refresh()
-        evaluator = make_evaluator(settings, limits, devices)
+        evaluator = make_evaluator(settings, devices)
         await evaluator.start()
         stack.push_async_callback(evaluator.close)
         dispatch = KernelDispatch(evaluator, devices, limits, RealClock(), on_event, leases_cores=own)
@@ -100,7 +100,7 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
             await stopped.wait()
 
 
-def make_evaluator(settings: KernelServing, limits: KernelLimits, devices: DeviceTable | None = None) -> Any:
+def make_evaluator(settings: KernelServing, devices: DeviceTable | None = None) -> Any:
     """This machine's evaluator, not started yet. ``devices``: what it leases for timing; default: of its own."""
     if settings.evaluator:
         return import_function(settings.evaluator, "--evaluator", ())(settings)
@@ -112,12 +112,12 @@ def make_evaluator(settings: KernelServing, limits: KernelLimits, devices: Devic
         findings = check_operators(submission.source, submission.task.backend, submission.task)
         return findings[0].text if findings else ""
 
-    cores = tuple(settings.core_sets().values())
+    devices = devices or DeviceTable.of_cores(list(settings.core_sets()))
     usual = TimingSettings()
     wider = (usual.most_s / settings.timing_s) ** 0.5  # as the error of a mean of fewer
     timing = TimingSettings(
         most_s=settings.timing_s, width=usual.width * wider, refused_width=usual.refused_width * wider
     )
-    most = 2 * limits.concurrency + len(cores)  # what compiles while others are timed, and what isn't timed
-    chosen = EvaluatorSettings(concurrent=most, timing_cores=cores, timing=timing)
-    return KernelEvaluator(chosen, check=check, devices=devices)
+    # What compiles while others are timed, and what isn't timed.
+    most = 2 * settings.limits().concurrency + devices.usable("cpu")
+    return KernelEvaluator(EvaluatorSettings(concurrent=most, timing=timing), check=check, devices=devices)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,6 +13,8 @@ from prometheus_client.registry import Collector
 from headway.records.generation import RouterStatistics
 from headway.records.trace import WorkerState
 from headway.telemetry.exporters.prometheus import router_families, worker_families
+
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class ServiceMetrics(Collector):
@@ -50,6 +53,11 @@ class ServeMetrics(ServiceMetrics):
 def response_family(name: str, responses: Mapping[tuple[str, int], int]) -> CounterMetricFamily:
     """A service's responses as a metric. ``responses``: counts by route and status."""
     family = CounterMetricFamily(name, "status 0: the client left before", labels=["route", "status"])
-    for (route, status), count in sorted(responses.items()):
-        family.add_metric([route, str(status)], count)
+    return labelled(family, (((route, str(status)), count) for (route, status), count in sorted(responses.items())))
+
+
+def labelled(family: Family, samples: Iterable[tuple[Sequence[str], float]]) -> Family:
+    """A metric with samples: the values of its labels, its own."""
+    for labels, value in samples:
+        family.add_metric(labels, value)
     return family

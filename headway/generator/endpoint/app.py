@@ -114,7 +114,7 @@ class App(HttpApp):
         elif path == "/metrics" and self._metrics is not None:
             require_method(exchange, "GET")
             self._access.session(exchange.key)
-            await exchange.reply(200, self._metrics(self.responses), kind=b"text/plain; version=0.0.4; charset=utf-8")
+            await exchange.reply_with(self._metrics(self.responses))
         elif path in _DIALECTS:
             require_method(exchange, "POST")
             await self._call(exchange, _DIALECTS[path])

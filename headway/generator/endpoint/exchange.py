@@ -7,6 +7,8 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.refusals import HttpError
 
@@ -106,6 +108,13 @@ class HttpExchange:
         head = self._head(status, kind, [length, *headers])
         self.answered = True
         await self._bounded(head, {"type": "http.response.body", "body": body})
+
+    async def reply_with(self, found: Any) -> None:
+        """Send ``found`` as JSON, or bytes as the metrics that they are. Raises ClientGone."""
+        if isinstance(found, bytes):
+            await self.reply(200, found, kind=b"text/plain; version=0.0.4; charset=utf-8")
+        else:
+            await self.reply(200, msgspec.json.encode(found))
 
     async def begin_stream(self) -> None:
         """Send the head of a stream of server-sent events. Raises ClientGone."""

@@ -6,7 +6,9 @@ What it says isn't trusted: the source it runs is in the same process. Standard 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import mmap
 import os
 import socket
@@ -31,12 +33,13 @@ with torch.no_grad():
 Head = dict[str, Any]
 
 
-class CompileFailed(Exception):
-    """The compiler refused a source; the message is what it said."""
+class GuestRefusal(Exception):
+    """The compiler has refused a source (``kind`` compile: the message is what it said), or an output is no plain
+    tensor, so that its values could come later than it (output)."""
 
-
-class OddOutput(Exception):
-    """A model returned what isn't a plain tensor; its values could come later than it."""
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class Program:
@@ -44,6 +47,8 @@ class Program:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
+        self._frames = wire.Frames()
+        self._received: list[tuple[Head, bytes]] = []
         self._modules: dict[str, types.ModuleType] = {}
         self._models: dict[str, Any] = {}
         self._memory: mmap.mmap | None = None
@@ -65,15 +70,12 @@ class Program:
         try:
             if head["do"] == "go":
                 return self._go(head)
-            if head["do"] == "map":
+            if descriptors:
                 self._memory = mmap.mmap(descriptors[0], head["bytes"])
                 os.close(descriptors[0])
-                return {}, b""
             return getattr(self, f"_{head['do']}")(head, body) or {}, b""
-        except OddOutput as error:
-            return {"error": str(error), "kind": "output"}, b""
-        except CompileFailed as error:
-            return {"error": str(error)[:LOG_CHARACTERS], "kind": "compile"}, b""
+        except GuestRefusal as error:
+            return {"error": str(error)[:LOG_CHARACTERS], "kind": error.kind}, b""
         except SyntaxError as error:
             where = f"line {error.lineno}: " if error.lineno else ""
             return {"error": f"{where}{error.msg}", "kind": "syntax", "log": _trace(error)}, b""
@@ -83,7 +85,7 @@ class Program:
 
     # Requests.
 
-    def _load(self, head: Head, body: bytes) -> Head | None:
+    def _load(self, head: Head, body: bytes) -> Head:
         """Run a source as a module of its own, with `load_cpp` in it."""
         if head["confined"]:
             confinement.forbid_processes()
@@ -103,19 +105,18 @@ class Program:
         self._modules[name] = module
         return self._patched()
 
-    def _make(self, head: Head, body: bytes) -> Head | None:
+    def _make(self, head: Head, body: bytes) -> Head:
         """Make a model of a module's class, the random numbers seeded before, as KernelBench does."""
         module = self._modules[head["module"]]
         if not hasattr(module, head["kind"]):
             raise AttributeError(f"no class {head['kind']} in the source")
-        arguments = [decoded(one) for one in head["arguments"]]
         torch.manual_seed(head["seed"])
-        self._models[head["module"]] = getattr(module, head["kind"])(*arguments)
-        return self._patched()
-
-    def _init_inputs(self, head: Head, body: bytes) -> Head:
+        arguments = head["arguments"]
+        if arguments is None:
+            arguments = [encoded(one) for one in module.get_init_inputs()]
         torch.manual_seed(head["seed"])
-        return {"arguments": [encoded(one) for one in self._modules[head["module"]].get_init_inputs()]}
+        self._models[head["module"]] = getattr(module, head["kind"])(*map(decoded, arguments))
+        return {"arguments": arguments, **self._patched()}
 
     def _inputs(self, head: Head, body: bytes) -> Head:
         """Inputs made for a seed; their tensors lie where the answer says until the next request."""
@@ -126,7 +127,7 @@ class Program:
         return {"inputs": [described(next(kept)) if isinstance(one, torch.Tensor) else encoded(one) for one in made]}
 
     def _prepare(self, head: Head, body: bytes) -> None:
-        """Make the calls' arguments of what lies in the shared memory."""
+        """Make the calls' arguments of what will lie in the shared memory."""
         self._arguments = [tuple(self._argument(one) for one in call) for call in head["calls"]]
         self._outputs = []
         gc.collect()
@@ -136,37 +137,27 @@ class Program:
             return decoded(one)
         assert self._memory is not None
         dtype = getattr(torch, one["dtype"])
-        count = 1
-        for size in one["shape"]:
-            count *= size
-        if count == 0:
+        if not (count := math.prod(one["shape"])):
             return torch.empty(one["shape"], dtype=dtype)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=one["offset"])
-        return flat.view(one["shape"])
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=one["offset"]).view(one["shape"])
 
     def _go(self, head: Head) -> tuple[Head, bytes]:
         """Call a model on the first ``calls`` prepared arguments. Only the addresses of the outputs are told where
         ``brief``: that costs next to nothing."""
         model, calls = self._models[head["module"]], self._arguments[: head["calls"]]
         self._outputs = []
-        seen = Operators() if head["record"] else None
-        with torch.no_grad():
-            if seen is not None:
-                with seen:
-                    outputs = [_flat(model(*arguments)) for arguments in calls]
-            else:
-                outputs = [_flat(model(*arguments)) for arguments in calls]
-        self._outputs = outputs
-        addresses = [output.data_ptr() for parts in outputs for output in parts]
+        with torch.no_grad(), Operators() if head["record"] else contextlib.nullcontext() as seen:
+            self._outputs = [_flat(model(*arguments)) for arguments in calls]
+        addresses = [output.data_ptr() for parts in self._outputs for output in parts]
         data = struct.pack(f"<{len(addresses)}Q", *addresses)
         if head["brief"]:
             return {}, data
-        told = [[described(output) for output in parts] for parts in outputs]
-        return {"outputs": told, "operators": sorted(seen.names) if seen else [], **(self._patched() or {})}, data
+        told = [[described(output) for output in parts] for parts in self._outputs]
+        return {"outputs": told, "operators": sorted(seen.names) if seen else [], **self._patched()}, data
 
-    def _patched(self) -> Head | None:
+    def _patched(self) -> Head:
         changed = integrity.changed(self._before)
-        return {"patched": changed} if changed else None
+        return {"patched": changed} if changed else {}
 
     # The channel.
 
@@ -177,32 +168,21 @@ class Program:
         self._send({"ask": "compile"}, source.encode())
         head, _, _ = self._receive()
         if "error" in head:
-            raise CompileFailed(head["error"])
+            raise GuestRefusal("compile", head["error"])
         return ctypes.CDLL(head["library"])
 
     def _send(self, head: Head, body: bytes = b"") -> None:
         self._channel.sendall(wire.frame(head, body))
 
     def _receive(self) -> tuple[Head, bytes, list[int]]:
-        prefix, descriptors = b"", list[int]()
-        while len(prefix) < wire.LENGTHS.size:
-            data, given, _, _ = socket.recv_fds(self._channel, wire.LENGTHS.size - len(prefix), 1)
+        descriptors = list[int]()
+        while not self._received:
+            data, given, _, _ = socket.recv_fds(self._channel, 1 << 20, 1)
             if not data:
                 _leave()
-            prefix += data
             descriptors += given
-        head, body = wire.lengths(prefix)
-        return wire.head_from(self._exactly(head)), self._exactly(body), descriptors
-
-    def _exactly(self, count: int) -> bytes:
-        parts: list[bytes] = []
-        while count:
-            data = self._channel.recv(min(count, 1 << 20))
-            if not data:
-                _leave()
-            parts.append(data)
-            count -= len(data)
-        return b"".join(parts)
+            self._received += self._frames.feed(data)
+        return *self._received.pop(0), descriptors
 
 
 class Operators(TorchDispatchMode):
@@ -225,9 +205,10 @@ def _flat(output: Any) -> tuple[torch.Tensor, ...]:
     parts = output if isinstance(output, (tuple, list)) else (output,)
     for part in parts:
         if type(part) not in (torch.Tensor, torch.nn.Parameter):
-            raise OddOutput(f"output of type {type(part).__name__}: only plain tensors can be compared")
+            raise GuestRefusal("output", f"output of type {type(part).__name__}: only plain tensors can be compared")
         if part.layout is not torch.strided or part.device.type != "cpu":
-            raise OddOutput(f"output of layout {part.layout} on {part.device}: only dense tensors of the device")
+            where = f"{part.layout} on {part.device}"
+            raise GuestRefusal("output", f"output of layout {where}: only dense tensors of the device")
     return tuple(part if part.is_contiguous() else part.contiguous() for part in parts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.kernels.jobs.judging import SubmissionJudge, judge_all, require_some
+from headway.kernels.jobs.judging import JudgeAll, require_some
 from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import source_in
 from headway.kernels.scores import CandidateScores, JudgedTask, score_tasks, scores_by_level
@@ -48,9 +48,9 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
         shares = {f"compiled_pass@{k}": share for k, share in scores.compiled.items()}
         shares |= {f"correct_pass@{k}": share for k, share in scores.correct.items()}
         shares |= {f"fast_{p}": share for p, share in scores.fast.items()}
-        counts = {"model": self.model, "tasks": scores.tasks, "candidates": scores.candidates}
-        whole = {"missing": scores.missing, "unanswered": scores.unanswered, "untimed": scores.untimed}
-        return counts | whole | {name: [share.value, *share.interval] for name, share in shares.items()}
+        counted = ("tasks", "candidates", "missing", "unanswered", "untimed")
+        counts = {"model": self.model} | {name: getattr(scores, name) for name in counted}
+        return counts | {name: [share.value, *share.interval] for name, share in shares.items()}
 
 
 def read_answers(path: Path, book: KernelTaskFile, most: int | None) -> tuple[dict[str, list[str]], int]:
@@ -75,28 +75,23 @@ def answer_source(row: Mapping[str, Any], where: str) -> str:
     """The source that a row gives, or that its answer's text holds; "": there is none. Raises ConfigurationError."""
     if isinstance(source := row.get("source"), str):
         return source
-    if any(isinstance(row.get(key), str) for key in _TEXTS):
-        return source_in(answer_text(row))
-    raise ConfigurationError(f'{where}: it has {", ".join(sorted(row))}; needed: "source", or an answer\'s "text"')
+    if (text := answer_text(row)) is None:
+        raise ConfigurationError(f'{where}: it has {", ".join(sorted(row))}; needed: "source", or an answer\'s "text"')
+    return source_in(text)
 
 
-def answer_text(row: Mapping[str, Any]) -> str:
-    """The text of the answer in a row; "": it has none."""
-    return next((text for key in _TEXTS if isinstance(text := row.get(key), str)), "")
+def answer_text(row: Mapping[str, Any]) -> str | None:
+    """The text of the answer in a row; None: it has none."""
+    return next((text for key in _TEXTS if isinstance(text := row.get(key), str)), None)
 
 
 async def evaluate_answers(
-    judge: SubmissionJudge,
-    book: KernelTaskFile,
-    answers: Mapping[str, Sequence[str]],
-    settings: JudgeSettings,
-    **how: Any,
+    judge: JudgeAll, book: KernelTaskFile, answers: Mapping[str, Sequence[str]], settings: JudgeSettings
 ) -> list[JudgedTask]:
-    """The tasks of the file with their answers' evaluations. ``how``: `judge_all`'s options. Raises HeadwayError as it
-    does, and where nothing could be evaluated."""
+    """The tasks of the file with their answers' evaluations. Raises HeadwayError as `judge_all` does, and where nothing
+    could be evaluated."""
     named = [(name, source) for name, sources in answers.items() for source in sources if source]
-    submissions = [submission_of(book, name, source, settings) for name, source in named]
-    results = await judge_all(judge, submissions, **how)
+    results = await judge([submission_of(book, name, source, settings) for name, source in named])
     require_some(results)
     found: dict[str, list[KernelEvaluation]] = {
         name: [KernelEvaluation(text="the answer holds no source")] * sources.count("")

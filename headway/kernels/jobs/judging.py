@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from headway.kernels.client import KernelRequestRefused, KernelServiceFailed
@@ -14,6 +14,7 @@ from headway.records.sandbox import SandboxError
 LONGEST_SOURCE = 1 << 20  # characters
 _NOT_ADMITTED = (401, 403)
 OnJudged = Callable[[int, int], None]  # evaluations done, of all
+JudgeAll = Callable[[Sequence[KernelSubmission]], Awaitable[list[KernelEvaluation]]]  # `judge_all` by some judge
 
 
 class SubmissionJudge(Protocol):
@@ -60,9 +61,7 @@ async def _evaluation(judge: SubmissionJudge, submission: KernelSubmission) -> K
         return KernelEvaluation(fault="unknown", text=text)
     try:
         return await judge.evaluate(submission)
-    except KernelRequestRefused as error:
-        if error.status in _NOT_ADMITTED:
+    except (KernelRequestRefused, KernelServiceFailed, ConfigurationError, SandboxError) as error:
+        if isinstance(error, KernelRequestRefused) and error.status in _NOT_ADMITTED:
             raise
-        return KernelEvaluation(infrastructure=str(error))
-    except (KernelServiceFailed, ConfigurationError, SandboxError) as error:
         return KernelEvaluation(infrastructure=str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from headway.kernels.jobs.evaluate import KernelReport
 from headway.kernels.scores import CandidateScores, Share
@@ -18,7 +18,7 @@ def markdown_report(report: KernelReport) -> str:
 
 def leaderboard(report: KernelReport) -> list[str]:
     """Head and row of a leaderboard."""
-    return _table(["model"], [([report.model], report.scores)])
+    return _table("model", {report.model: report.scores})
 
 
 def caveats(scores: CandidateScores) -> list[str]:
@@ -53,7 +53,7 @@ def _lines(report: KernelReport) -> Iterator[str]:
     yield ""
     yield from leaderboard(report)
     yield ""
-    yield from _table(["level"], [([level], one) for level, one in report.levels.items()])
+    yield from _table("level", report.levels)
     yield ""
     yield (
         "pass@k: unbiased, the mean over tasks. fast_p: the mean over tasks of the share of candidates that are "
@@ -77,18 +77,17 @@ def _lines(report: KernelReport) -> Iterator[str]:
             yield f"- and {len(report.missing) - _NAMED_MISSING} more, in the JSON report"
 
 
-def _table(first: Sequence[str], rows: Sequence[tuple[list[str], CandidateScores]]) -> list[str]:
-    every = rows[0][1]
-    heads = [*first, "tasks", "candidates"]
-    heads += [f"compiles, pass@{k}" for k in every.compiled] + [f"correct, pass@{k}" for k in every.correct]
-    heads += [f"fast_{p}" for p in every.fast]
-    lines = [_joined(heads), _joined(["---"] * len(heads))]
-    for names, scores in rows:
-        shares = [scores.compiled.get(k) for k in every.compiled] + [scores.correct.get(k) for k in every.correct]
-        shares += [scores.fast.get(p) for p in every.fast]
+def _table(named: str, rows: Mapping[str, CandidateScores]) -> list[str]:
+    every = next(iter(rows.values()))
+    heads = {"compiled": "compiles, pass@", "correct": "correct, pass@", "fast": "fast_"}
+    columns = [(field, key) for field in heads for key in getattr(every, field)]
+    names = [named, "tasks", "candidates", *(f"{heads[field]}{key}" for field, key in columns)]
+    lines = [_joined(names), _joined(["---"] * len(names))]
+    for name, scores in rows.items():
         tasks = f"{scores.tasks - scores.unanswered} of " * bool(scores.unanswered) + str(scores.tasks)
         candidates = f"{scores.candidates}" + f" ({scores.missing} missing)" * bool(scores.missing)
-        lines.append(_joined([*names, tasks, candidates, *map(_shown, shares)]))
+        shares = (_shown(getattr(scores, field).get(key)) for field, key in columns)
+        lines.append(_joined([name, tasks, candidates, *shares]))
     return lines
 
 

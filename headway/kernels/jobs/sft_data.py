@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.kernels.jobs.evaluate import JudgeSettings, answer_source, answer_text, submission_of
-from headway.kernels.jobs.judging import SubmissionJudge, judge_all, require_some
+from headway.kernels.jobs.judging import JudgeAll, require_some
 from headway.kernels.jobs.task_files import KernelTaskFile
 from headway.kernels.prompts import feedback, source_in
 from headway.records.errors import ConfigurationError
@@ -61,9 +61,9 @@ class SftCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Attempt(NamedTuple):
+    key: tuple[str, str]  # its task, and what is equal for sources that differ by layout and comments
     text: str  # of the assistant's message
     source: str
-    key: str  # equal for sources that differ by layout and comments
 
 
 class _Row(NamedTuple):
@@ -92,31 +92,28 @@ class SftData:
         self._book = book
         self._settings = settings
         self._count_tokens = count_tokens
-        self._judged: dict[tuple[str, str], _Judged] = {}  # by task and source's key
+        self._judged: dict[tuple[str, str], _Judged] = {}  # by an attempt's key
         self._written: set[tuple[str, str]] = set()
         self._used: set[tuple[str, str]] = set()  # as wrong answers
 
-    async def make(self, path: Path, judge: SubmissionJudge, **how: Any) -> tuple[list[dict[str, Any]], SftCounts]:
-        """Conversations as rows of `headway sft`, in the file's order, and the counts; ``how``: `judge_all`'s options.
-        Raises ConfigurationError for a malformed file, HeadwayError where nothing can be evaluated."""
+    async def make(self, path: Path, judge: JudgeAll) -> tuple[list[dict[str, Any]], SftCounts]:
+        """Conversations as rows of `headway sft`, in the file's order, and the counts. Raises ConfigurationError for a
+        malformed file, HeadwayError where nothing can be evaluated."""
         rows = [self._read(row, where) for where, row in read_objects(path)]
         if not rows:
             raise ConfigurationError(f"{path}: no rows; valid: one JSON object a line")
-        sources = {(row.task, one.key): one.source for row in rows for one in row.attempts}
-        left = list(sources)
-        for number in range(self._settings.seeds):
-            settings = self._judge_settings(number)
-            submissions = [submission_of(self._book, one[0], sources[one], settings) for one in left]
-            results = await judge_all(judge, submissions, **how)
+        left, chosen = {one.key: one.source for row in rows for one in row.attempts}, self._settings
+        for number in range(1 if chosen.need == "compiled" else chosen.seeds):
+            timed = chosen.need == "faster" and number == 0
+            settings = JudgeSettings(
+                correct_trials=chosen.trials, timed=timed, seed=42 + number, timeout_s=chosen.timeout_s
+            )
+            results = await judge([submission_of(self._book, key[0], left[key], settings) for key in left])
             if number == 0:
                 require_some(results)
-            reasons = [self._reason(one, timed=settings.timed) for one in results]
-            for one, evaluation, reason in zip(left, results, reasons, strict=True):
-                if number == 0 or reason is not None:
-                    self._judged[one] = _Judged(evaluation, reason)
-            left = [one for one, reason in zip(left, reasons, strict=True) if reason is None]
-            if self._settings.need == "compiled":
-                break
+            found = {key: _Judged(one, self._reason(one, timed)) for key, one in zip(left, results, strict=True)}
+            self._judged |= {key: one for key, one in found.items() if number == 0 or one.reason is not None}
+            left = {key: source for key, source in left.items() if found[key].reason is None}
         return self._conversations(rows)
 
     @property
@@ -125,27 +122,16 @@ class SftData:
         every = ((task, one.evaluation.infrastructure) for (task, _), one in self._judged.items())
         return [(task, why) for task, why in every if why]
 
-    def _judge_settings(self, number: int) -> JudgeSettings:
-        timed = self._settings.need == "faster" and number == 0
-        trials, timeout_s = self._settings.trials, self._settings.timeout_s
-        return JudgeSettings(correct_trials=trials, timed=timed, seed=42 + number, timeout_s=timeout_s)
-
-    def _reason(self, found: KernelEvaluation, *, timed: bool) -> str | None:
-        if found.infrastructure:
-            return "not evaluated"
-        if found.cheat:
-            return "cheat"
-        if not found.compiled:
-            return "not compiled"
-        if self._settings.need == "compiled":
-            return None
-        if not found.correct:
-            return "wrong"
-        if not timed:
-            return None
-        if found.speedup is None:
-            return "untimed"
-        return None if found.speedup > self._settings.least_speedup else "slow"
+    def _reason(self, found: KernelEvaluation, timed: bool) -> str | None:
+        reasons = {
+            "not evaluated": bool(found.infrastructure),
+            "cheat": bool(found.cheat),
+            "not compiled": not found.compiled,
+            "wrong": self._settings.need != "compiled" and not found.correct,
+            "untimed": timed and found.speedup is None,
+            "slow": timed and (found.speedup or 0.0) <= self._settings.least_speedup,
+        }
+        return next((reason for reason, is_true in reasons.items() if is_true), None)
 
     # Rows.
 
@@ -161,13 +147,13 @@ class SftData:
             texts = [(answer_text(row) or f"```python\n{source.rstrip()}\n```", source)]
         if not task:
             return _Row(task, [], "unknown task")
-        attempts = [_Attempt(text, source, source_key(source)) for text, source in texts if source]
-        if not attempts:
-            return _Row(task, [], "no source")
-        prompt = self._book.tasks[task].prompt
-        reasons = [self._length_reason(prompt, one.text) for one in attempts]
-        fitting = [one for one, reason in zip(attempts, reasons, strict=True) if reason is None]
-        return _Row(task, fitting, None if fitting else reasons[-1], is_conversation)
+        attempts, reason = list[_Attempt](), "no source"
+        for text, source in texts:
+            if source:
+                reason = self._length_reason(self._book.tasks[task].prompt, text)
+                if reason is None:
+                    attempts.append(_Attempt((task, source_key(source)), text, source))
+        return _Row(task, attempts, None if attempts else reason, is_conversation)
 
     def _length_reason(self, *texts: str) -> str | None:
         tokens = sum(map(self._count_tokens, texts))
@@ -185,14 +171,14 @@ class SftData:
             before = [] if row.conversation else wrong.setdefault(row.task, [])
             reason = row.reason
             for one in row.attempts:
-                reason = self._judged[row.task, one.key].reason
+                reason = self._judged[one.key].reason
                 if reason is None:
                     break
                 if reason in _INSTRUCTIVE and one.key not in {other.key for other in before}:
                     before.append(one)
             else:
                 one = None
-            if one is not None and (row.task, one.key) in self._written:
+            if one is not None and one.key in self._written:
                 reason = "duplicate"
             elif one is not None:
                 messages = self._messages(row.task, before, one)
@@ -213,17 +199,17 @@ class SftData:
     def _messages(self, task: str, before: Sequence[_Attempt], good: _Attempt) -> list[dict[str, str]]:
         """The conversation that ends with ``good``, with as many of the answers before as fit, the last ones."""
         prompt = self._book.tasks[task].prompt
-        fresh = [one for one in before if (task, one.key) not in self._used]
+        fresh = [one for one in before if one.key not in self._used]
         for first in range(max(0, len(fresh) - self._settings.turns + 1), len(fresh) + 1):
             messages = [{"role": "user", "content": prompt}]
             for one in fresh[first:]:
-                said = feedback(self._judged[task, one.key].evaluation)
+                said = feedback(self._judged[one.key].evaluation)
                 messages += [{"role": "assistant", "content": one.text}, {"role": "user", "content": said}]
             messages.append({"role": "assistant", "content": good.text})
             if self._length_reason(*(one["content"] for one in messages)) is None:
                 break
-        self._written.add((task, good.key))
-        self._used.update((task, one.key) for one in fresh[first:])
+        self._written.add(good.key)
+        self._used.update(one.key for one in fresh[first:])
         return messages
 
 

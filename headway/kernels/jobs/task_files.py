@@ -11,12 +11,11 @@ import msgspec
 
 from headway.config.sources import TaskSource
 from headway.kernels.prompts import kernel_prompt
+from headway.kernels.tasks import KERNEL, kernel_task
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelTask
 from headway.runtime.run_directory import write_whole
 from headway.tasks.sources import read_tasks
-
-KERNEL = "kernel"  # key of a task's metadata
 
 
 def require_new(path: Path, option: str) -> None:
@@ -77,15 +76,7 @@ class KernelTaskFile:
         self.tasks: dict[str, PromptedTask] = {}
         self._names: dict[str, str] = {}  # by task id
         for task in read_tasks(TaskSource(path=str(path))).tasks:
-            try:
-                kernel = msgspec.convert(task.metadata[KERNEL], KernelTask)
-            except KeyError:
-                raise ConfigurationError(
-                    f'{path}: a row without metadata.{KERNEL}: "{task.prompt[:40]}"; valid: a file that '
-                    "`headway kernels tasks` writes"
-                ) from None
-            except msgspec.ValidationError as error:
-                raise ConfigurationError(f"{path}: metadata.{KERNEL} is no kernel task: {error}") from None
+            kernel = kernel_task(task, where=f'{path}, "{task.prompt[:40]}"')
             if kernel.name in self.tasks:
                 raise ConfigurationError(f"{path}: two tasks are named {kernel.name!r}; valid: names that differ")
             self.tasks[kernel.name] = PromptedTask(kernel, task.prompt)

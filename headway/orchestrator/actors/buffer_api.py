@@ -81,7 +81,7 @@ class BufferApi:
             "/buffer/peek": self._route("GET", {}, lambda exchange, values: self._read(exchange, {"batch_size": 1})),
             "/buffer/stats": self._route("GET", {}, self._stats),
             "/start_rollout": self._route("POST", {}, self._start),
-            "/buffer/metrics": self._metrics,
+            "/buffer/metrics": self._route("GET", {}, self._metrics),
         }
         self._host = host
         self._desk = host.desk
@@ -96,7 +96,7 @@ class BufferApi:
             self._keys.require(exchange.key)
             require_method(exchange, method)
             body = decoded(await exchange.body(_BODY_BYTES) or b"{}") if method == "POST" else {}
-            await exchange.reply(200, msgspec.json.encode(await work(exchange, fields.read(body, wanted))))
+            await exchange.reply_with(await work(exchange, fields.read(body, wanted)))
 
         return answer
 
@@ -232,10 +232,8 @@ class BufferApi:
         message = "the run is going, and starts no workers: they lease members at /buffer/lease"
         return {"success": True, "message": message, "data": {"status": "running"}}
 
-    async def _metrics(self, exchange: HttpExchange) -> None:
-        self._keys.require(exchange.key)
-        require_method(exchange, "GET")
-        await exchange.reply(200, metrics_text(self._desk.book), kind=b"text/plain; version=0.0.4; charset=utf-8")
+    async def _metrics(self, exchange: HttpExchange, values: fields.Values) -> bytes:
+        return metrics_text(self._desk.book)
 
 
 def _uid(key: LeaseKey, attempt: int) -> str:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.rollout.makers.remote import LeaseDesk, RemoteHost
+from headway.runtime.addresses import service_keys
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
@@ -28,15 +29,14 @@ async def open_remote(
     """The service, up inside the block at ``endpoint.address``. ``directory``: the run's; ``waits``: where it registers
     that nobody leases what is offered. Raises ConfigurationError: an address that isn't free, one that other machines
     reach without keys."""
-    from headway.generator.endpoint.api_keys import ApiKeys, read_keys, require_keys
+    from headway.generator.endpoint.api_keys import ApiKeys
     from headway.generator.endpoint.app import App  # an HTTP server's modules, for those who need one
     from headway.generator.endpoint.server import serving
     from headway.orchestrator.actors.buffer_api import BufferApi
 
     service = experiment.buffer.service
-    keys = read_keys(service.keys, "buffer.service.keys")
     at = experiment.endpoint.address
-    require_keys(keys, at, f"endpoint.address = {at!r}", "buffer.service.keys =")
+    keys = service_keys(service.keys, "buffer.service.keys =", at, f"endpoint.address = {at!r}")
     endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
     chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from headway.config.schema import Experiment
-from headway.generator.endpoint.api_keys import read_keys, require_keys
 from headway.orchestrator.preflight.findings import Findings
-from headway.runtime.addresses import is_loopback, listening
+from headway.runtime.addresses import is_loopback, listening, service_keys
 
 
 def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Findings:
@@ -21,7 +20,7 @@ def conversation_findings(experiment: Experiment, has_chat_template: bool) -> Fi
         if experiment.environment.name == "remote":
             keys, named = experiment.buffer.service.keys, f"endpoint.address = {address!r}"
             with findings.refused("buffer.service.keys"):
-                require_keys(read_keys(keys, "buffer.service.keys"), address, named, "buffer.service.keys =")
+                service_keys(keys, "buffer.service.keys =", address, named)
         elif not is_loopback(address):
             message = f"{address}: other machines reach it; each rollout's key opens that rollout alone"
             findings.info("endpoint.address", message)

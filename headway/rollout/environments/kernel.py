@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -14,18 +12,13 @@ from headway.config.router import RouterConfig
 from headway.kernels.client import KernelClient, KernelServiceFailed
 from headway.kernels.prompts import feedback, source_in
 from headway.kernels.reward import kernel_reward
+from headway.kernels.tasks import kernel_task
 from headway.records.errors import ConfigurationError
-from headway.records.kernels import (
-    KERNEL_ANSWERS,
-    KernelAnswer,
-    KernelBackend,
-    KernelEvaluation,
-    KernelSubmission,
-    KernelTask,
-)
+from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer, KernelBackend, KernelEvaluation, KernelSubmission
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.parameters import require_choice
+from headway.runtime.addresses import read_keys
 from headway.runtime.clock import RealClock
 from headway.runtime.imports import import_function
 
@@ -72,30 +65,22 @@ class Kernel(Environment):
         self.longest_s = {"timeout_s": timeout_s}
         self._backend = backend
         self._turns, self._stop_at = turns, stop_at
-        self._judged: dict[str, Any] = {
-            "timed": timed,
-            "correct_trials": correct_trials,
-            "timed_trials": timed_trials,
-            "seed": seed,
-            "timeout_s": timeout_s,
-        }
+        trials = {"correct_trials": correct_trials, "timed_trials": timed_trials}
+        self._submission = partial(KernelSubmission, timed=timed, seed=seed, timeout_s=timeout_s, **trials)
         self._source_characters = source_characters
-        key = _key(key_file) if key_file else ""
+        key = next(iter(read_keys(key_file, "environment.parameters.key_file =")), "")
         breaker = import_function(_BREAKER, "the breaker of kernel services", ())
-        self._made = KernelClient(addresses, lambda: breaker(RouterConfig()), RealClock(), key=key)
-        self._client: KernelClient | None = None
-        self._open = asyncio.Lock()
-        self._stack = AsyncExitStack()
+        self._client = KernelClient(addresses, lambda: breaker(RouterConfig()), RealClock(), key=key)
 
     async def require_services(self, tasks: Iterable[Task]) -> None:
         """Raise ConfigurationError unless the tasks are kernel tasks, and a service answers for each of their back
         ends."""
         needed = {kernel_task(task, self._backend).backend for task in tasks}
-        async with self._made as client:
+        async with self._client as client:
             await client.require_backends(needed)
 
     async def stop(self) -> None:
-        await self._stack.aclose()
+        await self._client.close()
 
     async def begin(self, episode: Episode) -> None:
         kernel_task(episode.task, self._backend)  # or it fails before anything is sampled
@@ -131,9 +116,7 @@ class Kernel(Environment):
 
     async def _evaluation(self, task: Task, source: str) -> KernelEvaluation:
         """Have a source judged. Raises OSError where that says nothing of it."""
-        submission = KernelSubmission(task=kernel_task(task, self._backend), source=source, **self._judged)
-        async with self._open:
-            self._client = self._client or await self._stack.enter_async_context(self._made)
+        submission = self._submission(task=kernel_task(task, self._backend), source=source)
         try:
             evaluation = await self._client.evaluate(submission)
         except KernelServiceFailed as error:
@@ -141,17 +124,6 @@ class Kernel(Environment):
         if evaluation.infrastructure:
             raise OSError(evaluation.infrastructure)
         return evaluation
-
-
-def kernel_task(task: Task, backend: str = "") -> KernelTask:
-    """The kernel task in a task's metadata; with ``backend`` instead of its own. Raises ConfigurationError."""
-    try:
-        found = msgspec.convert(task.metadata.get("kernel"), KernelTask)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(
-            f"task {task.task_id}: metadata.kernel is no kernel task: {error}; write tasks by `headway kernels tasks`"
-        ) from None
-    return msgspec.structs.replace(found, backend=backend) if backend in get_args(KernelBackend) else found
 
 
 def outline(evaluation: KernelEvaluation) -> KernelAnswer:
@@ -166,14 +138,3 @@ def outline(evaluation: KernelEvaluation) -> KernelAnswer:
         evaluation_s=evaluation.seconds,
         text=(evaluation.cheat or evaluation.text)[:_KEPT_CHARACTERS],
     )
-
-
-def _key(file: str) -> str:
-    """The first key of a file with one a line. Raises ConfigurationError."""
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"environment.parameters.key_file = {file!r}: {error}") from None
-    if not lines:
-        raise ConfigurationError(f"environment.parameters.key_file = {file!r}: holds no key")
-    return lines[0]

@@ -125,22 +125,14 @@ class LeaseDesk:
     def finish(self, key: LeaseKey, number: int, said: Finish) -> bool:
         """Finish a member with its recorded conversation: it is committed when this returns. Returns False where it was
         finished so before. Raises LeaseRefused."""
-        first = self.book.require(key, number, said.ending)
-        if first:
-            self._attempts[key].finish(said)
-            self._end(key, said.ending)
-        return first
+        return self._end_once(key, number, said.ending, lambda attempt: attempt.finish(said))
 
     def fail(self, key: LeaseKey, number: int, cause: str, *, infrastructure: bool) -> bool:
         """Fail an attempt; with ``infrastructure`` the member is offered again. Returns False where it was failed so
         before. Raises LeaseRefused."""
         cause = f"its worker gave it up: {cause}"[:300]
-        ending = LeaseEnding("failed", cause)
-        first = self.book.require(key, number, ending)
-        if first:
-            self._attempts[key].fail(Failure(boundary="environment", cause=cause, infrastructure=infrastructure))
-            self._end(key, ending)
-        return first
+        failure = Failure(boundary="environment", cause=cause, infrastructure=infrastructure)
+        return self._end_once(key, number, LeaseEnding("failed", cause), lambda attempt: attempt.fail(failure))
 
     def expire(self, attempt: RemoteAttempt) -> bool:
         """End an attempt whose lease has expired; returns whether it has."""
@@ -149,6 +141,15 @@ class LeaseDesk:
             self._on_event("lease_expired", f"group {attempt.key[0]}, member {attempt.member}", attempt=attempt.number)
             self._attend()
         return over
+
+    def _end_once(
+        self, key: LeaseKey, number: int, ending: LeaseEnding, end: Callable[[RemoteAttempt], object]
+    ) -> bool:
+        first = self.book.require(key, number, ending)
+        if first:
+            end(self._attempts[key])
+            self._end(key, ending)
+        return first
 
     def _end(self, key: LeaseKey, ending: LeaseEnding) -> None:
         self.book.end(key, ending)

@@ -21,13 +21,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.endpoint.api_keys import read_keys, require_keys
 from headway.generator.endpoint.server import serving
 from headway.records.errors import ConfigurationError
 from headway.report.watch import compared, now, series
 from headway.report.watch.cache import trim_cache
 from headway.report.watch.runs import NoSuchRun, WatchedRun, WatchedRuns
-from headway.runtime.addresses import listening
+from headway.runtime.addresses import listening, service_keys
 from headway.runtime.supervision import until_interrupted
 from headway.services.watch import rollouts
 from headway.services.watch.access import AccessControl, json_response
@@ -65,8 +64,8 @@ async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once. Raises ConfigurationError: a folder that
     isn't there, an address that is taken, or that other machines reach without keys, a file without any."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    keys, endpoint = read_keys(settings.key_file, "--key-file"), EndpointConfig(address=f"{host}:{settings.port}")
-    require_keys(keys, endpoint.address, f"--host {settings.host}", "--key-file")
+    endpoint = EndpointConfig(address=f"{host}:{settings.port}")
+    keys = service_keys(settings.key_file, "--key-file", endpoint.address, f"--host {settings.host}")
     watched = WatchedRuns(settings.roots, settings.usd_per_device_hour)
     _without_pandas()
     async with until_interrupted() as stopped, AsyncExitStack() as stack:

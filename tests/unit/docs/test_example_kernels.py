@@ -25,8 +25,7 @@ def example(monkeypatch):
 
 
 def evaluations(submissions: list[KernelSubmission]) -> list[KernelEvaluation]:
-    serving = KernelServing()
-    evaluator = make_evaluator(serving, serving.limits())
+    evaluator = make_evaluator(KernelServing())
 
     async def evaluate() -> list[KernelEvaluation]:
         async with evaluator:

@@ -72,13 +72,23 @@ def test_sources_in_base64_are_the_same_submission() -> None:
     play(test)
 
 
+def test_constants_of_further_sizes_have_any_names() -> None:
+    async def test(service: ServedKernels) -> None:
+        shapes = [{"batch_size": 3, "N": 5}, {"input_shape[0]": 7}]
+        response = await service.eval(candidate(), shapes=shapes)
+        assert response.status_code == 200, response.text
+        assert list(service.judge.seen[0].task.shapes) == shapes
+
+    play(test)
+
+
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"custom_model_src": "absent"}, 400, "custom_model_src: neither is given; valid is custom_model_src or"),
     ({"custom_model_src": "class Model: ..."}, 400, "custom_model_src: defines no ModelNew"),
     ({"original_model_src": "class Model: ..."}, 400, "original_model_src: defines no get_inputs"),
     ({"custom_model_src": 5}, 400, "custom_model_src = 5: valid is `str"),
     ({"custom_model_src_b64": "eA=="}, 400, "custom_model_src: both are given"),
-    ({"custom_model_src": None, "custom_model_src_b64": "%%"}, 400, "custom_model_src_b64: not base64"),
+    ({"custom_model_src": None, "custom_model_src_b64": "%%"}, 400, "_src_b64 = '%%': valid is UTF-8 in base64"),
     ({"custom_model_src": None, "custom_model_src_b64": "/w=="}, 400, "not UTF-8: byte 0xff at 0; valid is UTF-8"),
     ({"num_perf_trials": 0}, 400, "num_perf_trials = 0: valid is `int` >= 1"),
     ({"num_correct_trials": -1}, 400, "num_correct_trials = -1: valid is `int` >= 1"),

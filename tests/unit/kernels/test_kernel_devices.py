@@ -13,7 +13,7 @@ import pytest
 from headway.kernels import device_queries
 from headway.kernels.device_queries import KernelDevice, core_devices, default_core_sets, query_gpus
 from headway.kernels.devices import DeviceTable, DeviceUnavailable
-from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
+from headway.kernels.evaluator import KernelEvaluator
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation
 
@@ -167,12 +167,8 @@ def test_an_evaluator_names_its_cores_as_this_process_counts_them(
 ) -> None:
     monkeypatch.setattr("headway.runtime.devices._MACHINE_CORES", (2, 5, 6))
 
-    def names(*sets: tuple[int, ...]) -> tuple[str, ...]:
-        return KernelEvaluator(EvaluatorSettings(timing_cores=sets), state=tmp_path)._devices.names()  # pyright: ignore
-
-    assert names() == ("cpu:2",)
-    assert names((5,), (2,)) == ("cpu:1", "cpu:0")
-    assert names((5, 6)) == ("cpu:1-2",)
+    evaluator = KernelEvaluator(state=tmp_path)
+    assert evaluator._devices.names() == ("cpu:2",)  # pyright: ignore
 
 
 def test_cores_are_named_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import pytest
 from environment_player import Player, played, service
 from kernel_service import REFERENCE, candidate, served_kernels
 
+from headway.kernels.tasks import kernel_task
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelTask
 from headway.records.task import Task
-from headway.rollout.environments.kernel import kernel_task
 
 KERNEL = KernelTask(name="t", source=REFERENCE, backend="torch")
 TASK = Task(task_id="t", prompt="Make it faster.", metadata={"kernel": msgspec.to_builtins(KERNEL)})
@@ -93,7 +93,7 @@ def test_a_key_is_sent(tmp_path: Path):
         ({"addresses": []}, r"addresses of kernel services = \[\]"),
         ({"addresses": ["http://a:1"], "backend": "cobol"}, "backend"),
         ({"addresses": ["http://a:1"], "turns": 0}, "turns = 0: at least 1"),
-        ({"addresses": ["http://a:1"], "key_file": "/none"}, "key_file = '/none'"),
+        ({"addresses": ["http://a:1"], "key_file": "/none"}, "key_file = /none"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(parameters: dict[str, Any], said: str):

@@ -85,6 +85,17 @@ def test_faults_are_classed_beside_a_healthy_candidate(shared):
     shared(use)
 
 
+def test_a_crash_in_timed_calls_has_its_class(shared):
+    async def use(evaluator: KernelEvaluator) -> None:
+        counted = (
+            "self.count = getattr(self, 'count', 0) + 1\nif self.count > 30:\n    os.abort()\nreturn self.right(x)"
+        )
+        found = await evaluator.evaluate(submission(model(counted, top="import os"), timed=True))
+        assert (found.fault, found.text, found.infrastructure) == ("process_error", "ended by SIGABRT", ""), found
+
+    shared(use)
+
+
 def test_compile_errors_memory_and_exits_are_the_candidates(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         broken = await evaluator.evaluate(submission(CPP.replace("y[i] =", "z[i] =")))
@@ -182,7 +193,7 @@ def test_what_no_evaluation_can_begin_with_is_refused(shared):
         for change, why in (
             ({"device": "cuda:0"}, "device = 'cuda:0': candidates aren't run on GPUs yet"),
             ({"timed_trials": 0}, "timed_trials = 0: valid: 1 to 10000"),
-            ({"task": msgspec.structs.replace(TASK, backend="cuda")}, "back end 'cuda' needs a GPU and nvcc"),
+            ({"task": msgspec.structs.replace(TASK, backend="cuda")}, r"back end 'cuda': (no GPU|there is no nvcc)"),
         ):
             with pytest.raises(ConfigurationError, match=why):
                 await evaluator.evaluate(msgspec.structs.replace(wanted, **change))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_rows_find_their_task_by_name_id_or_prompt(book: KernelTaskFile):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "Hi"}], 'a row without metadata.kernel: "Hi"'),
+        ([{"prompt": "Hi"}], '"Hi": metadata.kernel is no kernel task: Expected `object`, got `null`'),
         ([{"prompt": "Hi", "metadata": {"kernel": {"name": "a"}}}], "is no kernel task: Object missing .* `source`"),
         ([task_row(TASKS[0]), {**task_row(TASKS[0]), "prompt": "Hi"}], "two tasks are named 'a'"),
     ],
@@ -119,7 +120,10 @@ def test_answers_of_all_forms_are_judged_and_none_is_lost(book: KernelTaskFile, 
     judge, settings, seen = ScriptedEvaluator(), JudgeSettings(correct_trials=3), []
     judged = asyncio.run(
         evaluate_answers(
-            judge, book, answers, settings, concurrent=2, on_judged=lambda done, total: seen.append((done, total))
+            partial(judge_all, judge, concurrent=2, on_judged=lambda done, total: seen.append((done, total))),
+            book,
+            answers,
+            settings,
         )
     )
     assert seen == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
@@ -195,12 +199,9 @@ def test_a_service_that_fails_leaves_named_gaps_and_one_that_refuses_the_key_end
 
 
 def test_no_evaluation_at_all_is_an_error(book: KernelTaskFile):
+    judge = partial(judge_all, ScriptedEvaluator(), concurrent=1)
     with pytest.raises(HeadwayError, match="none of 1 evaluations succeeded; the first: the zygote has died"):
-        asyncio.run(
-            evaluate_answers(
-                ScriptedEvaluator(), book, {"a": [scripted("infrastructure")]}, JudgeSettings(), concurrent=1
-            )
-        )
+        asyncio.run(evaluate_answers(judge, book, {"a": [scripted("infrastructure")]}, JudgeSettings()))
 
 
 # --- supervised data -------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def made(
 ) -> tuple[list[dict[str, Any]], SftCounts]:
     chosen = SftSettings(**{"shortest_tokens": 0, **settings})
     data = SftData(book, chosen, lambda text: math.ceil(len(text) / 4))
-    return asyncio.run(data.make(path, judge or ScriptedEvaluator(), concurrent=3))
+    return asyncio.run(data.make(path, partial(judge_all, judge or ScriptedEvaluator(), concurrent=3)))
 
 
 def answers_of(row: dict[str, Any]) -> list[str]:

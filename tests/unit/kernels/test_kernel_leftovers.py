@@ -30,7 +30,8 @@ def test_evaluations_with_killers_leave_nothing(tmp_path, count):
         found = await asyncio.gather(*(evaluator.evaluate(submission(source)) for source in sources))
         assert sum(one.correct for one in found) == count - killer
         assert all(one.fault for one in found[count - killer :])
-        assert not evaluator.busy
+        assert not evaluator._running
+        assert [device["state"] for device in evaluator._devices.describe()] == ["free"]
 
     with opened(tmp_path, EvaluatorSettings(concurrent=3)) as run:
         run(use)
