@@ -141,6 +141,7 @@ def test_views_of_a_run_that_lives_is_killed_and_is_resumed(
         with training(config, "--resume") as command:
             steps_beyond(command, steps + 3)
             assert server.read("/api/now", run=run)["state"] == "running"
+            command.until(lambda: server.read("/api/runs")["runs"][0]["state"] == "running", "the list's next look")
             texts = walk(page, run, other=run)
             assert "running" in texts["runs"]
             tasks = page.open("tasks", run=run)

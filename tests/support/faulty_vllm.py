@@ -36,15 +36,15 @@ class StaleLayer(GeneratorService):
     """Updates don't reach a matrix of the torch engine's first layer."""
 
     def __init__(self, context: WorkerContext, **settings: Any) -> None:
-        from headway.generator.engines.torch import engine
+        from headway.generator.engines.torch import slot_engine
 
-        right = engine.adopt_weights
+        right = slot_engine.adopt_weights
 
         def stale(model: Any, tensors: dict[str, Any]) -> bool:
             name = "layers.0.down_weight"
             return right(model, {**tensors, name: dict(model.named_parameters())[name].detach().clone()})
 
-        engine.adopt_weights = stale  # type: ignore[assignment]
+        slot_engine.adopt_weights = stale  # type: ignore[assignment]
         super().__init__(context, **settings)
 
 
