@@ -390,7 +390,7 @@ def structured(arguments: argparse.Namespace) -> None:
             new_tokens = arguments.new_tokens if size == "small" else arguments.large_new_tokens
             models[size] = measure_structured(folder, size, new_tokens, arguments.rounds, arguments.compared)
             if arguments.schemas and not isolation:
-                isolation = measure_isolation(folder, 2, arguments.schemas)
+                isolation = measure_isolation(folder, 1 if arguments.quick else 2, arguments.schemas)
     least = {name: min(found[name][0] for found in models.values()) for name in ("with_grammar", "with_kept_sets")}
     print(json.dumps({**least, "models": models, **isolation}))
 
