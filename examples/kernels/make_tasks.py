@@ -63,6 +63,14 @@ FUNCTIONS = {
     "bell": Function("1 / (1 + v * v)", "1 / (1 + x * x)"),
     "ceiling": Function("v < 1 ? v : 1", "torch.clamp(x, max=1)"),
     "slope": Function("v / 8 + v * v", "x / 8 + x * x"),
+    "bowl": Function("(v + 1) * (v + 1)", "(x + 1) * (x + 1)"),
+    "arch": Function("(1 - v) * (1 + v)", "(1 - x) * (1 + x)"),
+    "saddle": Function("v * (v - 1) * (v + 1)", "x * (x - 1) * (x + 1)"),
+    "swell": Function("(v + 1) * v * v", "(x + 1) * x * x"),
+    "rest": Function("v > 1 ? v - 1 : 0", "torch.relu(x - 1)"),
+    "notch": Function("v < 0 ? v * v : v / 2", "torch.where(x < 0, x * x, x / 2)"),
+    "shelf": Function("v > 1 ? 1 : v < 0 ? 0 : v", "torch.clamp(x, 0, 1)"),
+    "half": Function("v / 2", "x / 2"),
 }
 # slot -> (text, its class, weight in demonstrations). Choices that depend on others are in `classify`.
 SLOTS: dict[str, tuple[tuple[str, str, float], ...]] = {
