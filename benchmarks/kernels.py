@@ -10,7 +10,7 @@ evaluation's duration without its wait for a place. `timed_per_s`: C++, with tim
 correct twins and the built-in problems' solutions, those that didn't pass; `solutions_passed`: of the latter.
 `aa_p95`: deviation of the speed-up of a candidate that equals its reference, 95th percentile; `aa_busy_p95` beside a
 process that keeps another core busy; `planted_1_2`, `planted_3`: the smallest and largest speed-up found where the
-reference does 1.2 and 3 times the work.
+reference does 1.2 times the work of a call of 0.5 ms, and 3 times that of one of 0.2 ms.
 
 Last line: one JSON object.
 """
@@ -138,6 +138,14 @@ class Runs:
             print(f"{name}: {', '.join(these) or 'none'}", flush=True)
         return {"cheats": len(CHEATS), "cheats_rewarded": len(rewarded), "honest_refused": len(refused)}
 
+    async def rounds_of(self, call_ms: float) -> int:
+        """Rounds of arithmetic that take a call this long on this machine."""
+        source, rounds = work("ModelNew", 200), 200
+        task = msgspec.structs.replace(TASK, source=work("Model", rounds), backend="cpp", forbidden_operators=())
+        _, found = await self._one(source, task=task, timed=True)
+        assert found.timing is not None, found
+        return round(rounds * call_ms / found.timing.mean)
+
     async def speedups(self, count: int, factor: float, rounds: int, size: int = 4096) -> tuple[list[float], int]:
         """Speed-ups found where the reference does ``factor`` times the work, and how many were refused."""
         name = f"work-{factor}-{rounds}-{size}"
@@ -207,8 +215,8 @@ async def main() -> None:
         with busy_process():
             even, refused = await runs.speedups(told.aa, 1.0, 151)
         result |= {"aa_busy_p95": deviation(even), "aa_busy_refused": refused}
-        for name, factor, rounds in (("planted_1_2", 1.2, 500), ("planted_3", 3.0, 200)):
-            found, refused = await runs.speedups(told.planted, factor, rounds)
+        for name, factor, call_ms in (("planted_1_2", 1.2, 0.5), ("planted_3", 3.0, 0.2)):
+            found, refused = await runs.speedups(told.planted, factor, await runs.rounds_of(call_ms))
             result |= {name: [round(min(found), 3), round(max(found), 3)] if found else None}
     print(json.dumps(result))
 
