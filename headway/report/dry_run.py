@@ -84,6 +84,9 @@ def _source(source: TaskSource) -> str:
         where = "" if source.path else " from the Hugging Face hub"
         part = "".join(f" {name}" for name in (source.subset, source.split) if name)
         return f"{source.path or source.name}{part}{where}{limited}"
+    if source.source == "function":
+        given = ", ".join(f"{name}={value!r}" for name, value in source.parameters.items())
+        return f"{source.name}({given}){limited}"
     return f"reasoning-gym {source.name}, {source.size:,} tasks, seed {source.seed}{limited}"
 
 

@@ -62,7 +62,7 @@ def memory_table(uses: list[MemoryUse], places: list[MemoryPlace]) -> Table:
 
 def _parts(use: MemoryUse) -> str:
     ordered = sorted(use.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {_gib(size)}" for name, size in ordered)
+    return ", ".join(f"{name} {_gib(size)}" for name, size in ordered if size)
 
 
 def _gib(size: int) -> str:

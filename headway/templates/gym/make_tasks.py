@@ -1,5 +1,5 @@
-"""Writes demonstrations of the cold start: games that are played badly, six of ten steps towards the goal and the
-others anywhere. That goals are worth reaching is for reinforcement learning to find out, from rewards alone.
+"""Writes demonstrations of the cold start: games that are played badly, three of ten steps towards the goal and
+the others anywhere. That goals are worth reaching is for reinforcement learning to find out, from rewards alone.
 
 Tasks need no file: ``myproject.tasks`` makes them.
 """
@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from myproject import MOVES, Field, distance, tasks
+from myproject import MOVES, Field, tasks
 
-TOWARDS = 0.6
+TOWARDS = 0.3
 GAMES_OF_A_TASK = 8
 
 
@@ -24,11 +24,8 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> tuple[list[dict[str
     seen, _ = game.reset(options=task["gym"]["options"])
     messages = [{"role": "user", "content": f"{task['prompt']}\n\n{seen}"}]
     while True:
-        action = rng.choice(list(MOVES))
-        if rng.random() < TOWARDS:
-            x, y = game.place
-            left = {name: distance((x + dx, y + dy), game.goal) for name, (dx, dy) in MOVES.items()}
-            action = min(left, key=lambda name: (left[name], rng.random()))
+        towards = [name for name in MOVES if name in seen]
+        action = rng.choice(towards if rng.random() < TOWARDS else list(MOVES))
         messages.append({"role": "assistant", "content": action})
         seen, _, reached, over, _ = game.step(action)
         if reached or over:

@@ -18,7 +18,7 @@ PARTS = {"train": (0, 1500), "validation": (1500, 1596), "test": (1596, 1788), "
 
 
 class Field:
-    """Observations are texts, where the piece is and where the goal; so are actions."""
+    """Observations are texts, which say where the goal is as seen from the piece: "3 right 2 up". So are actions."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin a game: where the options say, else anywhere."""
@@ -37,7 +37,10 @@ class Field:
         return self.seen(), float(reached), reached, self.steps >= STEPS, {}
 
     def seen(self) -> str:
-        return "{} {} to {} {}".format(*self.place, *self.goal)
+        """What the model is told. How far it is to go is easier to learn from than two places to be compared."""
+        across, along = self.goal[0] - self.place[0], self.goal[1] - self.place[1]
+        steps = {name: x * across + y * along for name, (x, y) in MOVES.items()}
+        return " ".join(f"{ahead} {name}" for name, ahead in steps.items() if ahead > 0) or "here"
 
 
 def games() -> list[tuple[Place, Place]]:

@@ -24,8 +24,8 @@ class Game(unittest.TestCase):
 
     def test_goal_ends_it_with_a_reward(self) -> None:
         game = begin((0, 0), (1, 1))
-        assert game.step("right") == ("1 0 to 1 1", 0.0, False, False, {})
-        assert game.step("down") == ("1 1 to 1 1", 1.0, True, False, {})
+        assert game.step("right") == ("1 down", 0.0, False, False, {})
+        assert game.step("down") == ("here", 1.0, True, False, {})
 
     def test_it_ends_after_its_steps(self) -> None:
         game = begin((0, 0), (3, 3))

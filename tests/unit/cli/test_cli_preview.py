@@ -175,6 +175,7 @@ def test_check_calibrates_unless_told_not_to(
     assert cli.main(["check", str(config), "--no-calibrate"]) == 0
     shown = capsys.readouterr()
     assert "Memory at most" in shown.out
+    assert "adapter" not in shown.out  # of what is 0 nothing is said
     assert "Predicted" not in shown.out
     assert cli.main(["check", str(config), "--calibrate-s", "3"]) == 0
     assert calibrate == [10.0, 3.0]

@@ -335,6 +335,19 @@ def test_plan_names_the_numbers_that_matter() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ({"path": "t.jsonl", "limit": 1000}, "t.jsonl, the first 1,000"),
+        ({"source": "function", "name": "game:tasks", "parameters": {"part": "train"}}, "game:tasks(part='train')"),
+        ({"source": "reasoning-gym", "name": "chain_sum", "seed": 3}, "reasoning-gym chain_sum, 1,000 tasks, seed 3"),
+    ],
+)
+def test_plan_names_where_tasks_come_from(source: dict[str, object], shown: str) -> None:
+    raw = experiment().model_dump(exclude_unset=True) | {"tasks": {"train": source}}
+    assert dry_run_rows(validate_experiment(raw, "test"))["train on"] == shown
+
+
+@pytest.mark.parametrize(
     ("environment", "label", "scorer"),
     [
         ({}, "verifier", "exact, 10 s limit"),
