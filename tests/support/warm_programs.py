@@ -41,6 +41,7 @@ MODULES = (
     "headway.orchestrator.jobs.evaluate",
     "headway.orchestrator.preflight.check",
     "headway.report.page",
+    "headway.rollout.hosting.service",
     "headway.runtime.nodes.agent",
     "headway.services.serve",
     "headway.services.watch.app",
