@@ -170,7 +170,7 @@ def test_only_those_that_are_allowed() -> None:
         ([server(tools=["subtract"])], "Plain", "has no tool 'subtract'; valid: add"),
         ([server(command=["/no/such/program"])], "Plain", "here can't be had: FileNotFoundError"),
         ([server(command=["true"])], "Plain", "here can't be had"),
-        ([server(variables={"LATE": "9"}, start_timeout_s=0.5)], "Plain", "did not start within"),
+        ([server(variables={"LATE": "3"}, start_timeout_s=0.5)], "Plain", "did not start within"),
         ([server(passes=["NO_SUCH_VARIABLE"])], "Plain", "no NO_SUCH_VARIABLE"),
         ([{"name": "there", "url": "http://127.0.0.1:9/mcp"}], "Plain", "there can't be had"),
     ],
@@ -271,7 +271,9 @@ def test_more_starts_than_a_minute_may_have_wait_for_the_next_one() -> None:
     played(main)
 
 
-def test_a_slow_tool_is_told_and_a_server_that_hangs_is_replaced() -> None:
+def test_a_slow_tool_is_told_and_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._ALIVE_S", 2.0)
+
     async def main() -> None:
         episodes = await started(server(timeout_s=0.5))
         player = Player(episodes)

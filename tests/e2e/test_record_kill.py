@@ -62,11 +62,19 @@ while True:
 """
 
 
+def require_exact(run: Path, start: int = 0) -> int:
+    """Every recorded rollout from number ``start`` on is there once, and as it was finished; their number."""
+    written = rollouts_in(run, start)
+    assert len({(rollout.group, rollout.member) for rollout in written}) == len(written), "each once"
+    expected = {group: random_group(group, 4).rollouts for group in {rollout.group for rollout in written}}
+    assert all(rollout == expected[rollout.group][rollout.member] for rollout in written)
+    return len(written)
+
+
 def test_kills_lose_what_was_not_flushed_and_say_so(tmp_path: Path) -> None:
     chance, told = random.Random(3), list[tuple[str, dict[str, Any]]]()
-    lost = 0
+    count = lost = 0
     for _ in range(6):
-        before = RolloutRecord(tmp_path).count()
         command = [sys.executable, "-c", WRITER, str(tmp_path)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
         assert writer.stdout is not None
@@ -76,12 +84,8 @@ def test_kills_lose_what_was_not_flushed_and_say_so(tmp_path: Path) -> None:
         assert writer.wait() == -signal.SIGKILL
 
         record = RolloutRecord(tmp_path)
-        written = rollouts_in(tmp_path)
-        assert len(written) == record.count() >= before
-        keys = [(rollout.group, rollout.member) for rollout in written]
-        assert len(set(keys)) == len(keys), "each once"
-        expected = {group: random_group(group, 4).rollouts for group, _ in keys}
-        assert all(rollout == expected[rollout.group][rollout.member] for rollout in written)
+        before, count = count, record.count()
+        assert before + require_exact(tmp_path, before) == count
         # The next process, which records nothing more here, counts what is missing.
         told.clear()
         again = RolloutRecorder(
@@ -95,10 +99,11 @@ def test_kills_lose_what_was_not_flushed_and_say_so(tmp_path: Path) -> None:
         buffer.close()
         again.close()
         assert set(RolloutRecord(tmp_path).endings()) == ended, "those after the last flush out of the books"
-        missing = finished - len(written) - lost
+        missing = finished - count - lost
         recent = sum(finished_s[-1] - at_s < 0.05 for at_s in finished_s)
         assert missing <= 4 * (recent + 1), "at most what has finished since the last flush, and the group that it cut"
         assert told == ([(EVENT_ROLLOUTS_LOST, {"rollouts": missing})] if missing else [])
         lost += missing
+    assert require_exact(tmp_path) == count, "nor did a later kill harm what was written before"
     assert lost > 0
     assert len(list_segments(tmp_path / "rollouts" / "finished")) > 12, "each process began segments of its own"

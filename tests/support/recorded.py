@@ -17,13 +17,14 @@ from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.telemetry.rollouts.reader import RolloutRecord
 
 
-def rollouts_in(run: Path) -> list[Rollout]:
-    """Every recorded rollout that has finished, in the order of arrival, as the record that was committed."""
-    return [rollout_of(row) for row in rows_in(run) if row["verified"]]
+def rollouts_in(run: Path, start: int = 0) -> list[Rollout]:
+    """Every recorded rollout that has finished, from number ``start`` on, in the order of arrival, as the record that
+    was committed."""
+    return [rollout_of(row) for row in rows_in(run, start) if row["verified"]]
 
 
-def rows_in(run: Path) -> Iterator[dict[str, Any]]:
-    for _, batch in RolloutRecord(run).batches():
+def rows_in(run: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    for _, batch in RolloutRecord(run).batches(start=start):
         yield from batch.to_pylist()
 
 

@@ -32,6 +32,7 @@ from headway.runtime.fork_server import LEARNING, SCORING, SERVERS, TENSORS, For
 from headway.runtime.workers import added_environment
 
 HEADWAY = "headway.cli.main"
+SERVER = "a server"  # instead of a program: a fork server with more modules
 MODULES = (
     *LEARNING,
     *SCORING,
@@ -40,6 +41,7 @@ MODULES = (
     "headway.orchestrator.jobs.evaluate",
     "headway.orchestrator.preflight.check",
     "headway.report.page",
+    "headway.rollout.hosting.service",
     "headway.runtime.nodes.agent",
     "headway.services.serve",
     "headway.services.watch.app",
@@ -104,11 +106,25 @@ def _server(environment: dict[str, str]) -> ForkServer | None:
 
 def begin() -> None:
     """Start the server unless it lives; the test's own trainers, replicas and verifiers come from it too."""
-    if _more not in _own or not _own[_more][0].alive:
-        server = ForkServer((*MODULES, *_more), os.environ | added_environment("cpu:0", {}))
-        _own[_more] = (server, _fixed(dict(os.environ)))
-        if not _more:
-            _share(server)
+    for more in dict.fromkeys(((), _more)):
+        if more not in _own or not _own[more][0].alive:
+            environment = os.environ | added_environment("cpu:0", {})
+            server = _forked_server(more, environment) if more else ForkServer(MODULES, environment)
+            _own[more] = (server, _fixed(dict(os.environ)))
+            if not more:
+                _share(server)
+
+
+def _forked_server(more: tuple[str, ...], environment: dict[str, str]) -> ForkServer:
+    """A server with ``more`` modules, forked from the one without."""
+    first, _ = _own[()]
+    assert first.imported.result(), "the server without them has imported its modules"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(os.devnull, "w") as nothing:
+        words = [json.dumps(["", "", SERVER, *more])]
+        forked = first.fork("warm_programs", words, environment, nothing.fileno(), theirs.fileno())
+    assert forked, "the server without them lives"
+    return _OwnServer(forked.pid, ours)
 
 
 def _fixed(environment: dict[str, str]) -> dict[str, str]:
@@ -134,6 +150,11 @@ _PATHS_AT_IMPORT = _paths()
 def main(arguments: list[str]) -> int:
     """Be the program, in a process that was just forked."""
     errors, (cwd, namespace, program, *rest) = int(arguments[0]), json.loads(arguments[1])
+    if program == SERVER:
+        child.die_with_parent(os.getppid())
+        for module in rest:
+            importlib.import_module(module)
+        return fork_server.serve(socket.socket(fileno=errors))
     os.dup2(errors, 2)
     os.close(errors)
     if cwd:

@@ -17,6 +17,7 @@ from headway.records.task import Task
 from headway.records.tokens import TokenIds
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
+from headway.runtime.fork_server import SCORING
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import EventCallback, Launcher, WorkerSpec
@@ -38,6 +39,7 @@ class Pictures:
             factory="headway.models.hub.pictures:PictureWorker",
             arguments={"model_path": model.path, "trust": model.trust_remote_code, "folder": str(folder)},
             device=every_core(),
+            preload=SCORING,  # verifiers' server: one of its own would take the trainer's and the replicas' place
             log_path=logs / "pictures.log" if logs.is_dir() else None,
         )
         self._slot = WorkerSlot(spec, launcher, clock, on_event)

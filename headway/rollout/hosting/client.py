@@ -23,6 +23,7 @@ from headway.records.trace import WorkerState
 from headway.runtime.bounded_queue import QueueClosed
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core_in_turn
+from headway.runtime.fork_server import SCORING
 from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
@@ -225,6 +226,7 @@ class EnvironmentPool:
                 factory=_FACTORY,
                 arguments={**arguments, "sandbox": share.model_dump()},
                 device=every_core_in_turn(environment.nodes, index),
+                preload=SCORING,  # as verifiers
                 log_path=str(log_folder / f"environment-{index}.log") if log_folder else None,
             )
             self._seats.append(_Seat(spec, launcher, clock, on_event))

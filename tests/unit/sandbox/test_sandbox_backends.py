@@ -149,7 +149,13 @@ def test_a_create_that_is_overtaken_by_close_starts_nothing(tmp_path: Path) -> N
         backend = MakerBackend(tmp_path)
         maker: Any = await backend.start()
         asked: list[Any] = []
-        maker.request = lambda request, descriptors=(): asked.append(request["do"])
+
+        def request(request: dict[str, Any], descriptors: Any = ()) -> None:
+            asked.append(request["do"])
+            if request["do"] == "terminate":
+                backend._on_ended(request["id"], 0, 0, None)
+
+        maker.request = request
         written = maker.write
 
         def write(record: Any) -> None:
