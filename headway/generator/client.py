@@ -31,6 +31,7 @@ from headway.records.generation import (
     EngineStatistics,
     GenerationRequest,
     GenerationResult,
+    Probe,
     ProbeScores,
     PublishedWeights,
     RouterStatistics,
@@ -159,9 +160,10 @@ class GeneratorPool:
         versions = [replica.version for replica in self._replicas if replica.live]
         return min(versions, default=self._newest.version if self._newest is not None else 0)
 
-    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
+    async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
-        return await Replica.score_all([one for one in self._replicas if one.live and one.update == self._updates], ids)
+        newest = [one for one in self._replicas if one.live and one.update == self._updates]
+        return await Replica.score_all(newest, probe)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""

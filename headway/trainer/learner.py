@@ -29,7 +29,7 @@ from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
-from headway.records.generation import PathScores, ProbeScores
+from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
 from headway.records.training import OptimiserSettings
 from headway.tokens.grammar import Grammars
@@ -123,11 +123,8 @@ class Learner:
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision(), native.using(self._kernels):
-            if pictures:  # a model of transformers: others aren't shown any
-                documents = input_ids_n, batch.input_lengths, batch.continues
-                hidden_nd = chosen.forward_packed(*documents, pictures)  # pyright: ignore[reportCallIssue]
-            elif replay is None:
-                hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
+            if replay is None:
+                hidden_nd = self._forward(chosen, input_ids_n, batch.input_lengths, batch.continues, pictures)
             else:
                 assert isinstance(chosen, Decoder)
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
@@ -135,22 +132,34 @@ class Learner:
             hidden_md, self.kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
             return token_logprobs(chosen, hidden_md, targets_m, temperature, kept=self.kept)
 
+    @staticmethod
+    def _forward(
+        model: PackedModel, ids_n: Tensor, lengths: list[int], continues: list[int] | None, pictures: list[Pixels]
+    ) -> Tensor:
+        if not any(pictures):
+            return model.forward_packed(ids_n, lengths, continues)
+        # A model of transformers: others aren't shown any.
+        return model.forward_packed(ids_n, lengths, continues, pictures)  # pyright: ignore[reportCallIssue]
+
     @torch.no_grad()
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """Score ``ids`` as training computes them, alone and packed between two other documents."""
-        cut, paths = len(ids) // 3, dict[str, PathScores]()
-        for path, before, after in (("alone", (), ()), ("packed", ids[:cut], ids[cut:])):
-            lengths = [len(part) for part in (before, ids, after) if part]
+    def score(self, probe: Probe) -> ProbeScores:
+        """Score a probe as training computes it, alone and packed between two other documents, of which the second has
+        the same pictures. Raises BufferCorrupt as `logprobs`."""
+        ids, cut, paths = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
+        seen = self._read(probe.pixels)
+        for path, before, after in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
+            documents = [(part, shown) for part, shown in ((before, {}), (ids, seen), (after, seen)) if part]
+            lengths, pictures = [len(part) for part, _ in documents], [shown for _, shown in documents]
             packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
             with self._precision(), native.using(self._kernels), states.watching(self.model.layers):
-                hidden_nd = self.model.forward_packed(packed_n, lengths)[len(before) :][: len(ids)]
-                logits_nv = self.model.head(hidden_nd)
-            if self.model.packs or len(lengths) == 1:
+                hidden_nd = self._forward(self.model, packed_n, lengths, None, pictures)[len(before) :][: len(ids)]
+                logits_nv = self.model.head(hidden_nd[max(0, len(probe.prompt) - 1) :])
+            if len(lengths) == 1 or (self.model.packs and not seen):
                 paths[path] = states.scores(logits_nv, ids, len(before))
             else:  # documents were rows of a batch, in another order
                 paths[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         mixture = self.model.config.has_experts
-        return ProbeScores(ids=ids, precision=self.settings.dtype, mixture=mixture, paths=paths)
+        return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=mixture, paths=paths)
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -182,13 +191,16 @@ class Learner:
         self._sets = self.kept = None
 
     def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
-        """The pixel arrays of each document; empty where none has any. Raises BufferCorrupt for missing ones."""
+        """The pixel arrays of each document. Raises BufferCorrupt for missing ones."""
         firsts = np.cumsum(batch.input_lengths) - batch.input_lengths
-        digests = [pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else []
-        if not any(digests):
-            return []
+        rows = batch.token_rows
+        return [self._read(pixels_of(rows, first)) for first in firsts.tolist()] if rows else []
+
+    def _read(self, digest: str) -> Pixels:
+        if not digest:
+            return {}
         assert self.pixels is not None, "set with the policy"
-        return [self.pixels.read(digest) if digest else {} for digest in digests]
+        return self.pixels.read(digest)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""

@@ -28,7 +28,7 @@ from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.hub.model import HubModel
 from headway.models.hub.pixels import Pixels, PixelStore
 from headway.records.errors import BufferCorrupt
-from headway.records.generation import POLICY_ADAPTER, EngineStatistics, ProbeScores
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
 from headway.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class HubEngine(SlotEngine[HubRevisions]):
             return str(error)
         return super()._unserved(entry)
 
-    def _pictures(self, entry: EngineRequest) -> Pixels:
-        """The pixel arrays of a request's pictures. Raises BufferCorrupt."""
+    def _pictures(self, entry: EngineRequest | Probe) -> Pixels:
+        """The pixel arrays of a prompt's pictures. Raises BufferCorrupt."""
         return self._pixels.read(entry.pixels) if entry.pixels and self._pixels is not None else {}
 
     # --- one step -------------------------------------------------------------------------------------------
@@ -278,11 +278,11 @@ class HubEngine(SlotEngine[HubRevisions]):
         for batch in self._batches:
             yield from tensors_of(batch.cache)
 
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """See `Engine.score`."""
+    def score(self, probe: Probe) -> ProbeScores:
+        """See `Engine.score`. Raises BufferCorrupt."""
         newest = self.adapters.newest(POLICY_ADAPTER)
         with self.adapters.computing(0 if newest is None else newest.update):
-            return self._runner.score(ids)
+            return self._runner.score(probe, self._pictures(probe))
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

@@ -22,7 +22,7 @@ from headway.generator.engines.torch.slot_engine import SlotEngine
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
 from headway.models.lora import Lora
-from headway.records.generation import EngineStatistics, ProbeScores
+from headway.records.generation import EngineStatistics, Probe, ProbeScores
 from headway.records.tokens import TokenIds, TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
@@ -307,9 +307,9 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             if len(group) > 1 and len(prompt) > 1
         }
 
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+    def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`."""
-        return self._runner.score(ids)
+        return self._runner.score(probe)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
