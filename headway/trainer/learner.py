@@ -146,9 +146,9 @@ class Learner:
         """Score a probe as training computes it, alone and packed between two other documents, of which the second has
         the same pictures. Raises BufferCorrupt as `logprobs`."""
         ids, cut, paths = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
-        seen = self._read(probe.pixels)
+        seen, unseen = self._read(probe.pixels), self._read("")
         for path, before, after in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
-            documents = [(part, shown) for part, shown in ((before, {}), (ids, seen), (after, seen)) if part]
+            documents = [(part, shown) for part, shown in ((before, unseen), (ids, seen), (after, seen)) if part]
             lengths, pictures = [len(part) for part, _ in documents], [shown for _, shown in documents]
             packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
             with self._precision(), native.using(self._kernels), states.watching(self.model.layers):

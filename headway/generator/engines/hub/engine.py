@@ -112,8 +112,7 @@ class HubEngine(SlotEngine[HubRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
-        if self._scarce:
-            self._make_room()
+        self._make_room()
         self._admit()
         n, table = self._rows, self._table
         if n == 0:
@@ -228,7 +227,7 @@ class HubEngine(SlotEngine[HubRevisions]):
                 slots = [requests[0].slot for requests in chunk]
                 yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
 
-    # --- endings, preemption --------------------------------------------------------------------------------
+    # --- endings --------------------------------------------------------------------------------------------
 
     def _vacate(self, request: EngineRequest) -> None:
         """Free a request's row, which the last one takes."""
@@ -241,16 +240,6 @@ class HubEngine(SlotEngine[HubRevisions]):
             if request in batch.requests:
                 batch.requests[batch.requests.index(request)] = None
         self._batches = [batch for batch in self._batches if batch.running]  # the others' caches are free
-
-    def _make_room(self) -> None:
-        """Preempt the youngest requests until the next step's KV tokens fit."""
-        running = [request for request in self._table.requests[: self._rows] if request is not None]
-        for request in sorted(running, reverse=True)[:-1]:
-            if self._held((self._table.position[: self._rows] + 1).tolist()) <= self.kv_capacity_tokens:
-                return
-            self._preempt(request)
-            heapq.heappush(self._waiting, request)
-            self._preemptions += 1
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -270,6 +259,9 @@ class HubEngine(SlotEngine[HubRevisions]):
     def _held(self, tokens: list[int]) -> int:
         """KV tokens that the caches of rows of so many tokens have room for, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
+
+    def _kv_used(self) -> int:
+        return self._held((self._table.position[: self._rows] + 1).tolist())
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
