@@ -162,8 +162,7 @@ class GeneratorPool:
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
-        newest = [one for one in self._replicas if one.live and one.update == self._updates]
-        return await Replica.score_all(newest, probe)
+        return await Replica.score_all((one for one in self._replicas if one.update == self._updates), probe)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
@@ -212,8 +211,7 @@ class GeneratorPool:
         )
 
     async def activity(self) -> list[Span | EngineSteps]:
-        """Return the spans and steps of every live replica since the last call, each on a track of the replica's
-        name."""
+        """Return the spans and steps of live replicas since the last call, each on a track of its replica's name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
         found = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
         return [line for lines in found for line in lines]

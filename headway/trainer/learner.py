@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -123,8 +123,11 @@ class Learner:
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision(), native.using(self._kernels):
-            if replay is None:
-                hidden_nd = self._forward(chosen, input_ids_n, batch.input_lengths, batch.continues, pictures)
+            if pictures:  # a model of transformers: others aren't shown any
+                documents = input_ids_n, batch.input_lengths, batch.continues
+                hidden_nd = chosen.forward_packed(*documents, pictures)  # pyright: ignore[reportCallIssue]
+            elif replay is None:
+                hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             else:
                 assert isinstance(chosen, Decoder)
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
@@ -132,28 +135,20 @@ class Learner:
             hidden_md, self.kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
             return token_logprobs(chosen, hidden_md, targets_m, temperature, kept=self.kept)
 
-    @staticmethod
-    def _forward(
-        model: PackedModel, ids_n: Tensor, lengths: list[int], continues: list[int] | None, pictures: list[Pixels]
-    ) -> Tensor:
-        if not any(pictures):
-            return model.forward_packed(ids_n, lengths, continues)
-        # A model of transformers: others aren't shown any.
-        return model.forward_packed(ids_n, lengths, continues, pictures)  # pyright: ignore[reportCallIssue]
-
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
         """Score a probe as training computes it, alone and packed between two other documents, of which the second has
         the same pictures. Raises BufferCorrupt as `logprobs`."""
         ids, cut, paths = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
-        seen, unseen = self._read(probe.pixels), self._read("")
+        seen, forward = self._read([probe.pixels]), cast("Any", self.model.forward_packed)  # some take pictures
         for path, before, after in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
-            documents = [(part, shown) for part, shown in ((before, unseen), (ids, seen), (after, seen)) if part]
-            lengths, pictures = [len(part) for part, _ in documents], [shown for _, shown in documents]
+            lengths = [len(part) for part in (before, ids, after) if part]
+            pictures = [{} if part is before else seen[0] for part in (before, ids, after) if part and seen]
             packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
             with self._precision(), native.using(self._kernels), states.watching(self.model.layers):
-                hidden_nd = self._forward(self.model, packed_n, lengths, None, pictures)[len(before) :][: len(ids)]
-                logits_nv = self.model.head(hidden_nd[max(0, len(probe.prompt) - 1) :])
+                hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
+                scored = slice(len(before) + max(0, len(probe.prompt) - 1), len(before) + len(ids))
+                logits_nv = self.model.head(hidden_nd[scored])
             if len(lengths) == 1 or (self.model.packs and not seen):
                 paths[path] = states.scores(logits_nv, ids, len(before))
             else:  # documents were rows of a batch, in another order
@@ -191,16 +186,15 @@ class Learner:
         self._sets = self.kept = None
 
     def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
-        """The pixel arrays of each document. Raises BufferCorrupt for missing ones."""
+        """The pixel arrays of each document; empty where none has any. Raises BufferCorrupt for missing ones."""
         firsts = np.cumsum(batch.input_lengths) - batch.input_lengths
-        rows = batch.token_rows
-        return [self._read(pixels_of(rows, first)) for first in firsts.tolist()] if rows else []
+        return self._read([pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else [])
 
-    def _read(self, digest: str) -> Pixels:
-        if not digest:
-            return {}
+    def _read(self, digests: list[str]) -> list[Pixels]:
+        if not any(digests):
+            return []
         assert self.pixels is not None, "set with the policy"
-        return self.pixels.read(digest)
+        return [self.pixels.read(digest) if digest else {} for digest in digests]
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,10 @@ class Replica:
             raise own_cause(error) from None
 
     @staticmethod
-    async def score_all(replicas: Sequence[Replica], probe: Probe) -> list[ProbeScores]:
-        """See `GeneratorService.score`: the scores of those of ``replicas`` that don't die meanwhile."""
-        outcomes = await asyncio.gather(*(replica._score(probe) for replica in replicas), return_exceptions=True)
+    async def score_all(replicas: Iterable[Replica], probe: Probe) -> list[ProbeScores]:
+        """See `GeneratorService.score`: the scores of live ``replicas`` that don't die meanwhile."""
+        scored = (replica._score(probe) for replica in replicas if replica.live)
+        outcomes = await asyncio.gather(*scored, return_exceptions=True)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from headway.runtime.run_directory import RunDirectory
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import EventCallback, Launcher, WorkerSpec
 
-_TRIED = 4  # tasks with pictures, of which a broken one or two don't keep trainer and engines from being compared
+_COMPARED = 4  # tasks with pictures, of which a broken one or two don't keep trainer and engines from being compared
 
 
 def _untold(name: str, detail: str, /, **fields: Any) -> None: ...
@@ -32,14 +32,8 @@ class Pictures:
     """The process, started when it is first needed, and what it stores in the run's folder."""
 
     def __init__(
-        self,
-        launcher: Launcher,
-        clock: Clock,
-        experiment: Experiment,
-        on_event: EventCallback = _untold,
-        tried: Sequence[Task] = (),
+        self, launcher: Launcher, clock: Clock, experiment: Experiment, on_event: EventCallback = _untold
     ) -> None:
-        """``tried``: tasks of which one's prompt is to be shown to trainer and engines before all others."""
         model, run = experiment.model, Path(experiment.run.directory)
         folder, logs = run / FOLDER, RunDirectory(run).logs
         spec = WorkerSpec(
@@ -49,7 +43,7 @@ class Pictures:
             device=every_core(),
             log_path=logs / "pictures.log" if logs.is_dir() else None,
         )
-        self.tried = tried
+        self.compared: list[Task] = []  # of which the first that can be shown is for trainer and engines to agree on
         self._slot = WorkerSlot(spec, launcher, clock, on_event)
         self._store = PixelStore(folder)
         self._held: dict[str, tuple[Task, Any, int]] = {}  # prompts that no group in the buffer names, by task id
@@ -116,8 +110,9 @@ def open_pictures(
     on_event: EventCallback = _untold,
 ) -> Pictures | None:
     """The process of a run whose task sets have pictures, not yet started; None: none has."""
-    seen = list(islice((task for tasks in sets.values() for task in tasks if task.pictures), _TRIED))
-    return Pictures(launcher, clock, experiment, on_event, seen) if seen else None
+    pictures = Pictures(launcher, clock, experiment, on_event)
+    pictures.compared += islice((task for tasks in sets.values() for task in tasks if task.pictures), _COMPARED)
+    return pictures if pictures.compared else None
 
 
 class Prompts:

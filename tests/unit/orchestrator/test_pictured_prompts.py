@@ -135,7 +135,8 @@ def test_a_prompt_that_cannot_be_made_is_the_tasks_own_fault() -> None:
 def test_trainer_and_engine_are_compared_by_the_first_prompt_that_can_be_shown() -> None:
     async def main(clock: Clock) -> None:
         experiment, tried = experiment_of(Path("none")), [pictured(name) for name in ("broken", "whole", "other")]
-        pictures = Pictures(cast("Any", process := Process(clock)), clock, experiment, tried=tried)
+        pictures = Pictures(cast("Any", process := Process(clock)), clock, experiment)
+        pictures.compared += tried
         off = experiment_of(Path("none"), generator={"probe_every_updates": 0})
         assert await pictured_prompt(off, pictures) == ((), "")
         assert await pictured_prompt(experiment, pictures) == ((2, 3), arrays_of("whole"))

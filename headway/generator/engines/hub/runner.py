@@ -73,12 +73,7 @@ class HubRunner:
         return {"position_ids": at_n[:, None]} if any(shifts) else {}
 
     def _feed(
-        self,
-        ids_nk: Tensor,
-        cache: Any,
-        computed: Sequence[int],
-        logits_to_keep: int,
-        beside: Mapping[str, Any],
+        self, ids_nk: Tensor, cache: Any, computed: Sequence[int], logits_to_keep: int, beside: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
         """As `feed`; the logits [n, k, v] after the last ``logits_to_keep`` of the tokens."""
         longest, k = max(computed), ids_nk.shape[1]
