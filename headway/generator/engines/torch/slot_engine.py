@@ -118,8 +118,9 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
 
     def _make_room(self) -> None:
         """Preempt the youngest requests until the next step's KV tokens fit."""
-        running = [request for request in self._table.requests[: self._rows] if request is not None]
-        for request in sorted(running, reverse=True)[:-1] if self._scarce else ():
+        rows = self._rows if self._scarce else 0
+        running = [request for request in self._table.requests[:rows] if request is not None]
+        for request in sorted(running, reverse=True)[:-1]:
             if self._kv_used() <= self.kv_capacity_tokens:
                 return
             self._preempt(request)
