@@ -179,7 +179,7 @@ class ReplayTrainer:
         trainer.version = self._version
         return asyncio.run(trainer.save_checkpoint(path, consumed))
 
-    def score(self) -> None:
+    def score(self, prompt: tuple[int, ...], pixels: str) -> None:
         return None
 
     def measure_peak(self) -> float:

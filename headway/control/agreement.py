@@ -132,11 +132,12 @@ def disagreement(trainer: ProbeScores, engine: ProbeScores, precision: str) -> D
     if (decode := engine.paths.get("decode")) is not None:
         pairs["decode"] = ("the engine's decoding on its cache and its prefill", decode, prefill, its)
     largest, problems = dict[str, float](), list[str]()
+    where = " behind a prompt with pictures" if trainer.probe.pixels else ""
     for name, (what, got, expected, within) in pairs.items():
         found = compare(got.logprobs, expected.logprobs, within)
         largest[name] = found.largest
         if found.wrong:
-            problems.append(f"{what} disagree: {found.wrong}{_layer(got, expected, within)}")
+            problems.append(f"{what} disagree{where}: {found.wrong}{_layer(got, expected, within)}")
     return Disagreement(largest, "; ".join(problems))
 
 

@@ -31,6 +31,7 @@ from headway.records.generation import (
     EngineStatistics,
     GenerationRequest,
     GenerationResult,
+    Probe,
     ProbeScores,
     PublishedWeights,
     RouterStatistics,
@@ -159,9 +160,9 @@ class GeneratorPool:
         versions = [replica.version for replica in self._replicas if replica.live]
         return min(versions, default=self._newest.version if self._newest is not None else 0)
 
-    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
+    async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
-        return await Replica.score_all([one for one in self._replicas if one.live and one.update == self._updates], ids)
+        return await Replica.score_all((one for one in self._replicas if one.update == self._updates), probe)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`. A replica that dies while it is paused stays so."""
@@ -210,8 +211,7 @@ class GeneratorPool:
         )
 
     async def activity(self) -> list[Span | EngineSteps]:
-        """Return the spans and steps of every live replica since the last call, each on a track of the replica's
-        name."""
+        """Return the spans and steps of live replicas since the last call, each on a track of its replica's name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
         found = await asyncio.gather(*(activity_of(name, worker) for name, worker in live))
         return [line for lines in found for line in lines]

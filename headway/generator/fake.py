@@ -17,6 +17,7 @@ from headway.records.generation import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    Probe,
     ProbeScores,
     PublishedWeights,
     RouterStatistics,
@@ -171,7 +172,7 @@ class FakeGenerator:
             for crossing, reprefilled in crossings
         ]
 
-    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
+    async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`: there is no model."""
         return []
 

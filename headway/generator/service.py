@@ -16,6 +16,7 @@ from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
     GenerationRequest,
+    Probe,
     ProbeScores,
     PublishedWeights,
     TokenDelta,
@@ -65,10 +66,10 @@ class GeneratorService:
         with self._activity.during("update"):
             return self._engine.apply(published, mode)
 
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """Score tokens between two decode steps: see `Engine.score`."""
+    def score(self, probe: Probe) -> ProbeScores:
+        """Score a probe between two decode steps: see `Engine.score`."""
         self._load()
-        return self._engine.score(ids)
+        return self._engine.score(probe)
 
     def lend(self, lent: bool) -> None:
         """Lend the device to the trainer, or reclaim it; requests keep their KV meanwhile."""

@@ -61,7 +61,8 @@ class HiddenStates:
                 hook.remove()
 
     def scores(self, logits_nv: Tensor, ids: tuple[int, ...], first: int = 0) -> PathScores:
-        """The scores of ``ids``, which are the recorded tokens from ``first`` on; ``logits_nv``: after each of them."""
+        """The scores of ``ids``, which are the recorded tokens from ``first`` on; ``logits_nv``: after the last of
+        them."""
         passes = [torch.stack(layers) for layers in self._found if layers]
         if not passes:
             return PathScores(logprobs=chosen_logprobs(logits_nv, ids))
@@ -70,7 +71,8 @@ class HiddenStates:
 
 
 def chosen_logprobs(logits_nv: Tensor, ids: tuple[int, ...]) -> np.ndarray:
-    """log-softmax of ``ids[1:]``, float32 [n - 1], each by the logits after the token before it."""
-    targets_n = torch.tensor(ids[1:], device=logits_nv.device)
-    logprobs_nv = torch.log_softmax(logits_nv[: len(ids) - 1].float(), dim=-1)
+    """log-softmax of the last n - 1 ``ids``, float32, each by the logits after the token before it; ``logits_nv``:
+    after the last n."""
+    targets_n = torch.tensor(ids[1 - len(logits_nv) :], device=logits_nv.device)
+    logprobs_nv = torch.log_softmax(logits_nv[:-1].float(), dim=-1)
     return logprobs_nv.gather(-1, targets_n[:, None])[:, 0].cpu().numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +41,7 @@ class PackedModel(nn.Module, ABC):
 
     config: PackedConfig
     layers: nn.ModuleList  # those of the decoder, first to last
+    placeholders: Sequence[int] = ()  # ids that pictures and their like stand for, which are never sampled
     packs = True  # documents are computed as one row, in their order
     shares_prefixes = True  # `forward_packed` takes ``continues``
     checkpoints_layers: bool  # gradient checkpointing: a layer is computed again in the backward

@@ -11,7 +11,7 @@ from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
+from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
 from headway.orchestrator.recovery import (
     call_with_restart,
     reopen_groups,
@@ -72,9 +72,11 @@ class Run:
         restore_records(run, version if recorded is None else min(recorded, version))
         if counts := ", ".join(f"{count:,} {ending}" for ending, count in run.state.books.endings.items()):
             run.event(EVENT_COUNTED, f"until now {counts}", **run.state.books.data)
+        shown = await pictured_prompt(run.experiment, run.prompts.pictures)
         try:
             replayed, samples = await restore_trainer(run, until=version)
-            weights, scores = await run.trainer.publish(version), await trainer_scores(run.experiment, run.trainer)
+            weights = await run.trainer.publish(version)
+            scores = await trainer_scores(run.experiment, run.trainer, shown)
             if run.memory is not None:
                 await run.locks.vacate(TRAINER)
             await run.generator.update_weights(weights)
@@ -82,7 +84,7 @@ class Run:
         except WorkerDied as death:
             run.died(death)
             replayed, samples = await restart_trainer(run, version), 0  # its event has them
-            scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer), version)
+            scores = await call_with_restart(run, lambda: trainer_scores(run.experiment, run.trainer, shown), version)
         await require_agreement(run.experiment, run.generator, scores, version, run.event)
         if replayed:
             lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}

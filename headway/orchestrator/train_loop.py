@@ -18,7 +18,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations, reached
-from headway.orchestrator.preflight.agreement import require_agreement, trainer_scores
+from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
 from headway.orchestrator.recovery import call_with_restart, trainer_turn
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
@@ -267,7 +267,7 @@ class TrainLoop:
         await run.state.finish_update()
         started = run.clock.now()
         run.meter.update_waited(started - asked_s)
-        scores = None if self._compared else await call_with_restart(run, self._scores, version)
+        scores = [] if self._compared else await call_with_restart(run, self._scores, version)
         started = run.clock.now()
         weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
@@ -284,10 +284,12 @@ class TrainLoop:
             await run.state.finish_update()
             run.meter.update_waited(run.clock.now() - published_s)
 
-    async def _scores(self) -> ProbeScores | None:
-        return await trainer_scores(self._run.experiment, self._run.trainer)
+    async def _scores(self) -> list[ProbeScores]:
+        run = self._run
+        shown = await pictured_prompt(run.experiment, run.prompts.pictures)  # held since the run's begin
+        return await trainer_scores(run.experiment, run.trainer, shown)
 
-    async def _apply(self, weights: PublishedWeights, candidate: bool, scores: ProbeScores | None) -> None:
+    async def _apply(self, weights: PublishedWeights, candidate: bool, scores: list[ProbeScores]) -> None:
         """Apply a version on every replica, in flight; parked rollouts resume once it is in place. ``scores``: of the
         trainer, which the replicas must agree with."""
         run = self._run

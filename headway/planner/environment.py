@@ -22,6 +22,7 @@ from headway.records.generation import (
     GenerationRequest,
     GenerationResult,
     PartialResponse,
+    Probe,
     ProbeScores,
     PublishedWeights,
     RouterStatistics,
@@ -141,8 +142,8 @@ class EnvironmentGenerator:
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         return await self.engine.update_weights(weights)
 
-    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
-        return await self.engine.score(ids)
+    async def score(self, probe: Probe) -> list[ProbeScores]:
+        return await self.engine.score(probe)
 
     async def applied_version(self) -> int:
         return await self.engine.applied_version()

@@ -16,6 +16,7 @@ from headway.records.generation import (
     GenerationRequest,
     GenerationResult,
     PartialResponse,
+    Probe,
     ProbeScores,
     PublishedWeights,
     RouterStatistics,
@@ -60,8 +61,8 @@ class Generator(Protocol):
         """Apply a version on every live replica, in flight; returns when all have applied it."""
         ...
 
-    async def score(self, ids: tuple[int, ...]) -> list[ProbeScores]:
-        """Scores of ``ids`` by every live replica that has applied the newest weights; open requests don't change."""
+    async def score(self, probe: Probe) -> list[ProbeScores]:
+        """Scores of ``probe`` by every live replica that has applied the newest weights; open requests don't change."""
         ...
 
     async def applied_version(self) -> int:
@@ -123,9 +124,9 @@ class Trainer(Protocol):
         """Publish the present weights under ``version``."""
         ...
 
-    async def score(self) -> ProbeScores | None:
-        """Scores of random tokens by the present weights, which don't change, nor do gradients. None: there is no
-        model."""
+    async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores | None:
+        """Scores of random tokens, behind a prompt with these pictures if there is one, by the present weights, which
+        don't change, nor do gradients. None: there is no model."""
         ...
 
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:

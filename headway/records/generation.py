@@ -180,17 +180,25 @@ class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
 ROUTER_COUNTERS = ("routed", "spills", "moves", "retries", "refusals", "breaker_openings")
 
 
-class PathScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The probe's tokens by one way of computing them. L layers, N tokens, P projections."""
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """Random tokens that trainer and engines score, behind a prompt with pictures or alone."""
 
-    logprobs: np.ndarray  # [N - 1] float32: of each token but the first, at temperature 1
+    ids: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
+    pixels: str = ""  # content hash of the pixel arrays of the prompt's pictures
+
+
+class PathScores(msgspec.Struct, frozen=True, kw_only=True):
+    """A probe by one way of computing it. L layers, N tokens with the prompt's, P projections."""
+
+    logprobs: np.ndarray  # float32: of each of `Probe.ids` that has a token before it, at temperature 1
     hidden: np.ndarray | None = None  # [L + 1, N, P] float32: see `models.hidden_states`; None: not to be had
 
 
 class ProbeScores(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of one sequence of tokens by a trainer or an engine, by every way in which it may compute them."""
+    """Scores of a probe by a trainer or an engine, by every way in which it may compute it."""
 
-    ids: tuple[int, ...]  # the N tokens
+    probe: Probe
     precision: str  # of the arithmetic or the weights, whichever is coarser: a key of `control.agreement.LIMITS`
     mixture: bool = False  # whether routers choose experts: a trainer says so
     paths: dict[str, PathScores]  # trainer: alone, packed; engine: prefill, and decode where it can be forced

@@ -129,9 +129,9 @@ class TrainerClient:
     async def publish(self, version: int) -> PublishedWeights:
         return await self._first("publish", version)
 
-    async def score(self) -> ProbeScores | None:
+    async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores | None:
         """See `records.clients.Trainer.score`."""
-        return await self._first("score")
+        return await self._first("score", prompt, pixels)
 
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
         return await self._first("save_checkpoint", path, consumed)

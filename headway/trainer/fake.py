@@ -143,7 +143,7 @@ class FakeTrainer:
             version=version, path=f"fake://{version}", checksum="0" * 32, size_bytes=0, publish_s=self._publish_s
         )
 
-    async def score(self) -> None:
+    async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> None:
         return None
 
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.opening import load_into, open_model, open_policy, save_opened, without_adapter
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError, ExpertsMismatch
-from headway.records.generation import PathScores, ProbeScores
+from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
 from headway.records.training import OptimiserSettings
 from headway.tokens.grammar import Grammars
@@ -136,21 +136,25 @@ class Learner:
             return token_logprobs(chosen, hidden_md, targets_m, temperature, kept=self.kept)
 
     @torch.no_grad()
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """Score ``ids`` as training computes them, alone and packed between two other documents."""
-        cut, paths = len(ids) // 3, dict[str, PathScores]()
-        for path, before, after in (("alone", (), ()), ("packed", ids[:cut], ids[cut:])):
+    def score(self, probe: Probe) -> ProbeScores:
+        """Score a probe as training computes it, alone and packed between two other documents, of which the second has
+        the same pictures. Raises BufferCorrupt as `logprobs`."""
+        ids, cut, paths = probe.prompt + probe.ids, len(probe.ids) // 3, dict[str, PathScores]()
+        seen, forward = self._read([probe.pixels]), cast("Any", self.model.forward_packed)  # some take pictures
+        for path, before, after in (("alone", (), ()), ("packed", probe.ids[:cut], probe.prompt + probe.ids[cut:])):
             lengths = [len(part) for part in (before, ids, after) if part]
+            pictures = [{} if part is before else seen[0] for part in (before, ids, after) if part and seen]
             packed_n, states = torch.tensor([*before, *ids, *after], device=self.device), HiddenStates()
             with self._precision(), native.using(self._kernels), states.watching(self.model.layers):
-                hidden_nd = self.model.forward_packed(packed_n, lengths)[len(before) :][: len(ids)]
-                logits_nv = self.model.head(hidden_nd)
-            if self.model.packs or len(lengths) == 1:
+                hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
+                scored = slice(len(before) + max(0, len(probe.prompt) - 1), len(before) + len(ids))
+                logits_nv = self.model.head(hidden_nd[scored])
+            if len(lengths) == 1 or (self.model.packs and not seen):
                 paths[path] = states.scores(logits_nv, ids, len(before))
             else:  # documents were rows of a batch, in another order
                 paths[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         mixture = self.model.config.has_experts
-        return ProbeScores(ids=ids, precision=self.settings.dtype, mixture=mixture, paths=paths)
+        return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=mixture, paths=paths)
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -184,7 +188,9 @@ class Learner:
     def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
         """The pixel arrays of each document; empty where none has any. Raises BufferCorrupt for missing ones."""
         firsts = np.cumsum(batch.input_lengths) - batch.input_lengths
-        digests = [pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else []
+        return self._read([pixels_of(batch.token_rows, first) for first in firsts.tolist()] if batch.token_rows else [])
+
+    def _read(self, digests: list[str]) -> list[Pixels]:
         if not any(digests):
             return []
         assert self.pixels is not None, "set with the policy"

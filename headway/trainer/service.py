@@ -23,7 +23,7 @@ from headway.models.offload import OffloadedTensors
 from headway.models.peak import measure_peak_flops
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
-from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, ProbeScores, PublishedWeights, probe_ids
+from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.tokens.grammar import GRAMMAR_VERSION
@@ -171,12 +171,16 @@ class TrainerService(ModelService):
         samples, loss_tokens = sum(part.samples for part in parts), sum(part.loss_tokens for part in parts)
         return self._report(progress, settings, started, samples=samples, loss_tokens=loss_tokens)
 
-    def score(self) -> ProbeScores:
-        """Score random tokens: see `Learner.score`."""
+    def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores:
+        """Score random tokens, behind a prompt with these pictures if there is one: see `Learner.score`."""
         most = min(
-            self.experiment.max_sequence_tokens, self.experiment.generator.kv_capacity_tokens or PROBE_TOKENS + 1
+            self.experiment.max_sequence_tokens - len(prompt),
+            self.experiment.generator.kv_capacity_tokens or PROBE_TOKENS + 1,
         )
-        return self.learner.score(probe_ids(self.version, self.learner.model.config.vocabulary_size, most))
+        model = self.learner.model
+        drawn_v = np.delete(np.arange(model.config.vocabulary_size), model.placeholders)
+        ids = drawn_v[list(probe_ids(self.version, len(drawn_v), most))].tolist()
+        return self.learner.score(Probe(ids=tuple(ids), prompt=prompt, pixels=pixels))
 
     def _report(
         self, progress: Progress, settings: OptimiserSettings, started: float, *, samples: int, loss_tokens: int

@@ -52,6 +52,8 @@ def test_trainer_and_engine_are_shown_the_same(tmp_path: Path, kind: str) -> Non
     assert command.process.returncode == 0, command.output
     tiny_run.require_whole(run, STEPS)
     tiny_run.require_nothing_left(command)
+    agreed = [event.data for event in tiny_run.events_of(run, "agreement")]
+    assert [(one["version"], one["agrees"], one["replicas"]) for one in agreed] == [(0, 1, 1), (1, 1, 1)]
     steps = tiny_run.steps_of(run)
     fresh = [step for step in steps if step.token_staleness.max == 0]
     assert fresh
@@ -59,6 +61,17 @@ def test_trainer_and_engine_are_shown_the_same(tmp_path: Path, kind: str) -> Non
     assert (checkpoint_path(run, STEPS) / "model" / "preprocessor_config.json").is_file()
     stored = len(list((run / "pixels").iterdir()))
     assert 4 <= stored < 4 + 2 * STEPS  # the validation's, and of the groups' those that were needed last
+
+
+def test_an_engine_that_loses_pictures_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
+    command = tiny_run.train(written(tmp_path), fault="lost-pictures")
+    assert command.process.returncode == 2, command.output
+    refused = (
+        "trainer and engine disagree at version 0: the engine's prefill and the trainer disagree behind a prompt with"
+    )
+    assert f"error: {refused} pictures: " in command.output
+    assert "Their hidden states part at the embedding" in command.output
+    assert not tiny_run.steps_of(tmp_path / "run")
 
 
 def test_a_killed_run_trains_its_last_steps_again_with_their_pictures(tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ TRAINER_POINTS = (
 )
 
 
-REPLICAS = {"stale-head": "StaleHead", "wrong-rope": "WrongRope", "stale-layer": "StaleLayer"}
+REPLICAS = {
+    "stale-head": "StaleHead",
+    "wrong-rope": "WrongRope",
+    "stale-layer": "StaleLayer",
+    "lost-pictures": "LostPictures",
+}
 # ... where the trainer is a fake: the same passages of trainer/checkpoints.py
 THIN_POINTS = {
     "published": ("headway.generator.fake", "FakeGenerator", "update_weights", "before"),

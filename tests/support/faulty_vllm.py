@@ -85,3 +85,13 @@ class KilledWithAdapter(GeneratorService):
 
             kind._load_revision, kind._unload_revision = loading, unloading  # type: ignore[method-assign]
         super().__init__(context, **settings)
+
+
+class LostPictures(GeneratorService):
+    """The engine of transformers' models computes prompts without their pictures."""
+
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        from headway.generator.engines.hub.engine import HubEngine
+
+        HubEngine._pictures = lambda engine, entry: {}  # type: ignore[method-assign]
+        super().__init__(context, **settings)

@@ -16,6 +16,7 @@ from headway.records.generation import (
     EngineStatistics,
     FinishReason,
     GenerationRequest,
+    Probe,
     ProbeScores,
     PublishedWeights,
     TokenDelta,
@@ -97,8 +98,8 @@ class Engine(ABC, Generic[Entry]):
         changed, or WeightsMismatch, after which the engine samples no more."""
 
     @abstractmethod
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """Score ``ids`` with the newest weights (the trained adapter's, where there is one), beside all requests."""
+    def score(self, probe: Probe) -> ProbeScores:
+        """Score ``probe`` with the newest weights (the trained adapter's, where there is one), beside all requests."""
 
     @abstractmethod
     def statistics(self) -> EngineStatistics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from headway.models.hub.pixels import FOLDER
 from headway.models.routing import replayed_routing
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
-from headway.records.generation import POLICY_ADAPTER, EngineStatistics, ProbeScores
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
 from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import parse_device
 from headway.runtime.fork_server import LEARNING
@@ -105,15 +105,16 @@ class Replica:
             raise own_cause(error) from None
 
     @staticmethod
-    async def score_all(replicas: Sequence[Replica], ids: tuple[int, ...]) -> list[ProbeScores]:
-        """See `GeneratorService.score`: the scores of those of ``replicas`` that don't die meanwhile."""
-        outcomes = await asyncio.gather(*(replica._score(ids) for replica in replicas), return_exceptions=True)
+    async def score_all(replicas: Iterable[Replica], probe: Probe) -> list[ProbeScores]:
+        """See `GeneratorService.score`: the scores of live ``replicas`` that don't die meanwhile."""
+        scored = (replica._score(probe) for replica in replicas if replica.live)
+        outcomes = await asyncio.gather(*scored, return_exceptions=True)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 
-    async def _score(self, ids: tuple[int, ...]) -> ProbeScores:
+    async def _score(self, probe: Probe) -> ProbeScores:
         await self.returned.wait()
-        return await self._called("score", ids)
+        return await self._called("score", probe)
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
         """The replica's standing for routing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from headway.runtime.fork_server import SCORING
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import EventCallback, Launcher, WorkerSpec
+
+_COMPARED = 4  # tasks with pictures, of which a broken one or two don't keep trainer and engines from being compared
 
 
 def _untold(name: str, detail: str, /, **fields: Any) -> None: ...
@@ -42,6 +45,7 @@ class Pictures:
             preload=SCORING,  # verifiers' server: one of its own would take the trainer's and the replicas' place
             log_path=logs / "pictures.log" if logs.is_dir() else None,
         )
+        self.compared: list[Task] = []  # of which the first that can be shown is for trainer and engines to agree on
         self._slot = WorkerSlot(spec, launcher, clock, on_event)
         self._store = PixelStore(folder)
         self._held: dict[str, tuple[Task, Any, int]] = {}  # prompts that no group in the buffer names, by task id
@@ -108,8 +112,9 @@ def open_pictures(
     on_event: EventCallback = _untold,
 ) -> Pictures | None:
     """The process of a run whose task sets have pictures, not yet started; None: none has."""
-    seen = any(task.pictures for tasks in sets.values() for task in tasks)
-    return Pictures(launcher, clock, experiment, on_event) if seen else None
+    pictures = Pictures(launcher, clock, experiment, on_event)
+    pictures.compared += islice((task for tasks in sets.values() for task in tasks if task.pictures), _COMPARED)
+    return pictures if pictures.compared else None
 
 
 class Prompts:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headway.control.agreement import LIMITS, coarser, compare, disagreement, parting_layer
-from headway.records.generation import PROBE_TOKENS, PathScores, ProbeScores, probe_ids
+from headway.records.generation import PROBE_TOKENS, PathScores, Probe, ProbeScores, probe_ids
 
 EXPECTED = [-1.0, -2.0, -3.0]
 
@@ -81,7 +81,7 @@ def test_hidden_states_that_agree_point_to_the_head() -> None:
 
 def scores(paths: dict[str, list[float]], precision: str = "float32") -> ProbeScores:
     arrays = {name: PathScores(logprobs=np.asarray(values)) for name, values in paths.items()}
-    return ProbeScores(ids=(1, 2, 3, 4), precision=precision, paths=arrays)
+    return ProbeScores(probe=Probe(ids=(1, 2, 3, 4)), precision=precision, paths=arrays)
 
 
 TRAINER = scores({"alone": EXPECTED, "packed": EXPECTED})

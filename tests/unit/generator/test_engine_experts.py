@@ -13,7 +13,7 @@ import torch
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.decoder import Decoder
 from headway.models.loading import weights_of
-from headway.records.generation import GenerationResult, PartialResponse
+from headway.records.generation import GenerationResult, PartialResponse, Probe
 from headway.records.tokens import EXPERTS
 from tests.conformance import engine as conformance
 from tests.conformance.engine import Session, request
@@ -73,7 +73,7 @@ def test_a_probe_leaves_no_experts_behind() -> None:
     """Of a prompt that takes several steps, the first of which compute nothing in the last layer."""
     model = mixture()
     session = Session(make_engine(model, prefill_tokens_per_step=4))
-    session.engine.score(tuple(PROMPT * 3))
+    session.engine.score(Probe(ids=tuple(PROMPT * 3)))
     session.submit(request("r", PROMPT * 7, max_tokens=6))
     require_experts(model, PROMPT * 7, session.run()["r"])
 

@@ -25,7 +25,7 @@ from headway.models.hub.model import load_hub
 from headway.models.loading import save_model, weights_of
 from headway.models.lora import Lora, merge
 from headway.records.errors import ConfigurationError
-from headway.records.generation import AppliedWeights, GenerationResult, UpdateMode
+from headway.records.generation import AppliedWeights, GenerationResult, Probe, UpdateMode
 from headway.weights.shared_memory import Publisher
 from tests.conformance import engine as conformance
 from tests.conformance.engine import Session, assert_logprobs, request
@@ -197,7 +197,7 @@ def test_a_published_adapter_is_applied_and_survives_the_next_fetch(tmp_path: Pa
     for version, result in enumerate(session.run().values(), 1):
         assert [span.version for span in result.response.versions] == [version]
         assert_logprobs(result, forced_logprobs(merged_with(version), (5, 6, 7), result.response.ids, 1.0))
-    found = engine.score((3, 1, 4, 1, 5, 9)).paths["prefill"].logprobs
+    found = engine.score(Probe(ids=(3, 1, 4, 1, 5, 9))).paths["prefill"].logprobs
     expected = forced_logprobs(merged_with(2), (3,), (1, 4, 1, 5, 9), 1.0)
     assert (torch.as_tensor(found) - expected).abs().max() < 1e-4
 

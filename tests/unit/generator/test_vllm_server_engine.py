@@ -33,6 +33,7 @@ from headway.records.errors import WeightsMismatch
 from headway.records.generation import (
     GenerationRequest,
     PathScores,
+    Probe,
     ProbeScores,
     PublishedWeights,
     SamplingParameters,
@@ -265,13 +266,13 @@ def test_a_trainer_with_other_weights_is_found_by_positions_share_and_largest_di
     """The server agrees with its own reference, so that only the comparison with the trainer can tell."""
     engine = engine_of(FakeServer(), tmp_path)
     ids = probe_ids(3, MODEL.config.vocabulary_size, 200)
-    found = engine.score(ids)
-    assert (found.ids, found.precision, found.paths["prefill"].hidden) == (ids, "tf32", None)
+    found = engine.score(Probe(ids=ids))
+    assert (found.probe.ids, found.precision, found.paths["prefill"].hidden) == (ids, "tf32", None)
     for model, agrees in ((MODEL, True), (random_model(5), False)):
         reference = PublishedModel(model.config)
         reference.take(weights_of(model))
         alone = PathScores(logprobs=np.asarray(reference.logprobs(ids)))
-        trainer = ProbeScores(ids=ids, precision="float32", paths={"alone": alone, "packed": alone})
+        trainer = ProbeScores(probe=found.probe, precision="float32", paths={"alone": alone, "packed": alone})
         largest, wrong = disagreement(trainer, found, "float32")
         assert list(largest) == ["packed", "prefill"]
         assert (wrong == "") is agrees

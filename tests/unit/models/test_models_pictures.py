@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,21 +18,27 @@ from tiny_pictures import EOS, IMAGE, PLACEHOLDERS, VIDEO, dots, make_model_that
 from torch import Tensor
 
 from headway.config.model import ModelConfig
+from headway.config.schema import TrainerConfig
+from headway.control.agreement import disagreement
 from headway.generator.engines import select
 from headway.generator.engines.hub.engine import HubEngine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.models.hub.model import HubModel, load_hub
 from headway.models.hub.pictures import PictureWorker, load_processor
-from headway.models.hub.pixels import FOLDER, PixelStore
+from headway.models.hub.pixels import FOLDER, Pixels, PixelStore
 from headway.models.hub.prompts import Pictures
 from headway.models.loading import weights_of
 from headway.records.errors import BufferCorrupt, ConfigurationError
 from headway.records.generation import GenerationRequest, PartialResponse, SamplingParameters
 from headway.records.task import Task
 from headway.records.tokens import pixel_rows
+from headway.trainer.learner import Learner
+from headway.trainer.ranks import Ranks
+from headway.trainer.service import TrainerService
 from tests.conformance.engine import Session
 from tests.conformance.engine import request as text_request
+from tests.support.simulated_run import experiment_of
 
 torch.set_num_threads(1)
 ALL = pytest.mark.parametrize("kind", PLACEHOLDERS)
@@ -231,6 +237,50 @@ def test_requests_with_pictures_are_refused_by_what_cannot_show_them() -> None:
     session = Session(HubEngine(model, slots=1, max_context_tokens=64, pixels=store))
     session.submit(asked("Gemma3", "a", (2,), partial=PartialResponse(token_rows=gone)))
     assert "pixel arrays of a prompt can't be read" in session.run()["a"].error
+
+
+# --- trainer and engine compared ----------------------------------------------------------------------------------
+
+
+def compared(kind: str, monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Pixels], Pixels] | None = None) -> Any:
+    """How far the two sides differ over a prompt with pictures; the engine sees what ``faulty`` makes of its arrays."""
+    service: Any = object.__new__(TrainerService)
+    service.experiment, service.version = experiment_of(Path("unused")), 1
+    chosen = ModelConfig(path=str(folder_of(kind)), implementation="transformers")
+    service.learner = learner = Learner(chosen, TrainerConfig(), torch.device("cpu"), Ranks())
+    learner.pixels = store = PixelStore(store_folder())
+    trainer = service.score(tuple(prompt(kind, (2,))[0]), prompt(kind, (2,))[1])
+    assert IMAGE not in trainer.probe.ids  # which no picture is there for
+    engine = HubEngine(load_hub(chosen.path, "float32", "cpu"), slots=1, max_context_tokens=64, pixels=store)
+    if faulty is not None:
+        monkeypatch.setattr(store, "read", lambda digest, read=store.read: faulty(read(digest)))
+    return disagreement(trainer, engine.score(trainer.probe), "float32")
+
+
+@ALL
+def test_trainer_and_engine_agree_on_a_prompt_with_pictures(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest, wrong = compared(kind, monkeypatch)
+    assert wrong == ""
+    assert largest.keys() == {"packed", "prefill", "decode"}
+    assert max(largest.values()) < 5e-5
+
+
+@ALL
+@pytest.mark.parametrize("fault", ["dropped", "shifted"])
+def test_an_engine_with_other_pixels_is_refused(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(pixels: Pixels) -> Pixels:
+        moved = {name: np.roll(one, 1, -1) for name, one in pixels.items() if name == "pixel_values"}
+        return {} if fault == "dropped" else {**pixels, **moved}
+
+    wrong = compared(kind, monkeypatch, faulty).wrong
+    assert wrong.startswith("the engine's prefill and the trainer disagree behind a prompt with pictures: ")
+    assert "Their hidden states part at the embedding" in wrong
+
+
+def test_an_engine_that_forgets_the_positions_behind_pictures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HubModel, "picture_shift", 0)
+    wrong = compared("Qwen2_5_VL", monkeypatch).wrong
+    assert wrong.startswith("the engine's decoding on its cache and its prefill disagree behind a prompt with pictures")
 
 
 # --- storage -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from headway.models.initialise import initialise_model
 from headway.models.loading import load_model, weights_of
 from headway.models.rope import LinearScaling
 from headway.records.errors import ConfigurationError, EnginesDisagree
-from headway.records.generation import POLICY_ADAPTER, PathScores, ProbeScores, probe_ids
+from headway.records.generation import POLICY_ADAPTER, PathScores, Probe, ProbeScores, probe_ids
 from headway.trainer.fake import FakeTrainer
 from headway.trainer.learner import Learner
 from headway.trainer.ranks import Ranks
@@ -49,13 +49,13 @@ def engine_of(folder: str, dtype: torch.dtype = torch.float32, **options: Any) -
     return TorchEngine(load_model(folder, dtype), **({"slots": 4, "max_context_tokens": 96} | options))
 
 
-def ids_of(learner: Learner) -> tuple[int, ...]:
-    return probe_ids(1, learner.model.config.vocabulary_size, 96)
+def probe_of(learner: Learner) -> Probe:
+    return Probe(ids=probe_ids(1, learner.model.config.vocabulary_size, 96))
 
 
 def compared(learner: Learner, engine: TorchEngine) -> tuple[dict[str, float], str]:
-    trainer = learner.score(ids_of(learner))
-    return disagreement(trainer, engine.score(trainer.ids), trainer.precision)
+    trainer = learner.score(probe_of(learner))
+    return disagreement(trainer, engine.score(trainer.probe), trainer.precision)
 
 
 # --- healthy -----------------------------------------------------------------------------------------------
@@ -114,13 +114,13 @@ def test_scoring_changes_nothing(tmp_path: Path) -> None:
         for _ in range(5):
             session.step()
             if scored:
-                session.engine.score((1, 2, 3, 4, 5, 6, 7, 8))  # type: ignore[attr-defined]
+                session.engine.score(Probe(ids=(1, 2, 3, 4, 5, 6, 7, 8)))  # type: ignore[attr-defined]
         texts.append([(one.response.ids, one.response.logprobs) for _, one in sorted(session.run().items())])
     assert texts[0] == texts[1]
     learner = learner_of(folder)
     learner.model(torch.tensor([1, 2, 3]), [3]).sum().backward()
     before, state = [one.clone() for one in learner.gradients()], torch.get_rng_state()
-    learner.score((1, 2, 3, 4, 5, 6))
+    learner.score(Probe(ids=(1, 2, 3, 4, 5, 6)))
     assert all(torch.equal(a, b) for a, b in zip(before, learner.gradients(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
 
@@ -212,11 +212,11 @@ def test_a_fault_of_the_cache_alone_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_a_packed_pass_that_mixes_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = learner_of(model_folder(tmp_path))
-    trainer, engine = learner.score(ids_of(learner)), engine_of(model_folder(tmp_path / "same"))
+    trainer, engine = learner.score(probe_of(learner)), engine_of(model_folder(tmp_path / "same"))
     right = learner.model.forward_packed
     monkeypatch.setattr(learner.model, "forward_packed", lambda ids_n, lengths: right(ids_n, [sum(lengths)]))
-    mixed = learner.score(trainer.ids)
-    wrong = disagreement(mixed, engine.score(trainer.ids), "float32").wrong
+    mixed = learner.score(trainer.probe)
+    wrong = disagreement(mixed, engine.score(trainer.probe), "float32").wrong
     assert wrong.startswith("the trainer's packed sequences and one alone disagree")
     assert "part in layer 0" in wrong
 
@@ -227,7 +227,7 @@ def test_a_packed_pass_that_mixes_documents_is_refused(tmp_path: Path, monkeypat
 class ScoringTrainer(FakeTrainer):
     async def score(self) -> ProbeScores:  # type: ignore[override]
         alone = PathScores(logprobs=np.full(3, -1.0))
-        return ProbeScores(ids=(1, 2, 3, 4), precision="float32", paths={"alone": alone, "packed": alone})
+        return ProbeScores(probe=Probe(ids=(1, 2, 3, 4)), precision="float32", paths={"alone": alone, "packed": alone})
 
 
 def spoil(trainer: FakeTrainer) -> None:
@@ -238,10 +238,10 @@ def engine_with(monkeypatch: pytest.MonkeyPatch, *logprobs: float) -> list[int]:
     """Versions at which the engine was asked; its ``logprobs`` from each version on."""
     asked: list[int] = []
 
-    async def score(generator: FakeGenerator, ids: tuple[int, ...]) -> list[ProbeScores]:
+    async def score(generator: FakeGenerator, probe: Probe) -> list[ProbeScores]:
         asked.append(generator.version)
         path = PathScores(logprobs=np.full(3, logprobs[min(generator.version, len(logprobs) - 1)]))
-        return [ProbeScores(ids=ids, precision="float32", paths={"prefill": path})]
+        return [ProbeScores(probe=probe, precision="float32", paths={"prefill": path})]
 
     monkeypatch.setattr(FakeGenerator, "score", score)
     return asked
@@ -263,8 +263,8 @@ def test_replicas_that_do_not_answer_are_asked_after_the_next_update(monkeypatch
     asked = engine_with(monkeypatch, -1.0)
     score = FakeGenerator.score
 
-    async def dead_at_first(generator: FakeGenerator, ids: tuple[int, ...]) -> list[ProbeScores]:
-        found = await score(generator, ids)
+    async def dead_at_first(generator: FakeGenerator, probe: Probe) -> list[ProbeScores]:
+        found = await score(generator, probe)
         return found if generator.version > 1 else []
 
     monkeypatch.setattr(FakeGenerator, "score", dead_at_first)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from headway.models.hub.prompts import Pictures, Prompts
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_record
 from headway.orchestrator.preflight import pictures as preflight
+from headway.orchestrator.preflight.agreement import pictured_prompt
 from headway.records.errors import ConfigurationError, RemoteError, StorageFailed, WorkerDied
 from headway.records.task import Task
 from headway.records.tokens import TokenIds
@@ -127,6 +128,21 @@ def test_a_prompt_that_cannot_be_made_is_the_tasks_own_fault() -> None:
         assert clock.now() < 5.5  # no pause that grows with the pictures that end it
         with pytest.raises(StorageFailed):
             await prompts.make(pictured("last"))
+
+    run_virtual(main)
+
+
+def test_trainer_and_engine_are_compared_by_the_first_prompt_that_can_be_shown() -> None:
+    async def main(clock: Clock) -> None:
+        experiment, tried = experiment_of(Path("none")), [pictured(name) for name in ("broken", "whole", "other")]
+        pictures = Pictures(cast("Any", process := Process(clock)), clock, experiment)
+        pictures.compared += tried
+        off = experiment_of(Path("none"), generator={"probe_every_updates": 0})
+        assert await pictured_prompt(off, pictures) == ((), "")
+        assert await pictured_prompt(experiment, pictures) == ((2, 3), arrays_of("whole"))
+        assert process.asked == ["broken", "whole"]
+        short = experiment_of(Path("none"), rollout={"max_prompt_tokens": 1})
+        assert await pictured_prompt(short, pictures) == ((), "")
 
     run_virtual(main)
 

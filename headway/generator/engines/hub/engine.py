@@ -28,7 +28,7 @@ from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.hub.model import HubModel
 from headway.models.hub.pixels import Pixels, PixelStore
 from headway.records.errors import BufferCorrupt
-from headway.records.generation import POLICY_ADAPTER, EngineStatistics, ProbeScores
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
 from headway.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class HubEngine(SlotEngine[HubRevisions]):
             return str(error)
         return super()._unserved(entry)
 
-    def _pictures(self, entry: EngineRequest) -> Pixels:
-        """The pixel arrays of a request's pictures. Raises BufferCorrupt."""
+    def _pictures(self, entry: EngineRequest | Probe) -> Pixels:
+        """The pixel arrays of a prompt's pictures. Raises BufferCorrupt."""
         return self._pixels.read(entry.pixels) if entry.pixels and self._pixels is not None else {}
 
     # --- one step -------------------------------------------------------------------------------------------
@@ -112,8 +112,7 @@ class HubEngine(SlotEngine[HubRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
-        if self._scarce:
-            self._make_room()
+        self._make_room()
         self._admit()
         n, table = self._rows, self._table
         if n == 0:
@@ -228,7 +227,7 @@ class HubEngine(SlotEngine[HubRevisions]):
                 slots = [requests[0].slot for requests in chunk]
                 yield torch.from_numpy(self._table.sequence[slots, :length].astype(np.int64)), chunk
 
-    # --- endings, preemption --------------------------------------------------------------------------------
+    # --- endings --------------------------------------------------------------------------------------------
 
     def _vacate(self, request: EngineRequest) -> None:
         """Free a request's row, which the last one takes."""
@@ -241,16 +240,6 @@ class HubEngine(SlotEngine[HubRevisions]):
             if request in batch.requests:
                 batch.requests[batch.requests.index(request)] = None
         self._batches = [batch for batch in self._batches if batch.running]  # the others' caches are free
-
-    def _make_room(self) -> None:
-        """Preempt the youngest requests until the next step's KV tokens fit."""
-        running = [request for request in self._table.requests[: self._rows] if request is not None]
-        for request in sorted(running, reverse=True)[:-1]:
-            if self._held((self._table.position[: self._rows] + 1).tolist()) <= self.kv_capacity_tokens:
-                return
-            self._preempt(request)
-            heapq.heappush(self._waiting, request)
-            self._preemptions += 1
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -271,6 +260,9 @@ class HubEngine(SlotEngine[HubRevisions]):
         """KV tokens that the caches of rows of so many tokens have room for, padding included."""
         return len(tokens) * max(tokens, default=0) if self.batching == "padded" else sum(tokens)
 
+    def _kv_used(self) -> int:
+        return self._held((self._table.position[: self._rows] + 1).tolist())
+
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
@@ -278,11 +270,11 @@ class HubEngine(SlotEngine[HubRevisions]):
         for batch in self._batches:
             yield from tensors_of(batch.cache)
 
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """See `Engine.score`."""
+    def score(self, probe: Probe) -> ProbeScores:
+        """See `Engine.score`. Raises BufferCorrupt."""
         newest = self.adapters.newest(POLICY_ADAPTER)
         with self.adapters.computing(0 if newest is None else newest.update):
-            return self._runner.score(ids)
+            return self._runner.score(probe, self._pictures(probe))
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

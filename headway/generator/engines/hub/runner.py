@@ -20,7 +20,7 @@ from headway.models.hidden_states import HiddenStates
 from headway.models.hub.model import HubModel, why_not_shifted
 from headway.models.hub.pixels import Pixels
 from headway.records.errors import ConfigurationError
-from headway.records.generation import PathScores, ProbeScores
+from headway.records.generation import PathScores, Probe, ProbeScores
 
 _log = logging.getLogger(__name__)
 Batching = Literal["padded", "equal lengths", "single rows"]
@@ -59,8 +59,8 @@ class HubRunner:
         """Compute ``ids_nk`` after what ``cache`` has: ``computed`` tokens of each row, padded on the left to the
         longest; None: nothing. Returns the logits after the last token, [n, v], and the cache with all tokens.
         ``beside``: further arguments of the model."""
-        logits_nkv, cache = self._feed(ids_nk, cache, computed, 1, beside)
-        return logits_nkv[:, -1], cache
+        logits_n1v, cache = self._feed(ids_nk, cache, computed, 1, beside)
+        return logits_n1v[:, 0], cache
 
     def beside(self, ids_1k: Tensor, pictures: Pixels) -> dict[str, Any]:
         """Arguments for `feed` of a row that begins and has these pictures, in which the model knows the positions."""
@@ -73,15 +73,9 @@ class HubRunner:
         return {"position_ids": at_n[:, None]} if any(shifts) else {}
 
     def _feed(
-        self,
-        ids_nk: Tensor,
-        cache: Any,
-        computed: Sequence[int],
-        logits_to_keep: int = 0,
-        beside: Mapping[str, Any] = {},
+        self, ids_nk: Tensor, cache: Any, computed: Sequence[int], logits_to_keep: int, beside: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
-        """As `feed`; the logits [n, k, v] after the last ``logits_to_keep`` of the tokens where the model can
-        leave out the others; 0: after each."""
+        """As `feed`; the logits [n, k, v] after the last ``logits_to_keep`` of the tokens."""
         longest, k = max(computed), ids_nk.shape[1]
         computed_n = torch.tensor(computed, device=self.device)
         inputs: dict[str, Any] = {self._cache: cache, "use_cache": True}
@@ -93,23 +87,26 @@ class HubRunner:
         if "logits_to_keep" in self._taken:
             inputs["logits_to_keep"] = logits_to_keep
         out = self._module(input_ids=ids_nk.to(self.device), **{**inputs, **beside})
-        return out.logits, getattr(out, self._cache)
+        return out.logits[:, -logits_to_keep:], getattr(out, self._cache)
 
     @torch.inference_mode()
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """Score ``ids`` on a cache of their own: by one pass (``prefill``), and by one over a third of them and then
-        token by token (``decode``)."""
-        found, tokens = dict[str, PathScores](), len(ids)
-        for path, ends in {"prefill": [tokens], "decode": [*range(max(1, tokens // 3), tokens + 1)]}.items():
-            cache, states, logits = None, HiddenStates(), list[Tensor]()
+    def score(self, probe: Probe, pictures: Pixels) -> ProbeScores:
+        """Score a probe whose prompt has these pictures on a cache of its own: by one pass (``prefill``), and by one
+        over the prompt and a third of the random tokens and then token by token (``decode``)."""
+        ids, shown, found = probe.prompt + probe.ids, len(probe.prompt), dict[str, PathScores]()
+        begun, tokens = shown + max(1, len(probe.ids) // 3), len(ids)
+        for path, ends in {"prefill": [tokens], "decode": [*range(begun, tokens + 1)]}.items():
+            cache, states, logits, shift = None, HiddenStates(), list[Tensor](), 0
             for start, end in itertools.pairwise([0, *ends]):
-                part = torch.tensor([ids[start:end]])
+                part, kept = torch.tensor([ids[start:end]]), end - max(start, shown - 1)
+                beside = self.moved(np.array([start]), [shift]) if start else self.beside(part, pictures)
                 with states.watching(self.model.layers):
-                    out, cache = self._feed(part, cache, [start])
+                    out, cache = self._feed(part, cache, [start], kept, beside)
+                shift = self.model.picture_shift if pictures else 0
                 logits.append(out[0])
                 states.end_pass()
             found[path] = states.scores(self.model.sampled(torch.cat(logits)), ids)
-        return ProbeScores(ids=ids, precision=str(self.model.dtype).removeprefix("torch."), paths=found)
+        return ProbeScores(probe=probe, precision=str(self.model.dtype).removeprefix("torch."), paths=found)
 
     @torch.inference_mode()
     def _try_batches(self) -> Batching:

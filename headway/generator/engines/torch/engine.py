@@ -22,7 +22,7 @@ from headway.generator.engines.torch.slot_engine import SlotEngine
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
 from headway.models.lora import Lora
-from headway.records.generation import EngineStatistics, ProbeScores
+from headway.records.generation import EngineStatistics, Probe, ProbeScores
 from headway.records.tokens import TokenIds, TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
@@ -98,8 +98,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def step(self) -> bool:
         """See `Engine.step`."""
         self._take_compiled(idle=not self._rows and not self._waiting)
-        if self._scarce:
-            self._make_room()
+        self._make_room()
         prefills = self._admit()
         self._close_holes()
         n, table = self._rows, self._table
@@ -239,18 +238,6 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         """KV tokens of the running requests after the next step (free rows have position 0)."""
         return int(self._table.position[: self._rows].sum()) + self._rows - len(self._holes)
 
-    def _make_room(self) -> None:
-        """Preempt the youngest requests until the next step's KV tokens fit."""
-        running = [request for request in self._table.requests[: self._rows] if request is not None]
-        used = self._kv_used()
-        for request in sorted(running, reverse=True)[:-1]:
-            if used <= self.kv_capacity_tokens:
-                return
-            used -= int(self._table.position[request.slot]) + 1
-            self._preempt(request)
-            heapq.heappush(self._waiting, request)
-            self._preemptions += 1
-
     # --- weights --------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
@@ -307,9 +294,9 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             if len(group) > 1 and len(prompt) > 1
         }
 
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+    def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`."""
-        return self._runner.score(ids)
+        return self._runner.score(probe)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

@@ -25,7 +25,7 @@ from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.hidden_states import HiddenStates
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, seen
-from headway.records.generation import POLICY_ADAPTER, PathScores, ProbeScores
+from headway.records.generation import POLICY_ADAPTER, PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, TokenRows
 
 KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
@@ -172,10 +172,10 @@ class ModelRunner:
             return self.model.head(x_nd)
 
     @torch.inference_mode()
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
-        """Score ``ids`` on a cache of their own: by one prefill (``prefill``), and by two and then token by token
-        (``decode``)."""
-        revision, found = self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
+    def score(self, probe: Probe) -> ProbeScores:
+        """Score a probe without a prompt on a cache of its own: by one prefill (``prefill``), and by two and then token
+        by token (``decode``)."""
+        ids, revision, found = probe.ids, self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
         update = 0 if revision is None else revision.update
         kept, decoder = self.cache, self._native_decode
         self.cache = SlotCache(
@@ -198,7 +198,7 @@ class ModelRunner:
             for layer in self._layers:
                 if layer.routed:  # experts of the probe, which no cache takes
                     layer.routed.clear()
-        return ProbeScores(ids=ids, precision=str(self.dtype).removeprefix("torch."), paths=found)
+        return ProbeScores(probe=probe, precision=str(self.dtype).removeprefix("torch."), paths=found)
 
     def _score_part(self, ids: tuple[int, ...], start: int, update: int, decodes: bool, states: HiddenStates) -> Tensor:
         """Logits after each of ``ids`` from ``start`` on, whose KV is stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -73,6 +74,10 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Free a running request's row."""
 
     @abstractmethod
+    def _kv_used(self) -> int:
+        """KV tokens of the running requests after the next step."""
+
+    @abstractmethod
     def _register(self, name: str, tensors: Mapping[str, Tensor], version: int) -> None:
         """Make a copy of ``tensors`` the adapter's newest revision. Raises ConfigurationError, with nothing changed."""
 
@@ -110,6 +115,17 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._emit(request)
         request.response = self._table.response_ids(request.slot)
         self._vacate(request)
+
+    def _make_room(self) -> None:
+        """Preempt the youngest requests until the next step's KV tokens fit."""
+        rows = self._rows if self._scarce else 0
+        running = [request for request in self._table.requests[:rows] if request is not None]
+        for request in sorted(running, reverse=True)[:-1]:
+            if self._kv_used() <= self.kv_capacity_tokens:
+                return
+            self._preempt(request)
+            heapq.heappush(self._waiting, request)
+            self._preemptions += 1
 
     def _follow_again(self, request: EngineRequest) -> None:
         """Let a running request wait until another matcher has followed its tokens."""

@@ -30,6 +30,7 @@ from headway.records.generation import (
     FinishReason,
     GenerationRequest,
     PathScores,
+    Probe,
     ProbeScores,
     PublishedWeights,
     TokenDelta,
@@ -393,11 +394,11 @@ class VllmRequests(Engine[VllmRequest]):
             reprefilled_tokens=sum(entry.tokens for entry in moved),
         )
 
-    def score(self, ids: tuple[int, ...]) -> ProbeScores:
+    def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`; vLLM computes a prompt's log-probabilities by prefill and shows no hidden states."""
         revision = None if self._adapters is None else self._adapters.newest.get(POLICY_ADAPTER)
-        logprobs = np.asarray(self._sequence_logprobs(ids, revision), np.float32)
-        return ProbeScores(ids=ids, precision=self._precision, paths={"prefill": PathScores(logprobs=logprobs)})
+        logprobs = np.asarray(self._sequence_logprobs(probe.ids, revision), np.float32)
+        return ProbeScores(probe=probe, precision=self._precision, paths={"prefill": PathScores(logprobs=logprobs)})
 
     def _probe_due(self, updates: int) -> bool:
         return self._probe_every_updates > 0 and updates % self._probe_every_updates == 0
