@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from typing import Literal, get_args
 
@@ -30,8 +29,8 @@ def missing_for(backend: KernelBackend, *, gpus: bool) -> str:
         return "torch isn't installed: pip install torch"
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return 'triton isn\'t installed: pip install "headway[triton]"'
-    if backend == "cpp" and not (os.environ.get("CXX") or any(map(shutil.which, ("g++", "c++", "clang++")))):
-        return "there is no C++ compiler: install g++ or clang++, or set CXX"
+    if backend == "cpp" and shutil.which("g++") is None:
+        return "there is no g++, which compiles C++ candidates: install it (on Debian: apt install g++)"
     if backend == "cuda" and not any(map(shutil.which, ("nvcc", "hipcc"))):
         return "there is no nvcc or hipcc on PATH: install NVIDIA's CUDA toolkit or AMD's ROCm"
     if backend == "cuda" and not gpus:

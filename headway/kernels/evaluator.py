@@ -32,7 +32,7 @@ from headway.kernels.isolation import (
 )
 from headway.kernels.operators import called_operator
 from headway.kernels.tasks import resized_source
-from headway.kernels.timing import EMPTY, RECORDED_SHARE, PairTimer, TimingResult, TimingSettings, measure_crossing
+from headway.kernels.timing import NoTimeLeft, PairTimer, TimingResult, TimingSettings, measure_crossing
 from headway.kernels.trials import CandidateTrials, ReferenceMaker, TaskFault, TrialGroup, has_bfloat16, tensor_bytes
 from headway.kernels.triton_targets import NOT_TIMED, judge_compilation
 from headway.records.errors import ConfigurationError
@@ -86,7 +86,7 @@ class KernelEvaluator:
         self._values: OrderedDict[bytes, list[TrialGroup]] = OrderedDict()
         self._making: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         # Compiled references' times against the eager ones', or why there is none.
-        self._compiled: dict[tuple[str, tuple[int, ...]], TimingResult | str] = {}
+        self._compiled: dict[tuple[bytes, tuple[int, ...]], TimingResult | str] = {}
         self._compiling = asyncio.Lock()  # a compiler at a time: two would disturb each other's times
         self._crossing_s: dict[tuple[int, ...], float] = {}
         self._devices = devices or DeviceTable.of_cores([f"cpu:{len(machine_cores()) - 1}"])
@@ -137,8 +137,8 @@ class KernelEvaluator:
                 del self._waiters[key], self._running[key]  # whoever asks next gets an evaluation of its own
                 running.cancel()  # if it isn't done
                 await to_its_end(asyncio.wait({running}))
-        passes = found.infrastructure or found.refused.startswith("noise") or found.compiled_note.startswith(NO_TIME)
-        if not passes:  # else it may come to something else another time
+        passes = found.refused.startswith(("noise", "no time")) or found.compiled_note.startswith(NO_TIME)
+        if not (found.infrastructure or passes):  # else it may come to something else another time
             self._done[key] = found
             if len(self._done) > self._settings.remembered:
                 self._done.popitem(last=False)
@@ -214,6 +214,8 @@ class KernelEvaluator:
             result = await self._measure(guest, submission, group, parse_device(device).core_ids())
         except Deception as error:
             return msgspec.structs.replace(found, cheat=str(error), text=str(error))
+        except NoTimeLeft as error:
+            return msgspec.structs.replace(found, device=device, refused=str(error))
         except (GuestError, GuestEnded) as error:
             fault, text, log = await self._in_thread(fault_of, error, guest)
             return msgspec.structs.replace(found, fault=fault, text=text, log=log)
@@ -226,7 +228,7 @@ class KernelEvaluator:
         """A timed evaluation that tells the speed-up over the compiled reference too, or why it can't: whatever fails
         there changes nothing else. Who asks first waits for the compiler, if there is time until ``until_s``."""
         cores, since_s = parse_device(found.device).core_ids(), time.monotonic()
-        key = (submission.task.source, cores)
+        key = (hashlib.sha256(submission.task.source.encode()).digest(), cores)
         async with self._compiling:
             left_s = until_s - time.monotonic()
             if key not in self._compiled:
@@ -250,7 +252,7 @@ class KernelEvaluator:
                 await self._in_thread(compile_reference, compiled, submission.task, group, submission.seed)
                 compiled.until_s = time.monotonic() + COMPILE_S / 2
                 # Nothing is recorded: it does call the task's operators.
-                result = await self._measure(compiled, submission, group, cores, recorded_share=0.0)
+                result = await self._measure(compiled, submission, group, cores, is_recorded=False)
         except (GuestFailure, TaskFault, SandboxError, OSError) as error:
             return str(error)
         return result.refused or result
@@ -261,28 +263,18 @@ class KernelEvaluator:
         submission: KernelSubmission,
         group: TrialGroup,
         cores: tuple[int, ...],
-        recorded_share: float = RECORDED_SHARE,
+        is_recorded: bool = True,
     ) -> TimingResult:
         async with self._guest(candidate.until_s) as reference:
             crossing_s, settings = await self._crossing(cores), self._settings.timing
-
-            def measure() -> TimingResult:
-                sides = (candidate, reference)
-                return PairTimer(*sides, submission, group, cores, crossing_s, settings, recorded_share).measure()
-
-            return await self._in_thread(measure)
+            given = (candidate, reference, submission, group, cores, crossing_s, settings, is_recorded)
+            return await self._in_thread((await self._in_thread(PairTimer, *given)).measure)
 
     async def _crossing(self, cores: tuple[int, ...]) -> float:
         """Time of an interval beside the calls, measured once for each set of cores."""
         if cores not in self._crossing_s:
-
-            def measure(guest: GuestProcess) -> float:
-                guest.load("candidate", EMPTY, confined=True)
-                guest.make("candidate", "ModelNew", [], 0)
-                return measure_crossing(guest, cores)
-
             async with self._guest(time.monotonic() + 60.0) as guest:
-                self._crossing_s[cores] = await self._in_thread(measure, guest)
+                self._crossing_s[cores] = await self._in_thread(measure_crossing, guest, cores)
         return self._crossing_s[cores]
 
     @contextlib.asynccontextmanager
@@ -308,7 +300,7 @@ def judge_candidate(
     trials = CandidateTrials(guest, submission.task, submission.seed)
     compiled, fault, text, log = False, None, "", ""
     try:
-        trials.note_patched(guest.load("candidate", submission.source, confined=True))
+        trials.note_replaced(guest.load("candidate", submission.source, confined=True))
         for group in groups:
             trials.make(group.arguments)
             compiled = True

@@ -51,11 +51,12 @@ def fault_in(text: str) -> KernelFault | None:
 
 
 def fault_of(error: GuestError | GuestEnded, guest: GuestProcess) -> tuple[KernelFault, str, str]:
-    """The class of what has ended a candidate's run, its first useful line, and more of it. Blocks."""
+    """The class of what has ended a candidate's run, its first useful line, and more of it. Blocks. Raises SandboxError
+    where its sandbox has failed."""
     if isinstance(error, GuestError):
         text = first_line(str(error)) or str(error)
         return fault_of_error(error), text, (error.log or str(error))[:LOG_CHARACTERS]
-    result = guest.result if error.late else guest.wait_ended()
+    result = None if error.late else guest.wait_ended()
     log = "" if result is None else result.stderr.decode(errors="replace")[-LOG_CHARACTERS:]
     return *fault_of_end(error, result), log
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import io
 import os
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from headway.records.sandbox import MIB, Command, ExecResult, ResourceLimits, SandboxError, SandboxSpec
+from headway.runtime.supervision import to_its_end
 from headway.sandbox.guest import wire
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.sandbox import LocalSandbox
@@ -35,13 +37,16 @@ COMPILE_S = 60.0
 LOG_BYTES = 1 << 16
 LOG_CHARACTERS = 4000
 STOPPED, ENDED = "T", "ZX"  # states of a process
+GONE = (FileNotFoundError, ProcessLookupError)
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process or its machine
 SPARE_S = 3600.0  # beyond its own time that a guest may live, as while it waits for a core
-STILL_S = 2.0  # until a stopped process stands still
+STILL_S = WORD_S = 2.0  # until a stopped process stands still; until a sandbox's word on its end
 COMPILER = ["g++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wl,-z,defs"]
 # Memory that is freed stays with the process: else every output of a megabyte costs page faults in each interval.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+Compile = Callable[[str], dict[str, Any]]  # a library's path, or the compiler's words
 
 
 class GuestFailure(Exception):
@@ -71,12 +76,15 @@ class GuestError(GuestFailure):
 
 @contextlib.contextmanager
 def _while_alive() -> Iterator[None]:
-    """Raise GuestEnded where the system says that a process is gone, or that its time is over."""
+    """Raise GuestEnded where the system says that a process is gone, or that its time is over; OSError where this
+    process lacks what the call needs."""
     try:
         yield
     except TimeoutError:
         raise GuestEnded("no answer in time", late=True) from None
-    except OSError:
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
         raise GuestEnded("its process has ended") from None
 
 
@@ -120,9 +128,12 @@ class GuestProcess:
     calls raise GuestEnded. Not for two threads at once.
     """
 
-    def __init__(self, channel: socket.socket, compile_: Callable[[str], dict[str, Any]], until_s: float) -> None:
+    def __init__(
+        self, channel: socket.socket, running: asyncio.Task[ExecResult], compile_: Compile, until_s: float
+    ) -> None:
         """Wait for the first message, which the kernel signs with the process's number here. Raises OSError."""
         self._channel = channel
+        self._running = running
         self._compile = compile_
         self._frames = wire.Frames()
         self._received: list[tuple[dict[str, Any], bytes]] = []
@@ -130,7 +141,6 @@ class GuestProcess:
         self._compiles = 0
         self.compile_s = 0.0
         self.launches: list[Any] = []  # signatures of Triton launches, as the guest tells them
-        self.result: ExecResult | None = None  # once it has ended by itself
         channel.settimeout(60.0)
         data, found, _, _ = channel.recvmsg(4096, socket.CMSG_SPACE(12))
         if not data or not found:
@@ -142,12 +152,19 @@ class GuestProcess:
         self._clock = (~self.pid << 3) | 2  # the CPU time of all its threads
 
     def wait_ended(self) -> ExecResult | None:
-        """Wait for the sandbox's word on an end that is certain; None: it doesn't come."""
-        for _ in range(100):
-            if self.result is not None:
-                break
+        """Wait for the sandbox's word on an end that is certain; None: it doesn't come. Raises SandboxError where the
+        sandbox itself has failed."""
+        until_s = time.monotonic() + WORD_S
+        while not self._running.done():
+            if time.monotonic() > until_s:
+                return None
             time.sleep(0.02)
-        return self.result
+        try:
+            return self._running.result()
+        except SandboxError as error:
+            if not error.failure.reward_valid:
+                raise
+            return ExecResult(exit_code=None, oom=bool(error.failure.evidence.get("oom_kills")), failure=error.failure)
 
     def end(self) -> bytes:
         """Have it end by itself; the start of what it has printed."""
@@ -248,7 +265,8 @@ class GuestProcess:
     # Looks from outside.
 
     def freeze(self) -> None:
-        """Stop the process; it stands still when this returns."""
+        """Stop the process; it stands still when this returns. Raises GuestEnded, and OSError where the machine doesn't
+        come to stopping it."""
         self._signal(signal.SIGSTOP)
         until_s = time.monotonic() + STILL_S
         while time.monotonic() < until_s:
@@ -257,7 +275,7 @@ class GuestProcess:
                 raise GuestEnded("its process has ended")
             if set(states) == {STOPPED}:
                 return
-        raise GuestEnded("it can't be stopped")
+        raise OSError(f"a process isn't stopped within {STILL_S:g} s")
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
@@ -276,7 +294,7 @@ class GuestProcess:
         for thread in self.threads():
             if thread == beside:
                 continue
-            with contextlib.suppress(OSError), open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
+            with contextlib.suppress(*GONE), open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
                 states += file.read().rpartition(b") ")[2][:1].decode()
         return states
 
@@ -295,7 +313,8 @@ class GuestProcess:
                     break
                 at += got
         if at < count:
-            self._states()  # it may have ended
+            if self._states()[:1] in ENDED:
+                raise GuestEnded("its process has ended")
             raise Deception("its outputs lie nowhere")
         return found
 
@@ -337,40 +356,41 @@ async def guest_process(
     """A guest for as long as the block runs, whose calls have ``timeout_s`` together. ``run`` awaits a blocking
     function in a thread. Raises SandboxError, OSError."""
     box = await backend.create(spec)
-    loop = asyncio.get_running_loop()
-    assert box.channel is not None
-    box.channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    loop, channel = asyncio.get_running_loop(), box.channel
+    assert channel is not None
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     def compile_(source: str) -> dict[str, Any]:
         return asyncio.run_coroutine_threadsafe(_compile(box, source), loop).result()
 
     limit_s = timeout_s + SPARE_S
     running = asyncio.create_task(box.run_function(FUNCTION, timeout_s=limit_s, max_output_bytes=LOG_BYTES))
-    try:
-        guest: GuestProcess = await run(GuestProcess, box.channel, compile_, time.monotonic() + timeout_s)
-        running.add_done_callback(lambda ended: _note(guest, ended))
-        with contextlib.closing(guest):
-            yield guest
-    finally:
+
+    async def end() -> None:
         with contextlib.suppress(OSError):
-            box.channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer gets its end
-        await asyncio.shield(box.terminate())
+            channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer gets its end
+        await box.terminate()
         await asyncio.gather(running, return_exceptions=True)
 
-
-def _note(guest: GuestProcess, ended: asyncio.Task[ExecResult]) -> None:
-    if not ended.cancelled() and ended.exception() is None:
-        guest.result = ended.result()
+    with contextlib.ExitStack() as opened:  # closed behind the end: after a cancellation a thread still looks there
+        try:
+            guest: GuestProcess = await run(GuestProcess, channel, running, compile_, time.monotonic() + timeout_s)
+            yield opened.enter_context(contextlib.closing(guest))
+        finally:
+            await to_its_end(end())
 
 
 async def _compile(box: LocalSandbox, source: str) -> dict[str, Any]:
-    """Compile in the sandbox of who asks: its library's path there, or the compiler's words."""
+    """Compile in the sandbox of who asks: its library's path there, or the compiler's words. Raises SandboxError for a
+    failure of the infrastructure."""
     name = f"/work/library-{secrets.token_hex(4)}"
     try:
         await box.write(f"{name}.cpp", source.encode(errors="replace"))
         command = Command(argv=[*COMPILER, "-o", f"{name}.so", f"{name}.cpp"], timeout_s=COMPILE_S)
         done = await box.exec(command)
     except SandboxError as error:
+        if error.failure.cause == "infrastructure":
+            raise
         return {"error": str(error)}
     if done.ok:
         return {"library": f"{name}.so"}

@@ -7,19 +7,20 @@ calls chosen at random are read: they have to be right by then. So what is lazy,
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from headway.kernels.comparison import Array, Tensor, TensorShape, compare
-from headway.kernels.isolation import Deception, GuestFailure, GuestProcess, delay_ns
+from headway.kernels.isolation import Deception, GuestEnded, GuestFailure, GuestProcess, delay_ns
 from headway.kernels.operators import called_operator
-from headway.kernels.trials import KernelTrial, SharedCalls, TaskFault, TrialGroup, operators_of, tensor_bytes
+from headway.kernels.trials import KernelTrial, SharedCalls, TrialGroup, names_of, replaced_in, task_fault, tensor_bytes
 from headway.records.kernels import KernelSubmission, KernelTiming
 from headway.records.sandbox import MIB
 
@@ -28,7 +29,8 @@ CPU_SLACK = 1.05  # CPU time over cores x interval that clocks may be off by ...
 CPU_SLACK_NS = 2_000_000  # ... beside this
 MOST_CALLS = 4096  # of an interval
 CHECKED = 2  # outputs read in each interval
-RECORDED_SHARE = 0.5  # of the intervals, behind which a call of the candidate is recorded
+RECORDED_SHARE = 0.5  # of the intervals, behind which calls of the candidate are recorded ...
+RECORDED_CALLS = 256  # ... at most so many
 EMPTY = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return x\n"
 
 
@@ -55,6 +57,10 @@ class TimingResult(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""
 
 
+class NoTimeLeft(GuestFailure):
+    """The evaluation's time is over in the reference's calls, which says nothing of the candidate."""
+
+
 class _Side:
     def __init__(self, guest: GuestProcess, module: str) -> None:
         self.guest = guest
@@ -62,6 +68,21 @@ class _Side:
         self.calls = 1
         self.intervals: list[float] = []  # seconds of a call
         self.cpu_ns = 0  # at the end of the last interval
+
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """Raise failures of the reference in the block as what they are: TaskFault, NoTimeLeft, OSError, SandboxError;
+        the candidate's stay GuestFailure."""
+        try:
+            yield
+        except GuestFailure as error:
+            if self.module == "candidate":
+                raise
+            if isinstance(error, Deception):  # a crowded machine, rather than the task
+                raise OSError(f"the reference can't be timed: {error}") from error
+            if isinstance(error, GuestEnded) and error.late:
+                raise NoTimeLeft("no time left to measure the speed-up") from error
+            raise task_fault(error, self.guest) from error
 
     def timing(self) -> KernelTiming:
         times = np.asarray(self.intervals) * 1e3
@@ -86,10 +107,10 @@ class PairTimer:
         cores: Sequence[int],
         crossing_s: float,
         settings: TimingSettings,
-        recorded_share: float,
+        is_recorded: bool,
     ) -> None:
-        """``candidate``: with its source loaded. ``recorded_share``: of the intervals, those with a recorded call."""
-        self._recorded_share = recorded_share
+        """``candidate``: with its source loaded. ``is_recorded``: whether it may not call the task's operators."""
+        self._is_recorded = is_recorded
         self._sides = (_Side(candidate, "candidate"), _Side(reference, group.module))
         self._submission = submission
         self._group = group
@@ -104,19 +125,16 @@ class PairTimer:
         self._most_calls = max(1, settings.memory_bytes // max(1, call_bytes))
 
     def measure(self) -> TimingResult:
-        """Raises GuestFailure for the candidate, TaskFault for the reference."""
+        """Raises GuestFailure for the candidate, TaskFault for the reference, NoTimeLeft, OSError and SandboxError."""
         self._make_models()
-        began_s, calls_wanted = time.monotonic(), self._submission.timed_trials
-        sides = self._sides
-        for side in sides:
-            side.guest.pin(self._cores)
+        sides, began_s, calls_wanted = self._sides, time.monotonic(), self._submission.timed_trials
         self._choose_calls()
         for side in sides:
             side.intervals.clear()
         while True:
             self._pair(len(sides[0].intervals))
-            if self._random.random() < self._recorded_share:
-                self._record_call()
+            if self._is_recorded and self._random.random() < RECORDED_SHARE:
+                self._record_calls()
             pairs, result = len(sides[0].intervals), self._result()
             if pairs < self._settings.pairs or (pairs * sides[0].calls < calls_wanted and pairs < 4096):
                 continue
@@ -132,12 +150,12 @@ class PairTimer:
     def _make_models(self) -> None:
         candidate, reference = self._sides
         task, arguments, seed = self._submission.task, self._group.arguments, self._submission.seed
-        try:
+        with reference.failures():
             reference.guest.load(reference.module, task.source, confined=False)
             reference.guest.make(reference.module, "Model", arguments, seed)
-        except GuestFailure as error:
-            raise TaskFault(f"its reference fails: {error}") from error
-        candidate.guest.make(candidate.module, "ModelNew", arguments, seed)
+            reference.guest.pin(self._cores)
+        _require_own(candidate.guest.make(candidate.module, "ModelNew", arguments, seed))
+        candidate.guest.pin(self._cores)
 
     def _choose_calls(self) -> None:
         """Raise both sides' calls until an interval is long enough, or has all the memory it may."""
@@ -145,10 +163,8 @@ class PairTimer:
         for _ in range(6):
             self._prepare(max(side.calls for side in self._sides))
             self._pair(0)  # memory for the outputs is had after it
-            wanted = [
-                self._more_calls(side, took_s, target_s)
-                for side, took_s in zip(self._sides, self._pair(0), strict=True)
-            ]
+            timed = zip(self._sides, self._pair(0), strict=True)
+            wanted = [self._more_calls(side, took_s, target_s) for side, took_s in timed]
             if wanted == [side.calls for side in self._sides]:
                 return
             for side, calls in zip(self._sides, wanted, strict=True):
@@ -177,55 +193,52 @@ class PairTimer:
         """Have both sides map memory for ``calls`` calls, and be stopped."""
         self._calls = SharedCalls([self._trials[0].inputs] * calls)
         for side in self._sides:
-            side.guest.thaw()
-            self._calls.give(side.guest)
-            side.guest.freeze()
-            side.cpu_ns = side.guest.cpu_ns()
+            with side.failures():
+                side.guest.thaw()
+                self._calls.give(side.guest)
+                side.guest.freeze()
+                side.cpu_ns = side.guest.cpu_ns()
 
     def _pair(self, number: int) -> tuple[float, float]:
         """An interval of each, in turn the one and the other first, on the same fresh inputs; seconds of a call."""
-        calls = max(side.calls for side in self._sides)
-        given = [self._fresh.draw() for _ in range(calls)]
-        self._write(given)
-        least = min(side.calls for side in self._sides)
-        checked: list[int] = self._random.choice(least, min(CHECKED, least), False).tolist()
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        took = [0.0, 0.0]
-        addresses: list[list[int]] = [[], []]
-        for at in order:
-            if at != order[0] and order[0] == 0:  # the reference gets these inputs whatever the candidate did to them
-                for call in checked:
-                    self._require_untouched(call, *given[call])
-                self._write(given)
+        candidate, reference = self._sides
+        given = [self._fresh.draw() for _ in range(max(candidate.calls, reference.calls))]
+        # Any call of the candidate may be checked: the reference makes those first, and others of the same.
+        count = min(CHECKED, candidate.calls, reference.calls)
+        checked: list[int] = self._random.choice(candidate.calls, count, False).tolist()
+        others = [one for call, one in enumerate(given) if call not in checked]
+        inputs = (given, [given[call] for call in checked] + others)
+        took, addresses = [0.0, 0.0], [list[int](), list[int]()]
+        for at in (0, 1) if number % 2 == 0 else (1, 0):
+            side = self._sides[at]
+            self._write(inputs[at][: side.calls])
             self._flush += 1
-            took[at], addresses[at] = self._interval(self._sides[at]) if at == 0 else self._reference_interval()
-            self._sides[at].intervals.append(took[at])
-        for call in checked:
-            self._check(call, *given[call], addresses)
+            with side.failures():
+                took[at], addresses[at] = self._interval(side)
+            side.intervals.append(took[at])
+            kept = (self._calls.is_untouched(call, self._fresh.inputs(*given[call])) for call in checked)
+            if side is candidate and not all(kept):
+                raise Deception("it changes its inputs in timed calls")
+        for place, call in enumerate(checked):
+            self._check(given[call][0], (call, place), addresses)
         return took[0], took[1]
 
     def _write(self, given: Sequence[tuple[KernelTrial, int]]) -> None:
         for call, (trial, start) in enumerate(given):
             self._fresh.write(self._calls, call, trial, start)
 
-    def _record_call(self) -> None:
-        """Record a call that the candidate can't tell from timed ones: a kernel replaced by torch's shows here."""
+    def _record_calls(self) -> None:
+        """Record calls that the candidate can't tell from an interval's first: a kernel replaced by torch's shows."""
         side = self._sides[0]
-        self._write([self._fresh.draw()])
+        calls = min(side.calls, RECORDED_CALLS, 1 << int(self._random.integers(side.calls.bit_length() + 1)))
+        self._write([self._fresh.draw() for _ in range(calls)])
         side.guest.thaw()
-        head, _ = side.guest.call("go", module=side.module, calls=1, record=True, brief=False)
+        head, _ = side.guest.call("go", module=side.module, calls=calls, record=True, brief=False)
         side.guest.freeze()
         side.cpu_ns = side.guest.cpu_ns()
-        if called := called_operator(self._submission.task, operators_of(head)):
+        _require_own(head)
+        if called := called_operator(self._submission.task, names_of(head, "operators")):
             raise Deception(f"it calls {called} once it is timed")
-
-    def _reference_interval(self) -> tuple[float, list[int]]:
-        try:
-            return self._interval(self._sides[1])
-        except Deception as error:  # a crowded machine, rather than the task
-            raise OSError(f"the reference can't be timed: {error}") from error
-        except GuestFailure as error:
-            raise TaskFault(f"its reference fails when it is timed: {error}") from error
 
     def _interval(self, side: _Side) -> tuple[float, list[int]]:
         guest = side.guest
@@ -252,28 +265,28 @@ class PairTimer:
         known to be that: a source's threads can delay each other on purpose."""
         return delay_ns() + (guest.delay_ns() if len(self._cores) == 1 else 0)
 
-    def _check(self, call: int, trial: KernelTrial, start: int, addresses: list[list[int]]) -> None:
-        """Compare both sides' outputs of a call, and look whether its inputs are as they were."""
-        self._require_untouched(call, trial, start)
-        width = len(trial.expected)
+    def _check(self, trial: KernelTrial, calls: tuple[int, int], addresses: list[list[int]]) -> None:
+        """Compare the outputs of a call, which each side has made in a place of its own."""
         for at, wanted in enumerate(trial.expected):
-            place = call * width + at
-            found, expected = (
-                Tensor(wanted.shape, side.guest.read(given[place], wanted.shape.bytes))
-                for side, given in zip(self._sides, addresses, strict=True)
-            )
-            compared = compare(expected, found, self._submission.task.tolerances, scaled=True)
+            values: list[Tensor] = []
+            for side, call, given in zip(self._sides, calls, addresses, strict=True):
+                with side.failures():
+                    raw = side.guest.read(given[call * len(trial.expected) + at], wanted.shape.bytes)
+                values.append(Tensor(wanted.shape, raw))
+            compared = compare(values[1], values[0], self._submission.task.tolerances, scaled=True)
             if compared.text:
                 raise Deception(f"its outputs are wrong in timed calls: {compared.text}")
 
-    def _require_untouched(self, call: int, trial: KernelTrial, start: int) -> None:
-        if not self._calls.is_untouched(call, self._fresh.inputs(trial, start)):
-            raise Deception("it changes its inputs in timed calls")
+
+def _require_own(head: dict[str, Any]) -> None:
+    if replaced := replaced_in(head):
+        raise Deception(replaced)
 
 
 class FreshInputs:
     """Inputs that nobody has seen: a trial's, each value times a factor between 0.5 and 1.5. Zeros stay zeros and
-    symmetric matrices symmetric; whole numbers are those of one of the trials."""
+    symmetric matrices symmetric. Whole numbers are those of one of the trials; where there are no others, they change
+    places, but for zeros and where their order or symmetry is structure."""
 
     SPARE = 1 << 14  # places at which the factors may start
 
@@ -284,6 +297,8 @@ class FreshInputs:
         self._factors = (random.random(most + self.SPARE, np.float32) + np.float32(0.5)).astype(np.float32)
         self._by_type: dict[str, Array] = {"float32": self._factors, "bfloat16": self._factors}
         self._symmetric: dict[int, bool] = {}
+        self._are_whole = not any(isinstance(one, Tensor) and one.is_float for one in trials[0].inputs)
+        self._movable: dict[int, Array] = {}  # places of whole numbers
 
     def draw(self) -> tuple[KernelTrial, int]:
         return self._trials[int(self._random.integers(len(self._trials)))], int(self._random.integers(self.SPARE))
@@ -301,11 +316,22 @@ class FreshInputs:
 
     def _one(self, one: Tensor, start: int) -> Tensor:
         if not one.is_float:
-            return one
+            return self._moved(one, start) if self._are_whole else one
         if self._is_symmetric(one):
             side = self._factors[start : start + one.shape.shape[0]]
             return one.scaled(side[:, None] * side[None, :])
         return one.scaled(self._of(one, start))
+
+    def _moved(self, one: Tensor, start: int) -> Tensor:
+        flat = one.raw.reshape(-1)
+        if id(one) not in self._movable:
+            rows = np.atleast_1d(one.raw)
+            structured = bool(np.all(rows[..., :-1] <= rows[..., 1:])) or self._is_symmetric(one)
+            self._movable[id(one)] = np.flatnonzero(flat[: 0 if structured else None])
+        places = self._movable[id(one)]
+        moved = flat.copy()
+        moved[places] = np.roll(flat[places], start)
+        return Tensor(one.shape, moved)
 
     def _of(self, one: Tensor, start: int) -> Array:
         dtype = one.shape.dtype
@@ -323,13 +349,17 @@ class FreshInputs:
 
 
 def measure_crossing(guest: GuestProcess, cores: Sequence[int], intervals: int = 60) -> float:
-    """Seconds that an interval of one empty call takes: what is there beside the calls. ``guest``: with EMPTY loaded as
-    its candidate."""
-    guest.pin(cores)
-    SharedCalls([[Tensor(TensorShape("float32", (1,)), np.zeros(1, np.float32))]]).give(guest)
+    """Seconds that an interval of one empty call takes: what is there beside the calls. Raises OSError."""
     took: list[float] = []
-    guest.freeze()
-    for _ in range(intervals):
-        took_ns, _ = guest.run_calls("candidate", 1)
-        took.append(took_ns * 1e-9)
+    try:
+        guest.load("candidate", EMPTY, confined=True)
+        guest.make("candidate", "ModelNew", [], 0)
+        guest.pin(cores)
+        SharedCalls([[Tensor(TensorShape("float32", (1,)), np.zeros(1, np.float32))]]).give(guest)
+        guest.freeze()
+        for _ in range(intervals):
+            took_ns, _ = guest.run_calls("candidate", 1)
+            took.append(took_ns * 1e-9)
+    except GuestFailure as error:  # no candidate's: the source is ours
+        raise OSError(f"an empty call can't be timed: {error}") from error
     return float(np.median(took[intervals // 4 :]))

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headway.kernels.comparison import FLOATS, LEAST_ERROR, Array, Tensor, TensorShape, compare
-from headway.kernels.isolation import Deception, GuestError, GuestFailure, GuestProcess
+from headway.kernels.isolation import Deception, GuestEnded, GuestError, GuestFailure, GuestProcess
 from headway.records.kernels import KernelTask
 from headway.records.sandbox import MIB
 
@@ -24,8 +24,8 @@ CHUNK_BYTES = 192 * MIB  # inputs and outputs of the calls of one request
 MOST_BYTES = 512 * MIB  # outputs of one call
 ALIGNMENT = 64
 _SEALS = 0x1 | 0x2 | 0x4  # no further seals, no shrinking, no growing: or a guest could make reads here fail
+ODD = (KeyError, TypeError, ValueError, OverflowError)  # of what a guest tells
 _SAME = 0.01  # relative error of values that are equal but for rounding
-_HOLLOW = 0.5  # relative error of outputs that have nothing of the expected values
 LATE_S = 0.05  # how long a wrong output is watched
 IDLE_S, IDLE_SHARE = 0.03, 0.1  # of CPU time, while nothing is asked for
 STARVED_S = 2.0  # a busy thread that gets no core is watched for so long
@@ -35,6 +35,13 @@ VARIANTS: dict[str, float | None] = {"zeros": 0.0, "ones": None, "large": 16.0, 
 
 class TaskFault(Exception):
     """The reference itself fails: a fault of the task, whatever the candidate does."""
+
+
+def task_fault(error: Exception, guest: GuestProcess) -> TaskFault:
+    """The fault of a task whose reference has failed. Blocks. Raises SandboxError where its sandbox has failed."""
+    if isinstance(error, GuestEnded) and not error.late:
+        guest.wait_ended()
+    return TaskFault(f"its reference fails: {error}")
 
 
 class KernelTrial(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +136,7 @@ def _bits(values: Array) -> Array:
 
 
 def told_tensor(told: dict[str, Any]) -> tuple[TensorShape, int]:
-    """Type, shape and address of a tensor that a guest tells. Raises KeyError, TypeError, ValueError."""
+    """Type, shape and address of a tensor that a guest tells. Raises errors of ODD."""
     return TensorShape(told["dtype"], tuple(map(int, told["shape"]))), int(told["address"])
 
 
@@ -137,16 +144,23 @@ def outputs_of(head: dict[str, Any], calls: int) -> list[list[tuple[TensorShape,
     """Types, shapes and addresses of the outputs that a guest tells."""
     try:
         told = [[told_tensor(one) for one in parts] for parts in head["outputs"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except ODD as error:
         raise GuestError(f"outputs can't be compared: {error}", "raised", "") from None
     if len(told) != calls:
         raise Deception("it forged an answer")
     return told
 
 
-def operators_of(head: dict[str, Any]) -> set[str]:
-    """The operators of torch that a guest says to have called, capped."""
-    return {str(name)[:100] for name in list(head.get("operators", ()))[:500]}
+def names_of(head: dict[str, Any], key: str) -> list[str]:
+    """Names that a guest tells, capped: ``operators`` of torch that it has called, functions that are ``patched``."""
+    told = head.get(key, [])
+    return [str(name)[:100] for name in told[:500]] if isinstance(told, list) else ["?"]
+
+
+def replaced_in(head: dict[str, Any]) -> str:
+    """The deception that a guest's answer shows, where it names replaced functions; "": it names none."""
+    patched = names_of(head, "patched")
+    return f"it replaced {', '.join(patched[:5])}" if patched else ""
 
 
 def chunks(trials: Sequence[KernelTrial]) -> Iterator[list[KernelTrial]]:
@@ -183,8 +197,8 @@ class ReferenceMaker:
                 made = [self._run(module, name, varied(inputs, factor)) for name, factor in VARIANTS.items()]
                 trials += [one for one in made if one.is_finite]  # outside of its domain there is nothing to compare
             return TrialGroup(module=module, arguments=arguments, trials=trials)
-        except (GuestFailure, KeyError, TypeError, ValueError) as error:
-            raise TaskFault(f"its reference fails: {error}") from error
+        except (GuestFailure, *ODD) as error:
+            raise task_fault(error, guest) from error
 
     def _inputs(self, module: str, seed: int) -> list[Any]:
         head, _ = self._guest.call("inputs", module=module, seed=seed)
@@ -238,7 +252,7 @@ class CandidateTrials:
         self.operators: set[str] = set()
         self.precision = ""  # where it is lower than the reference's
         self._error = 0.0  # the largest, relative
-        self._places = Counter[int]()  # of a chunk's outputs: all are kept, so each has one of its own
+        self._places = Counter[int]()  # of a chunk's outputs, once a call: all are kept, so each call has its own
 
     def run(self, group: TrialGroup) -> None:
         """Run a group's trials, and record the operators of torch that they call."""
@@ -247,12 +261,11 @@ class CandidateTrials:
 
     def make(self, arguments: list[Any]) -> None:
         """Make the model for a group's sizes."""
-        self.note_patched(self._guest.make("candidate", "ModelNew", arguments, self._seed))
+        self.note_replaced(self._guest.make("candidate", "ModelNew", arguments, self._seed))
 
-    def note_patched(self, head: dict[str, Any]) -> None:
+    def note_replaced(self, head: dict[str, Any]) -> None:
         """Take what the guest says about replaced functions."""
-        if (patched := head.get("patched")) and not self.cheat:
-            self.cheat = f"it replaced {', '.join(str(name)[:80] for name in list(patched)[:5])}"
+        self.cheat = self.cheat or replaced_in(head)
 
     def _run_chunk(self, chunk: list[KernelTrial]) -> None:
         guest = self._guest
@@ -260,10 +273,10 @@ class CandidateTrials:
         head, _ = guest.call("go", module="candidate", calls=len(chunk), record=True, brief=False)
         guest.freeze()
         try:
-            self.note_patched(head)
-            self.operators |= operators_of(head)
+            self.note_replaced(head)
+            self.operators.update(names_of(head, "operators"))
             every = outputs_of(head, len(chunk))
-            self._places = Counter(address for outputs in every for _, address in outputs)
+            self._places = Counter(address for outputs in every for address in {at for _, at in outputs})
             for number, (trial, outputs) in enumerate(zip(chunk, every, strict=True)):
                 if not calls.is_untouched(number, trial.inputs):
                     self.cheat = self.cheat or "it changes its inputs"
@@ -281,12 +294,9 @@ class CandidateTrials:
                 self.text = self.text or f"{trial.name}: output of {shape}, not {wanted.shape}"
                 return False
             found = Tensor(shape, self._guest.read(address, shape.bytes))
-            compared = compare(wanted, found, self._task.tolerances, scaled=trial.is_variant)
-            text = compared.text
-            if not text and not trial.is_variant and compared.error >= _HOLLOW and bool(np.any(wanted.raw)):
-                text = f"within the absolute tolerance, but with a relative error of {compared.error:.2g}"
-            if text:
-                self.text = self.text or f"{trial.name}: {text}"
+            compared = compare(wanted, found, self._task.tolerances, scaled=trial.is_variant, hollow=trial.is_variant)
+            if compared.text:
+                self.text = self.text or f"{trial.name}: {compared.text}"
                 self.cheat = self.cheat or self._explain(trial, found, address, chunk)
                 return False
             if not trial.is_variant:

@@ -93,15 +93,10 @@ async def evaluate_answers(
     named = [(name, source) for name, sources in answers.items() for source in sources if source]
     results = await judge([submission_of(book, name, source, settings) for name, source in named])
     require_some(results)
-    found: dict[str, list[KernelEvaluation]] = {
-        name: [KernelEvaluation(text="the answer holds no source")] * sources.count("")
-        for name, sources in answers.items()
-    }
-    for (name, _), evaluation in zip(named, results, strict=True):
-        found[name].append(evaluation)
+    in_turn, nothing = iter(results), KernelEvaluation(text="the answer holds no source")
+    found = {name: tuple(next(in_turn) if one else nothing for one in sources) for name, sources in answers.items()}
     return [
-        JudgedTask(name=name, level=task.kernel.level, evaluations=tuple(found[name]))
-        for name, task in book.tasks.items()
+        JudgedTask(name=name, level=task.kernel.level, evaluations=found[name]) for name, task in book.tasks.items()
     ]
 
 

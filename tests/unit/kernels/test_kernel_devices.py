@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from headway.kernels import device_queries
+from headway.kernels.backends import missing_for
 from headway.kernels.device_queries import KernelDevice, core_devices, default_core_sets, query_gpus
 from headway.kernels.devices import DeviceTable, DeviceUnavailable
 from headway.kernels.evaluator import KernelEvaluator
+from headway.kernels.isolation import COMPILER
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation
 
@@ -239,3 +241,12 @@ def test_memory_faults_in_a_row_set_a_gpu_aside_until_its_reset() -> None:
     for _ in range(5):
         setting.table.note("cpu:1", fault)  # a process's fault ends with it
     assert setting.states() == ["free", "free", "free"]
+
+
+def test_cpp_needs_the_compiler_that_evaluators_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "clang++")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if name == "clang++" else None)
+    assert "there is no g++" in missing_for("cpp", gpus=False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert missing_for("cpp", gpus=False) == ""
+    assert COMPILER[0] == "g++"

@@ -147,7 +147,7 @@ def test_answers_of_all_forms_are_judged_and_none_is_lost(book: KernelTaskFile, 
         "1 answers beyond -n",
     ):
         assert said in text
-    assert report.tasks == {"a": ["correct", "wrong", "correct"], "b": ["not compiled", "", ""], "c": []}
+    assert report.tasks == {"a": ["correct", "wrong", "correct"], "b": ["", "not compiled", ""], "c": []}
 
 
 @pytest.mark.parametrize(
