@@ -11,6 +11,7 @@ import contextlib
 import errno
 import importlib.util
 import io
+import json
 import os
 import secrets
 import signal
@@ -110,6 +111,11 @@ def guest_spec(cores: int, memory_bytes: int = 2048 * MIB) -> SandboxSpec:
     threads = {**ONE_THREAD, **INTERPRETED, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": "passive"}
     limits = ResourceLimits(memory_bytes=memory_bytes, disk_bytes=64 * MIB, processes=64, cpus=cores + 1.0)
     return SandboxSpec(limits=limits, environment=threads)
+
+
+def _encodable(head: dict[str, Any]) -> dict[str, Any]:
+    """A guest's head without lone surrogates, which no answer of the service could carry."""
+    return json.loads(json.dumps(head, ensure_ascii=False).encode(errors="replace"))
 
 
 def delay_ns(file: str = "/proc/thread-self/schedstat") -> int:
@@ -251,8 +257,8 @@ class GuestProcess:
                 data = self._channel.recv(1 << 20)
                 if not data:
                     raise GuestEnded("its process has ended")
-                self._received += self._frames.feed(data)
-        except wire.Malformed:
+                self._received += ((_encodable(head), body) for head, body in self._frames.feed(data))
+        except (wire.Malformed, RecursionError):
             raise Deception("it wrote to the evaluator's channel") from None
         return self._received.pop(0)
 

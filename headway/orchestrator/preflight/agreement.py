@@ -17,7 +17,9 @@ EVENT_AGREEMENT = "agreement"  # data: version, agrees 0/1, replicas, and for ea
 async def pictured_prompt(experiment: Experiment, pictures: Pictures | None) -> ShownPrompt:
     """Token ids and content hash of the pixel arrays of the prompt that is compared; empty: no task's pictures can be
     shown. Raises as `Pictures.prompt`."""
-    for task in () if pictures is None or not experiment.generator.probe_every_updates else pictures.compared:
+    if pictures is None or not experiment.generator.probe_every_updates:
+        return (), ""
+    for task in pictures.compared:
         made, ids, _ = await pictures.prompt(task, hold=True)
         if 0 < len(ids) <= experiment.rollout.max_prompt_tokens:
             return tuple(ids), made.pixels

@@ -203,3 +203,10 @@ def test_a_process_that_dies_stopped_is_no_cheat(shared):
                 guest.read(4096, 8)
 
     shared(use)
+
+
+def test_an_error_of_characters_that_no_answer_can_carry_is_the_candidates(shared):
+    raising = model("raise ValueError('\\ud800')")
+    found = shared(lambda evaluator: evaluator.evaluate(submission(raising)))
+    assert (found.correct, found.infrastructure) == (False, "")
+    assert b"ValueError: ?" in msgspec.json.encode(found)
