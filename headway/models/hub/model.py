@@ -262,7 +262,7 @@ def load_hub(
     config = HubConfig.from_pretrained(folder, trust_remote_code)
     _require_files(folder)
     module = _load(folder, wanted, trust_remote_code).to(torch.device(device))  # pyright: ignore[reportArgumentType]
-    for tensor in (*module.parameters(), *module.buffers()):  # a mapped file's lie anywhere: other addresses, other bits
+    for tensor in (*module.parameters(), *module.buffers()):  # a file's mapping lies anywhere: other bits
         tensor.data = tensor.data.clone()
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if getattr(module.config, "vision_config", None) and module.get_decoder() in (module, module.base_model):
