@@ -18,7 +18,8 @@ OBJECTIVES = {
     "GSPO": ("--algorithm.preset=gspo", "--algorithm.loss=gspo"),
     # importance weights of the behaviour policy, truncated at 2
     "TIS": ("--algorithm.loss=decoupled_ppo", "--algorithm.behaviour_weight_cap=2"),
-    "DAPO": ("--algorithm.preset=dapo", "--algorithm.overlong_buffer_tokens=96"),
+    # kernel answers may have several turns, which have no common limit for a penalty to rise to
+    "DAPO": ("--algorithm.preset=dapo", "--algorithm.overlong=mask"),
 }
 
 
