@@ -251,8 +251,8 @@ class KernelEvaluator:
             async with guest_process(self._backend, compiled_spec(self._cores), self._in_thread, COMPILE_S) as compiled:
                 await self._in_thread(compile_reference, compiled, submission.task, group, submission.seed)
                 compiled.until_s = time.monotonic() + COMPILE_S / 2
-                # Nothing is recorded: it does call the task's operators.
-                result = await self._measure(compiled, submission, group, cores, is_recorded=False)
+                # It does call the task's operators, and torch.compile replaces functions of torch.
+                result = await self._measure(compiled, submission, group, cores, is_judged=False)
         except (GuestFailure, TaskFault, SandboxError, OSError) as error:
             return str(error)
         return result.refused or result
@@ -263,11 +263,11 @@ class KernelEvaluator:
         submission: KernelSubmission,
         group: TrialGroup,
         cores: tuple[int, ...],
-        is_recorded: bool = True,
+        is_judged: bool = True,
     ) -> TimingResult:
         async with self._guest(candidate.until_s) as reference:
             crossing_s, settings = await self._crossing(cores), self._settings.timing
-            given = (candidate, reference, submission, group, cores, crossing_s, settings, is_recorded)
+            given = (candidate, reference, submission, group, cores, crossing_s, settings, is_judged)
             return await self._in_thread((await self._in_thread(PairTimer, *given)).measure)
 
     async def _crossing(self, cores: tuple[int, ...]) -> float:

@@ -107,10 +107,11 @@ class PairTimer:
         cores: Sequence[int],
         crossing_s: float,
         settings: TimingSettings,
-        is_recorded: bool,
+        is_judged: bool,
     ) -> None:
-        """``candidate``: with its source loaded. ``is_recorded``: whether it may not call the task's operators."""
-        self._is_recorded = is_recorded
+        """``candidate``: with its source loaded. ``is_judged``: whether it may neither call the task's operators nor
+        replace functions of torch, as torch.compile of the reference does."""
+        self._is_judged = is_judged
         self._sides = (_Side(candidate, "candidate"), _Side(reference, group.module))
         self._submission = submission
         self._group = group
@@ -133,7 +134,7 @@ class PairTimer:
             side.intervals.clear()
         while True:
             self._pair(len(sides[0].intervals))
-            if self._is_recorded and self._random.random() < RECORDED_SHARE:
+            if self._is_judged and self._random.random() < RECORDED_SHARE:
                 self._record_calls()
             pairs, result = len(sides[0].intervals), self._result()
             if pairs < self._settings.pairs or (pairs * sides[0].calls < calls_wanted and pairs < 4096):
@@ -154,7 +155,9 @@ class PairTimer:
             reference.guest.load(reference.module, task.source, confined=False)
             reference.guest.make(reference.module, "Model", arguments, seed)
             reference.guest.pin(self._cores)
-        _require_own(candidate.guest.make(candidate.module, "ModelNew", arguments, seed))
+        made = candidate.guest.make(candidate.module, "ModelNew", arguments, seed)
+        if self._is_judged:
+            _require_own(made)
         candidate.guest.pin(self._cores)
 
     def _choose_calls(self) -> None:
