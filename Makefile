@@ -20,7 +20,7 @@ $(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) || { test $$? -eq 1 && echo "make $
 	$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) --last-failed --numprocesses 0 --maxfail 2 --verbose; }
 endef
 
-.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint docs clean
+.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint docs clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-clients set up, with ten clients of the endpoint in environments of their own, then the tests that start them"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends, of ssh, of Slurm and of the page need; they are skipped without"
+	@echo "make test-gpu     whole runs on one GPU; skipped without one"
 	@echo "make test-hostile set up, then code that means harm in every kind of sandbox, Docker's too"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
 	@echo "make docs         set up, then write the generated pages and outputs, and build site/"
@@ -104,6 +105,10 @@ test-slow: install
 test-long: install
 	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m long --durations 0
 	$(BIN)/python tests/support/mutations.py
+
+# On a machine with a GPU; without a network and with a Python that has torch: benchmarks/gpu_wheels.sh.
+test-gpu: install
+	$(PYTEST) tests/gpu -rA
 
 test-hostile: install
 	HEADWAY_ALL_BACKENDS=1 $(BIN)/python -m pytest tests/e2e/test_sandbox_hostile*.py --numprocesses 3 --timeout 600

@@ -45,7 +45,7 @@ SIZES = ("0.6", "1.7", "4", "tiny")
 # part -> most seconds it may take; what an earlier one leaves, a later one may use
 PARTS = {
     **{"model": 90, "engine": 90, "transformers generate": 60, "transformers continuous": 60},
-    **{"trainer": 90, "update": 60, "loop": 180},
+    **{"trainer": 90, "update": 60, "loop": 300},
 }
 RESULT, SHOWN = "RESULT ", "SHOWN "  # how lines of gpu_parts.py begin that are not noise
 LEAST_S = 10.0  # a part isn't started with less than this left

@@ -166,7 +166,7 @@ class _Pickler(pickle.Pickler):
         if kind is self._tensor_type:
             if obj.layout is not self._torch.strided or obj.is_quantized or obj.is_complex():
                 return NotImplemented  # torch's own way
-            if obj.is_cuda and self._way == "ipc":  # not yet run on a GPU, as all that is for one
+            if obj.is_cuda and self._way == "ipc":
                 return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(obj)
             if (obj.is_cpu and self._way != "cuda") or (obj.is_cuda and self._way != "cpu"):
                 self.tensors.append(obj)
