@@ -46,11 +46,15 @@ def prepare(folder: Path, kind: str) -> None:
     rows = [json.loads(line) for line in (folder / "tasks" / "sft.jsonl").read_text().splitlines()]
     own = folder / "tokenizer"
     texts = [row["prompt"] + row["solution"] for row in rows]
-    vocabulary = initialise_model(own, texts, character_level=True).vocabulary_size
+    initialise_model(own, texts, character_level=True)
     torch.manual_seed(0)
-    options = {key: value for key, value in (PACKED | ONE_A_ROW)[kind].items() if key != "layer_types"}
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **_OWN, "vocab_size": vocabulary})
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / "init")
+    options = (PACKED | ONE_A_ROW)[kind]
+    if kinds := options.get("layer_types"):
+        options = options | {"layer_types": [*kinds, *kinds][: _OWN["num_hidden_layers"]]}
+    known = json.loads((own / "config.json").read_text())
+    ids = {key: known[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **_OWN, **ids})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "init")
     for name in TOKENIZER_FILES:
         if (own / name).is_file():
             shutil.copyfile(own / name, folder / "init" / name)
