@@ -329,6 +329,12 @@ def test_model_without_a_cache_is_refused(tmp_path) -> None:
         HubEngine(load_hub(tmp_path, "float32", "cpu"), slots=2, max_context_tokens=32)
 
 
+def test_model_of_recurrent_layers_alone_is_refused(tmp_path) -> None:
+    folder = make_hub_model(tmp_path, "Qwen3Next", layer_types=["linear_attention"] * 2)
+    with pytest.raises(ConfigurationError, match=r"can't begin a cache \(ValueError: `get_seq_length`.*nothing can be"):
+        HubEngine(load_hub(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
+
+
 def test_positions_that_depend_on_the_longest_row_are_not_padded(tmp_path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     folder = make_hub_model(tmp_path, "Phi3", rope_parameters=rope, original_max_position_embeddings=64)

@@ -39,19 +39,22 @@ class HubRunner:
     """
 
     def __init__(self, model: HubModel, fixed_shapes: bool = False) -> None:
-        """Raises ConfigurationError for a model without a cache."""
+        """Raises ConfigurationError for a model without a cache, or that can't begin one."""
         self.model = model
         self._module = model.module.eval()
         self._taken = inspect.signature(self._module.forward).parameters
         found = [name for name in _CACHES if name in self._taken]
         if not found:
-            raise ConfigurationError(
-                f"{type(self._module).__name__}: its forward() takes no cache ({' or '.join(_CACHES)}), so nothing can "
-                "be sampled from it; valid: generator.engine = 'vllm' or 'vllm-server'"
-            )
+            raise self._refusal(f"its forward() takes no cache ({' or '.join(_CACHES)})")
         self._cache = found[0]
         self.device = next(self._module.parameters()).device
         self.batching: Batching = "single rows" if fixed_shapes else self._try_batches()
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self._module).__name__}: {why}, so nothing can be sampled from it; valid: "
+            "generator.engine = 'vllm' or 'vllm-server'"
+        )
 
     def feed(
         self, ids_nk: Tensor, cache: Any, computed: Sequence[int], beside: Mapping[str, Any] = {}
@@ -111,7 +114,13 @@ class HubRunner:
     @torch.inference_mode()
     def _try_batches(self) -> Batching:
         """The largest batches whose rows come out as they do alone; the reason why they aren't larger is logged."""
-        cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
+        try:
+            cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the boundary to a model's own code: one of recurrent layers alone, say
+            reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            raise self._refusal(f"it can't begin a cache ({reason})") from None
         if not (reason := self._why_not_padded(cache) or self._differ(5, 3)):
             return "padded"
         _log.warning("%s: rows of different lengths aren't batched: %s", self.model.config.model_type, reason)
