@@ -83,8 +83,8 @@ class PairGroup:
     """A process group of two that carries tensors one way: rank 0 sends, rank 1 receives.
 
     Between machines neither proves the run's key nor encrypts: for networks that one trusts, as all that NCCL has. The
-    same code for gloo and NCCL, which needs two GPUs and is not yet run. ``send`` and ``receive`` block, and belong into
-    a thread.
+    same code for gloo and NCCL, which needs two GPUs and is not yet run. ``send`` and ``receive`` block, and belong
+    into a thread.
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"], rank: int, rendezvous: str, host: str) -> None:

@@ -155,10 +155,12 @@ class PairTimer:
             reference.guest.load(reference.module, task.source, confined=False)
             reference.guest.make(reference.module, "Model", arguments, seed)
             reference.guest.pin(self._cores)
-        made = candidate.guest.make(candidate.module, "ModelNew", arguments, seed)
-        if self._is_judged:
-            _require_own(made)
+        self._require_own(candidate.guest.make(candidate.module, "ModelNew", arguments, seed))
         candidate.guest.pin(self._cores)
+
+    def _require_own(self, head: dict[str, Any]) -> None:
+        if self._is_judged and (replaced := replaced_in(head)):
+            raise Deception(replaced)
 
     def _choose_calls(self) -> None:
         """Raise both sides' calls until an interval is long enough, or has all the memory it may."""
@@ -239,7 +241,7 @@ class PairTimer:
         head, _ = side.guest.call("go", module=side.module, calls=calls, record=True, brief=False)
         side.guest.freeze()
         side.cpu_ns = side.guest.cpu_ns()
-        _require_own(head)
+        self._require_own(head)
         if called := called_operator(self._submission.task, names_of(head, "operators")):
             raise Deception(f"it calls {called} once it is timed")
 
@@ -279,11 +281,6 @@ class PairTimer:
             compared = compare(values[1], values[0], self._submission.task.tolerances, scaled=True)
             if compared.text:
                 raise Deception(f"its outputs are wrong in timed calls: {compared.text}")
-
-
-def _require_own(head: dict[str, Any]) -> None:
-    if replaced := replaced_in(head):
-        raise Deception(replaced)
 
 
 class FreshInputs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 import tiny_run
 import warm_programs
 from safetensors.numpy import load_file
-from tiny_hub import make_hub_model
+from tiny_hub import ONE_A_ROW, PACKED, write_hub_inputs
 
-from headway.models.loading import TOKENIZER_FILES
 from headway.runtime.nodes.files import file_digests
 from headway.trainer.checkpoints import checkpoint_path
 
@@ -32,13 +30,7 @@ def _imported() -> Iterator[None]:
 
 def written(folder: Path, kind: str, sizes: Mapping[str, int] = {}, /, **sections: dict[str, Any]) -> Path:
     """An experiment on a random model of this kind with the tokenizer of the tiny runs."""
-    tiny_run.write_inputs(folder)
-    own = (folder / "model").rename(folder / "tokenizer")
-    size = json.loads((own / "config.json").read_text())["vocab_size"]
-    make_hub_model(folder / "model", kind, vocab_size=size, **sizes)
-    for name in TOKENIZER_FILES:
-        if (own / name).is_file():
-            shutil.copyfile(own / name, folder / "model" / name)
+    write_hub_inputs(folder, kind, **sizes)
     given = {
         "run": {"steps": STEPS},
         "model": {"implementation": "transformers"},
@@ -69,11 +61,17 @@ def test_run_of_an_architecture_that_headway_does_not_have(tmp_path: Path, kind:
     assert any((before[name] != after[name]).any() for name in before)
 
 
-@pytest.mark.slow
-def test_rewards_rise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind == "Olmo2" else pytest.mark.long)
+        for kind in (*PACKED, *ONE_A_ROW)
+    ],
+)
+def test_rewards_rise(tmp_path: Path, kind: str) -> None:
     config = written(
         tmp_path,
-        "Olmo2",
+        kind,
         run={"steps": 60},
         verifier={"name": "tiny_verifiers:digits"},
         rollout={"group_size": 8, "max_prompt_tokens": 16, "max_response_tokens": 12},
@@ -83,7 +81,9 @@ def test_rewards_rise(tmp_path: Path) -> None:
     command = tiny_run.train(config, limit_s=220)
     assert command.process.returncode == 0, command.output
     rewards = [step.reward_mean for step in tiny_run.steps_of(tmp_path / "run") if step.length_mean]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+    before, after = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    print(f"{kind}: {before:.3f} -> {after:.3f}")
+    assert after > before + 0.3, rewards
 
 
 ADAPTER = {"rank": 4, "alpha": 8.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -14,13 +13,12 @@ import pytest
 import tiny_run
 import torch
 from safetensors.numpy import load_file
-from tiny_hub import make_hub_model
+from tiny_hub import write_hub_inputs
 
 from headway.flow.run import Flow, run
 from headway.flow.worker import Worker
 from headway.kernels.device_queries import query_gpus
 from headway.models.initialise import initialise_model
-from headway.models.loading import TOKENIZER_FILES
 from headway.orchestrator.preflight.memory import CUDA_CONTEXT_BYTES
 from headway.trainer.checkpoints import checkpoint_path
 
@@ -45,17 +43,6 @@ def written(folder: Path, dtype: str = "float32", **sections: Any) -> Path:
         "trainer": {"devices": ["cuda:0"], "dtype": dtype, "learning_rate": 1e-2} | sections.pop("trainer", {}),
     }
     return tiny_run.write_experiment(folder, **given, **sections)
-
-
-def hub_inputs(folder: Path, kind: str) -> None:
-    """A random model of a kind that only transformers has, with the tokenizer of the tiny runs."""
-    tiny_run.write_inputs(folder)
-    own = (folder / "model").rename(folder / "tokenizer")
-    size = json.loads((own / "config.json").read_text())["vocab_size"]
-    make_hub_model(folder / "model", kind, vocab_size=size)
-    for name in TOKENIZER_FILES:
-        if (own / name).is_file():
-            shutil.copyfile(own / name, folder / "model" / name)
 
 
 def trained(config: Path, *arguments: str, steps: int = STEPS, **how: Any) -> list[Any]:
@@ -98,7 +85,7 @@ def test_sides_in_turns_free_the_gpu_and_train_the_same_weights(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["Olmo2", "FalconH1", "DeepseekV3"])
 def test_an_architecture_of_transformers(tmp_path: Path, kind: str) -> None:
-    hub_inputs(tmp_path, kind)
+    write_hub_inputs(tmp_path, kind)
     queue = {"budget": 0, "filter_zero_variance": False}
     steps = trained(written(tmp_path, model={"implementation": "transformers"}, queue=queue))
     require_agreement(steps, "float32")
@@ -107,7 +94,7 @@ def test_an_architecture_of_transformers(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("implementation", ["headway", "transformers"])
 def test_an_adapter(tmp_path: Path, implementation: str) -> None:
     if implementation == "transformers":
-        hub_inputs(tmp_path, "Olmo2")
+        write_hub_inputs(tmp_path, "Olmo2")
     model = {"implementation": implementation, "adapter": {"rank": 4, "alpha": 8.0}}
     steps = trained(written(tmp_path, model=model, generator={"update_mode": "finish"}))
     require_agreement(steps, "float32")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from headway.models.loading import TOKENIZER_FILES
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = dict(
@@ -82,6 +86,20 @@ def make_hub_model(folder: Path, kind: str, **changes: Any) -> str:
     name = {"Llama4Text": "Llama4ForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
     randomise(getattr(transformers, name)(config)).save_pretrained(folder)
     return str(folder)
+
+
+def write_hub_inputs(folder: Path, kind: str, **sizes: int) -> None:
+    """The inputs of the tiny runs with a random model of this kind and their tokenizer."""
+    import tiny_run
+
+    tiny_run.write_inputs(folder)
+    own = (folder / "model").rename(folder / "tokenizer")
+    known = json.loads((own / "config.json").read_text())
+    ids = {key: known[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    make_hub_model(folder / "model", kind, **ids, **sizes)
+    for name in TOKENIZER_FILES:
+        if (own / name).is_file():
+            shutil.copyfile(own / name, folder / "model" / name)
 
 
 def make_seeing_model(folder: Path) -> str:

@@ -15,21 +15,21 @@ from torch.nn import functional
 
 _POSITIONS = ("keys", "values")  # [n, h, t, c] each; a sliding window's have the newest t alone
 _STATES = ("conv_states", "recurrent_states")  # tensors [n, ...] by number
-_ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-_RECURRENT = (
+_KNOWN = (
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DummyLayer",
     "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 
 
-def joinable(cache: Any, *, recurrent: bool = True) -> bool:
-    """Whether `join` and `take` know every layer of this cache; ``recurrent``: or only if none has a recurrent state,
-    so that rows may have different lengths."""
-    known = _ATTENTION + _RECURRENT if recurrent else _ATTENTION
+def joinable(cache: Any) -> bool:
+    """Whether `join` and `take` know every layer of this cache."""
     kinds = (type(cache), *map(type, getattr(cache, "layers", ())))
     plain = all(kind.__module__ == "transformers.cache_utils" for kind in kinds)
-    return plain and kinds[0].__name__ == "DynamicCache" and all(kind.__name__ in known for kind in kinds[1:])
+    return plain and kinds[0].__name__ == "DynamicCache" and all(kind.__name__ in _KNOWN for kind in kinds[1:])
 
 
 def join(caches: Sequence[Any]) -> Any:

@@ -24,6 +24,7 @@ from headway.records.generation import PathScores, Probe, ProbeScores
 
 _log = logging.getLogger(__name__)
 Batching = Literal["padded", "equal lengths", "single rows"]
+_REMEDY = "Nothing can be sampled from it; valid: generator.engine = 'vllm' or 'vllm-server'"
 _CACHES = ("past_key_values", "cache_params")  # names of a cache in forward()
 _ROUGH = 0.03  # two right passes' logits in half precision may differ by this share of the largest ...
 _CLOSE = 1e-4  # ... and in single precision by this
@@ -33,7 +34,7 @@ class HubRunner:
     """Runs a `HubModel` with caches. Keeps no rows.
 
     ``batching``: which rows are computed together. "padded": all; "equal lengths": those with as many tokens, where
-    states are recurrent or the model takes no mask; "single rows": where the cache is one of the model's own, or
+    the model takes no mask, say; "single rows": where the cache is one of the model's own, or
     ``fixed_shapes``. A trial of a few tokens at the start, together and alone, must agree, else fewer rows are computed
     together, "single rows" at the least; the log has the reason.
     """
@@ -45,16 +46,12 @@ class HubRunner:
         self._taken = inspect.signature(self._module.forward).parameters
         found = [name for name in _CACHES if name in self._taken]
         if not found:
-            raise self._refusal(f"its forward() takes no cache ({' or '.join(_CACHES)})")
+            raise ConfigurationError(
+                f"{type(self._module).__name__}: its forward() takes no cache ({' or '.join(_CACHES)}). {_REMEDY}"
+            )
         self._cache = found[0]
         self.device = next(self._module.parameters()).device
         self.batching: Batching = "single rows" if fixed_shapes else self._try_batches()
-
-    def _refusal(self, why: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{type(self._module).__name__}: {why}, so nothing can be sampled from it; valid: "
-            "generator.engine = 'vllm' or 'vllm-server'"
-        )
 
     def feed(
         self, ids_nk: Tensor, cache: Any, computed: Sequence[int], beside: Mapping[str, Any] = {}
@@ -116,11 +113,8 @@ class HubRunner:
         """The largest batches whose rows come out as they do alone; the reason why they aren't larger is logged."""
         try:
             cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # the boundary to a model's own code: one of recurrent layers alone, say
-            reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
-            raise self._refusal(f"it can't begin a cache ({reason})") from None
+        except ValueError as error:  # one of recurrent layers alone, say
+            raise ConfigurationError(f"{self.model.config.model_type} can't begin a cache: {error} {_REMEDY}") from None
         if not (reason := self._why_not_padded(cache) or self._differ(5, 3)):
             return "padded"
         _log.warning("%s: rows of different lengths aren't batched: %s", self.model.config.model_type, reason)
@@ -135,9 +129,7 @@ class HubRunner:
             return "its forward() takes no position_ids or no attention_mask"
         if self.model.rope_by_length:
             return "rotary embeddings depend on the longest row"
-        return why_not_shifted(self._module) or (
-            "" if joinable(cache, recurrent=False) else "its cache has more than keys and values"
-        )
+        return why_not_shifted(self._module) or ("" if joinable(cache) else "its cache is of a class of its own")
 
     def _differ(self, *lengths: int) -> str:
         """Why rows of these lengths can't be in a batch; "": they have the same logits there as alone, and when one has
