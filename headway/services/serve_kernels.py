@@ -84,7 +84,8 @@ async def serve_kernels(settings: KernelServing, on_ready: Callable[[str, str], 
         if own and (others := {*machine_cores()}.difference(*sets.values())):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, others)  # what compiles and checks stays off the cores that time
-        devices = DeviceTable(core_devices(list(sets)), query_gpus, on_event)
+        # The own evaluator uses cores alone: no GPU is in its table, to which a submission could be sent.
+        devices = DeviceTable(core_devices(list(sets)), tuple if own else query_gpus, on_event)
         await devices.refresh()
         evaluator = make_evaluator(settings, devices)
         await evaluator.start()
