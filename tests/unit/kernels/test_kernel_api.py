@@ -348,10 +348,12 @@ def test_a_client_that_leaves_frees_its_device() -> None:
 
 
 @contextlib.contextmanager
-def process(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`headway serve-kernels` over the scripted evaluator, and its address."""
+def process(
+    *arguments: str, evaluator: str = "kernel_service:make_judge", **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`headway serve-kernels` over the scripted evaluator, or its own (""), and its address."""
     command = [sys.executable, "-m", "headway.cli.main", "serve-kernels", "--port", "0", *arguments]
-    command += ["--evaluator", "kernel_service:make_judge"]
+    command += ["--evaluator", evaluator] if evaluator else []
     environment = {**os.environ, **variables}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         try:
@@ -383,6 +385,19 @@ def test_sigterm_in_mid_evaluation_ends_the_process_cleanly(tmp_path: Path) -> N
         assert child.stdout is not None
         assert child.stdout.read() == "stopped\n"
         assert closed.read_text() == "1 cancelled"
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "devices"), [("", ["cpu:0"]), ("kernel_service:make_judge", ["cuda:0", "cpu:0"])]
+)
+def test_no_gpu_is_listed_where_the_evaluator_uses_none(tmp_path: Path, evaluator: str, devices: list[str]) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU-aa, NVIDIA H100 80GB HBM3, 9.0, 0, 37, 1024, 81559, 0'\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with process("--cores", "0", evaluator=evaluator, PATH=path, CUDA_VISIBLE_DEVICES="0") as (_, address):
+        status = httpx.get(f"{address}/gpu_status", trust_env=False).json()
+    assert [one["device"] for one in status["devices"]] == devices
 
 
 @pytest.mark.parametrize(
