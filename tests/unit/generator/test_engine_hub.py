@@ -335,6 +335,16 @@ def test_model_of_recurrent_layers_alone_is_refused(tmp_path) -> None:
         HubEngine(load_hub(folder, "float32", "cpu"), slots=2, max_context_tokens=32)
 
 
+def test_model_whose_states_lie_in_itself_is_refused(tmp_path) -> None:
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, lru_width=16)
+    config = RecurrentGemmaConfig(vocab_size=40, num_hidden_layers=3, attention_window_size=16, **sizes)
+    RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"recurrent_gemma (can't begin a|.*takes no) cache.*Nothing can be"):
+        HubEngine(load_hub(tmp_path, "float32", "cpu"), slots=2, max_context_tokens=32)
+
+
 def test_positions_that_depend_on_the_longest_row_are_not_padded(tmp_path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     folder = make_hub_model(tmp_path, "Phi3", rope_parameters=rope, original_max_position_embeddings=64)

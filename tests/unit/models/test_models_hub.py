@@ -18,7 +18,7 @@ from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
 from headway.models.hub.adapter import HubAdapter
 from headway.models.hub.configuration import adapter_size, implementation_of, read_config
-from headway.models.hub.model import HubModel, load_hub
+from headway.models.hub.model import HubModel, load_hub, why_not_shifted
 from headway.models.loading import adopt_weights, copy_weights, load_model, save_model, weights_of
 from headway.models.opening import open_model
 from headway.models.packed_model import PackedModel
@@ -216,6 +216,16 @@ def test_an_architecture_without_an_attention_interface_has_a_document_a_row(
     expected, _ = alone(folder, ids)
     torch.testing.assert_close(logprobs(model(ids, LENGTHS)), expected, rtol=1e-4, atol=1e-4)
     assert "7 % of the first micro-batch is padding" in caplog.text
+
+
+@pytest.mark.parametrize(("floor", "why"), [(8, "log_scaling_n_floor goes by a token's place"), (None, "")])
+def test_scales_of_inkling_go_by_a_tokens_place_in_its_row(floor: int | None, why: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("inkling_text", log_scaling_n_floor=floor)
+    found = why_not_shifted(Mock(config=config))
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
 
 
 def test_scales_by_a_tokens_place_in_its_row_keep_documents_in_rows(

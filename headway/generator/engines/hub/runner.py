@@ -113,7 +113,7 @@ class HubRunner:
         """The largest batches whose rows come out as they do alone; the reason why they aren't larger is logged."""
         try:
             cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
-        except ValueError as error:  # one of recurrent layers alone, say
+        except (AttributeError, ValueError) as error:  # its outputs have no cache; layers of linear attention alone
             raise ConfigurationError(f"{self.model.config.model_type} can't begin a cache: {error} {_REMEDY}") from None
         if not (reason := self._why_not_padded(cache) or self._differ(5, 3)):
             return "padded"
