@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +24,9 @@ from quickstart import run_seed
 
 from headway.cli.projects import QUICKSTART, write_files
 from headway.models.initialise import initialise_model
-from headway.models.loading import TOKENIZER_FILES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.support.tiny_hub import ONE_A_ROW, PACKED, SIZES
+from tests.support.tiny_hub import ONE_A_ROW, PACKED, SIZES, copy_tokenizer, vocabulary_of
 
 _OWN = {
     "hidden_size": 96,
@@ -51,13 +49,9 @@ def prepare(folder: Path, kind: str) -> None:
     options = (PACKED | ONE_A_ROW)[kind]
     if kinds := options.get("layer_types"):
         options = options | {"layer_types": [*kinds, *kinds][: _OWN["num_hidden_layers"]]}
-    known = json.loads((own / "config.json").read_text())
-    ids = {key: known[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **_OWN, **ids})
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **_OWN, **vocabulary_of(own)})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "init")
-    for name in TOKENIZER_FILES:
-        if (own / name).is_file():
-            shutil.copyfile(own / name, folder / "init" / name)
+    copy_tokenizer(own, folder / "init")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ pytestmark = [
 STEPS = 4
 LIMIT_S = 200.0
 # Largest difference of two log-probabilities of a token that trainer and engine compute with the same weights.
-AGREE = {"float32": 1e-3, "bfloat16": 0.2}
+MOST_APART = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 def written(folder: Path, dtype: str = "float32", **sections: Any) -> Path:
@@ -58,10 +58,10 @@ def require_agreement(steps: list[Any], dtype: str) -> None:
     fresh = [step for step in steps if step.metrics and step.token_staleness.max == 0]
     told = [step.metrics["mismatch_max"] for step in fresh]
     print(f"mismatch_max, {dtype}: {max(told):.2e}")
-    assert max(told) < AGREE[dtype]
+    assert max(told) < MOST_APART[dtype]
 
 
-@pytest.mark.parametrize("dtype", list(AGREE))
+@pytest.mark.parametrize("dtype", list(MOST_APART))
 def test_a_run_is_killed_resumed_and_complete(tmp_path: Path, dtype: str) -> None:
     config = written(tmp_path, dtype)
     assert tiny_run.train(config, fault="batch-committed:2", limit_s=LIMIT_S).process.returncode == -signal.SIGKILL
@@ -102,7 +102,7 @@ def test_an_adapter(tmp_path: Path, implementation: str) -> None:
     assert any(one.any() for name, one in adapter.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("dtype", list(AGREE))
+@pytest.mark.parametrize("dtype", list(MOST_APART))
 def test_experts_are_replayed(tmp_path: Path, dtype: str) -> None:
     tiny_run.write_inputs(tmp_path)
     shutil.rmtree(tmp_path / "model")
@@ -117,7 +117,7 @@ def test_experts_are_replayed(tmp_path: Path, dtype: str) -> None:
 
 
 class Neighbour(Worker):
-    """Has tensors on its GPU, and sends them to another."""
+    """A worker that swaps a tensor on its GPU, and one in memory, with another worker."""
 
     async def swap(self, other: str, seed: int) -> tuple[list[float], list[float], str]:
         own = torch.randn(1 << 22, generator=torch.Generator().manual_seed(seed))
@@ -127,7 +127,7 @@ class Neighbour(Worker):
         return [float(own.double().sum()), float(own[:1000].double().sum())], sums, str(got["there"].device)
 
 
-def test_workers_of_one_gpu_hand_over_tensors_without_the_host() -> None:
+def test_workers_of_one_gpu_swap_tensors_by_cuda_ipc(tmp_path: Path) -> None:
     async def workflow(flow: Flow) -> None:
         left, right = await flow.workers("left", Neighbour), await flow.workers("right", Neighbour)
         for seed in range(3):
@@ -137,7 +137,9 @@ def test_workers_of_one_gpu_hand_over_tensors_without_the_host() -> None:
             assert got == pytest.approx(other_sent, abs=1e-3)
             assert other_got == pytest.approx(sent, abs=1e-3)
 
-    run(workflow, {"left": "cuda:0", "right": "cuda:0"})
+    run(workflow, {"left": "cuda:0", "right": "cuda:0"}, directory=tmp_path / "run")
+    events = (tmp_path / "run" / "workflow.jsonl").read_text()
+    assert all(f"{pair}: cuda ipc" in events for pair in ("left-0 -> right-0", "right-0 -> left-0"))
 
 
 def test_the_driver_lists_it_and_a_context_fits_its_allowance() -> None:

@@ -94,12 +94,21 @@ def write_hub_inputs(folder: Path, kind: str, **sizes: int) -> None:
 
     tiny_run.write_inputs(folder)
     own = (folder / "model").rename(folder / "tokenizer")
-    known = json.loads((own / "config.json").read_text())
-    ids = {key: known[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
-    make_hub_model(folder / "model", kind, **ids, **sizes)
+    make_hub_model(folder / "model", kind, **vocabulary_of(own), **sizes)
+    copy_tokenizer(own, folder / "model")
+
+
+def vocabulary_of(model: Path) -> dict[str, int]:
+    """The keys of a model's configuration that belong to its tokenizer."""
+    known = json.loads((model / "config.json").read_text())
+    return {key: known[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer of a model folder into another model's."""
     for name in TOKENIZER_FILES:
-        if (own / name).is_file():
-            shutil.copyfile(own / name, folder / "model" / name)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def make_seeing_model(folder: Path) -> str:

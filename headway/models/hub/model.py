@@ -345,9 +345,8 @@ def _choose_packing(model: HubModel) -> None:
 def why_not_shifted(module: PreTrainedModel) -> str:
     """Why each document must begin at the first place of its row; "": it needn't."""
     config = module.config.get_text_config()
-    keys = ["attn_temperature_tuning"] + ["log_scaling_n_floor"] * (config.model_type == "inkling_text")
-    tuned = [key for key in keys if getattr(config, key, None)]
-    return f"{tuned[0]} goes by a token's place in its row, not by its position" if tuned else ""
+    key = "log_scaling_n_floor" if config.model_type == "inkling_text" else "attn_temperature_tuning"
+    return f"{key} goes by a token's place in its row, not by its position" if getattr(config, key, None) else ""
 
 
 def _why_not(model: HubModel) -> str:

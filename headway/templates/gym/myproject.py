@@ -37,7 +37,7 @@ class Field:
         return self.seen(), float(reached), reached, self.steps >= STEPS, {}
 
     def seen(self) -> str:
-        """What the model is told. How far it is to go is easier to learn from than two places to be compared."""
+        """Describe the moves that are left, for the model: easier to learn from than two places to compare."""
         across, along = self.goal[0] - self.place[0], self.goal[1] - self.place[1]
         steps = {name: x * across + y * along for name, (x, y) in MOVES.items()}
         return " ".join(f"{ahead} {name}" for name, ahead in steps.items() if ahead > 0) or "here"

@@ -34,7 +34,7 @@ class HubRunner:
     """Runs a `HubModel` with caches. Keeps no rows.
 
     ``batching``: which rows are computed together. "padded": all; "equal lengths": those with as many tokens, where
-    the model takes no mask, say; "single rows": where the cache is one of the model's own, or
+    rows can't be padded on the left; "single rows": where the cache is one of the model's own, or
     ``fixed_shapes``. A trial of a few tokens at the start, together and alone, must agree, else fewer rows are computed
     together, "single rows" at the least; the log has the reason.
     """
@@ -114,7 +114,8 @@ class HubRunner:
         try:
             cache = self.feed(torch.zeros((1, 1), dtype=torch.int64), None, [0])[1]
         except (AttributeError, ValueError) as error:  # its outputs have no cache; layers of linear attention alone
-            raise ConfigurationError(f"{self.model.config.model_type} can't begin a cache: {error} {_REMEDY}") from None
+            name = type(self._module).__name__
+            raise ConfigurationError(f"{name}: it can't begin a cache ({error}). {_REMEDY}") from error
         if not (reason := self._why_not_padded(cache) or self._differ(5, 3)):
             return "padded"
         _log.warning("%s: rows of different lengths aren't batched: %s", self.model.config.model_type, reason)
