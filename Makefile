@@ -114,10 +114,10 @@ test-hostile: install
 	HEADWAY_ALL_BACKENDS=1 $(BIN)/python -m pytest tests/e2e/test_sandbox_hostile*.py --numprocesses 3 --timeout 600
 
 test-agents: install install-agents
-	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/e2e/test_mini_swe_agent.py --timeout 600 --durations 10
+	HEADWAY_MINI="$(abspath $(AGENTS_BIN)/mini)" $(BIN)/python -m pytest tests/e2e/test_mini_swe_agent.py --timeout 600 --durations 10
 
 test-clients: install install-agents install-clients
-	HEADWAY_AGENTS=$(abspath $(AGENTS_BIN)/python) HEADWAY_CLIENTS=$(abspath $(CLIENTS_BIN)/python) \
+	HEADWAY_AGENTS="$(abspath $(AGENTS_BIN)/python)" HEADWAY_CLIENTS="$(abspath $(CLIENTS_BIN)/python)" \
 		$(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
 
 test-vllm: install-vllm

@@ -8,6 +8,7 @@ import json
 import keyword
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -107,8 +108,9 @@ def new(
         raise ConfigurationError(f"--template kernel: {_no_compiler()}")
     on_path = shutil.which("python")
     activated = on_path is not None and os.path.samefile(Path(on_path).parent, Path(sys.executable).parent)
-    # `make` finds this interpreter also where its environment isn't activated
-    words = {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {'python' if activated else sys.executable}\n"}
+    # `make` finds this interpreter also where its environment isn't activated, and its path has blanks
+    python = "python" if activated else shlex.quote(sys.executable).replace("$", "$$").replace("#", "\\#")
+    words = {PLACEHOLDER: module, "PYTHON ?= python\n": f"PYTHON ?= {python}\n"}
     write_files(template, folder, words)
     typer.echo(
         f"{folder}: {PROJECTS[template]}\n\n  cd {folder}\n  make test   seconds\n  make run    minutes, on two cores"

@@ -343,7 +343,7 @@ def _local(clock: Clock, on_event: EventCallback, waits: Waits) -> Launcher:
 
 def _line() -> str:
     """File and line of the user's code that called us."""
-    package = os.path.dirname(__file__)
+    package = os.path.dirname(__file__) + os.sep
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, cast
 
 from headway.records.errors import ConfigurationError, HookFailed
 from headway.runtime.imports import import_function
+from headway.runtime.stalls.stacks import shortened
 
 _LONGEST = 80  # characters of a value in an error
-_NOT_THE_USERS = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,8 @@ def place_of(error: BaseException) -> str:
     """Where a user's code raised ``error``: its innermost frame outside of headway and of what is installed, say
     "coins.py:31 in reply"; "" where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = PurePath(frame.filename)
-        installed = {"site-packages", "dist-packages"} & set(path.parts) or path.name.startswith("<")
-        if not installed and not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS):
-            return f"{path.name}:{frame.lineno} in {frame.name}"
+        if not shortened(frame.filename).startswith(("headway/", "<")):
+            return f"{PurePath(frame.filename).name}:{frame.lineno} in {frame.name}"
     return ""
 
 

@@ -145,7 +145,7 @@ def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inpu
             "books-lock": f"{tmp_path}/books/lock",
         }
         mounts = " && ".join(f"mount --bind {tmp_path / name} {place}" for name, place in binds.items())
-        there = f"{mounts} && exec {sys.executable} -m headway.cli.main train {config} --quiet --resume"
+        there = f"{mounts} && exec '{sys.executable}' -m headway.cli.main train {config} --quiet --resume"
         second = subprocess.run(
             ["unshare", "-m", "sh", "-c", there],
             capture_output=True,

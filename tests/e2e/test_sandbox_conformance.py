@@ -364,10 +364,11 @@ def test_preflight_passes_here_and_names_what_is_wrong(backend, tmp_path: Path):
 def zygote_that_first_runs(code: str, folder: Path) -> str:
     """A program to give as the zygote's Python."""
     program = folder / "python"
-    program.write_text(f"""#!{sys.executable}
-import os, sys
+    wrapper = program.with_suffix(".py")
+    wrapper.write_text(f"""import os, sys
 os.execv(sys.executable, [sys.executable, *sys.argv[1:-1], {code!r} + sys.argv[-1]])
 """)
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{wrapper}' \"$@\"\n")  # its path may have blanks
     program.chmod(0o755)
     return str(program)
 

@@ -7,6 +7,7 @@ import getpass
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDERS = f"{Path(__file__).resolve().parents[2]}:{Path(__file__).resolve().parent}"
-COMMAND = f"env PYTHONPATH={FOLDERS} {sys.executable} -m headway.cli.main"
+COMMAND = f"env {shlex.quote(f'PYTHONPATH={FOLDERS}')} {shlex.quote(sys.executable)} -m headway.cli.main"
 NO_RAY = "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install 'headway[ray]'"
 NO_SSH = "" if shutil.which("sshd", path="/usr/sbin:/usr/bin") else "sshd is not installed: make system-packages"
 NO_SLURM = next(

@@ -23,19 +23,24 @@ _POLL_S, _POLLS = 0.05, 30
 _MOST_BYTES = 1 << 16
 MOST_STACKS = 24
 MOST_FRAMES = 24  # the innermost
-_LIBRARY = re.compile(r".*/(site-packages|dist-packages|lib/python3\.\d+|<frozen)/?")
-_HEADWAY = re.compile(r".*/(?=headway/)")
+_PACKAGE = [str(Path(file).parents[2]) for file in (__file__, os.path.realpath(__file__))]
+_STANDARD = os.path.dirname(os.__file__)
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def shortened(path: str) -> str:
-    """A source file's path as people name it: "headway/…", "<library>/…", or from the user's folder on."""
-    library = _LIBRARY.match(path)
-    if library is not None:
-        return f"<library>/{path[library.end() :]}"
-    own = _HEADWAY.match(path)
-    return path[own.end() :] if own is not None else "/".join(path.split("/")[-2:])
+    """A source file's path as people name it: "headway/…" in this package, "<library>/…" in what is installed, or from
+    the user's folder on. Places decide, not names of folders: a checkout or a project may be called headway too."""
+    for package in _PACKAGE:
+        if path.startswith(f"{package}/"):
+            return f"headway{path[len(package) :]}"
+    installed = [entry for entry in sys.path if entry.endswith(("/site-packages", "/dist-packages"))]
+    if folders := [folder for folder in (_STANDARD, *installed) if path.startswith(f"{folder}/")]:
+        return f"<library>{path[len(max(folders, key=len)) :]}"
+    parts = path.split("/")
+    first = next((at for at in range(len(parts) - 2, 0, -1) if parts[at] != "headway"), 0)
+    return "/".join(parts[first:])
 
 
 def thread_stacks(skip: tuple[str, ...] = ()) -> list[Stack]:

@@ -284,7 +284,7 @@ def test_a_closed_pipe_is_not_a_traceback(tmp_path: Path) -> None:
     }  # fmt: skip
     text = "".join(json.dumps({**sample, "group": group}) + "\n" for group in range(2000))
     (tmp_path / "samples.jsonl").write_text(text)
-    command = f"{sys.executable} -m headway.cli.main show {tmp_path} --json | head -n 1"
+    command = f"'{sys.executable}' -m headway.cli.main show {tmp_path} --json | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith('{"step":1')
     assert "Traceback" not in done.stderr

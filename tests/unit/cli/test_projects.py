@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -28,6 +29,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def files(folder: Path) -> list[str]:
     """Everything below ``folder``, hidden files too."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_makefile_runs_an_interpreter_whose_path_has_blanks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = here / "my $HOME runs #1" / "python"
+    own.parent.mkdir()
+    own.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    own.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own))
+    monkeypatch.setenv("PATH", os.pathsep.join(("/usr/bin", "/bin")))
+    assert cli.main(["new", "away"]) == 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(["make", "test"], cwd=here / "away", env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("template", PROJECTS)
@@ -66,7 +80,7 @@ def test_project_s_own_tests_pass(template: str, here: Path) -> None:
 def test_makefile_finds_this_interpreter(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.pathsep.join(("/usr/bin", "/bin")))
     assert cli.main(["new", "away"]) == 0
-    assert f"PYTHON ?= {sys.executable}\n" in (here / "away/Makefile").read_text()
+    assert f"PYTHON ?= {shlex.quote(sys.executable)}\n" in (here / "away/Makefile").read_text()
     (here / "bin").mkdir()
     monkeypatch.setattr(sys, "executable", str(here / "bin/python"))  # an environment that is activated
     (here / "bin/python").write_text("")

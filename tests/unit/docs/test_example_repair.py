@@ -4,6 +4,7 @@ edit that is demonstrated."""
 from __future__ import annotations
 
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def hidden(task: dict[str, Any], folder: Path) -> HiddenTestResults:
 
 
 def visible(task: dict[str, Any], folder: Path) -> int:
-    command = task["metadata"]["test_command"].replace("python3", sys.executable)
+    command = task["metadata"]["test_command"].replace("python3", shlex.quote(sys.executable))
     return subprocess.run(["sh", "-c", command], cwd=folder, capture_output=True, timeout=60).returncode
 
 

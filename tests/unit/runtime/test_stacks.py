@@ -1,0 +1,72 @@
+"""Names of source files in stacks: where a file is decides, whatever the folders on the way are called."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from headway.runtime.stalls import stacks
+from headway.runtime.stalls.stacks import shortened
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_our_own_files_are_named_by_package_and_libraries_by_their_place():
+    assert shortened(stacks.__file__) == "headway/runtime/stalls/stacks.py"
+    assert shortened(os.path.realpath(stacks.__file__)) == "headway/runtime/stalls/stacks.py"
+    assert shortened(asyncio.tasks.__file__) == "<library>/asyncio/tasks.py"
+    assert shortened(xxhash.__file__) == "<library>/xxhash/__init__.py"
+    assert shortened("<frozen importlib._bootstrap>") == "<frozen importlib._bootstrap>"
+    assert shortened("<string>") == "<string>"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/home/me/headway/tests/support/stall_functions.py", "support/stall_functions.py"),
+        ("/home/me/rewards/score.py", "rewards/score.py"),
+        ("/home/me/my runs/score.py", "my runs/score.py"),
+        ("/home/me/headway/rewards.py", "me/headway/rewards.py"),  # of no package of ours
+        ("/srv/headway/headway/rewards.py", "srv/headway/headway/rewards.py"),
+        ("/headway/rewards.py", "/headway/rewards.py"),
+        ("/home/me/lib/python3.11/mine/score.py", "mine/score.py"),
+        ("/home/me/site-packages/mine/score.py", "mine/score.py"),
+        (f"{ROOT}/headway_rewards/score.py", "headway_rewards/score.py"),
+        ("score.py", "score.py"),
+    ],
+)
+def test_a_user_s_file_is_never_taken_for_ours_or_a_library_s(path: str, name: str):
+    assert shortened(path) == name
+
+
+@pytest.mark.parametrize("place", ["headway", "site-packages", "my runs", "lib/python3.11/headway"])
+def test_the_package_is_found_wherever_it_lies(place: str, tmp_path: Path):
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    (folder / "headway").symlink_to(ROOT / "headway")
+    (folder / "mine").mkdir()
+    (folder / "mine/coins.py").write_text("def reply():\n    raise ValueError('none')\n")
+    code = (
+        "from headway.runtime.hooks import place_of; from headway.runtime.stalls import stacks; from mine import coins\n"
+        "print(stacks.__file__, stacks.shortened(stacks.__file__), stacks.shortened(coins.__file__), sep='\\n')\n"
+        "try: coins.reply()\nexcept ValueError as error: print(place_of(error))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    ours, own, users, raised = ended.stdout.splitlines() or [ended.stderr, "", "", ""]
+    assert Path(ours).is_relative_to(folder)
+    assert own == "headway/runtime/stalls/stacks.py"
+    installed = place == "site-packages"
+    assert users == ("<library>/mine/coins.py" if installed else "mine/coins.py")
+    assert raised == ("" if installed else "coins.py:2 in reply")
