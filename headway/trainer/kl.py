@@ -11,6 +11,7 @@ Legend: ``_m`` one value per loss token, in nats. r = pi_ref / pi_theta.
 
 from __future__ import annotations
 
+from math import exp
 from typing import Literal
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from headway.config.consistency import MOST_KL_ERROR
 from headway.trainer.losses import MAX_LOG_RATIO, ratio
+
+_MOST_ROUNDED = 16.0  # nats: exp(16) = 8.9e6, the largest r that float32 can still subtract
 
 KlEstimator = Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"]
 
@@ -31,7 +34,8 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, samples
 
 
 def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor, behaviour_m: Tensor) -> Tensor:
-    """KL estimates [M], finite for any finite log-probabilities (log-ratios are clamped, see ``losses.ratio``)."""
+    """KL estimates [M], finite for any finite log-probabilities, as are their gradients, whose sign is that of the
+    formulas above: beyond ``MAX_LOG_RATIO`` k3 goes on as its tangent, and a clamped weight keeps its own gradient."""
     log_ratio_m = logprobs_m - reference_m  # -log r
     name, _, unbiased = estimator.partition("_")
     if name == "k1":
@@ -41,4 +45,13 @@ def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor,
     else:
         # expm1: for close models exp(x) - 1 would be rounding error, and the estimate could be negative.
         value_m = torch.expm1((-log_ratio_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + log_ratio_m
-    return ratio(logprobs_m, behaviour_m) * value_m if unbiased else value_m
+        value_m = value_m + exp(MAX_LOG_RATIO) * torch.relu(-log_ratio_m - MAX_LOG_RATIO)
+    if not unbiased:
+        return value_m
+    weight_m, by_logprobs_m = ratio(logprobs_m, behaviour_m).detach(), logprobs_m - logprobs_m.detach()
+    weighted_m = weight_m * by_logprobs_m.exp() * value_m  # whose gradient has a factor weight_m, clamped or not
+    if name == "k1":
+        return weighted_m
+    # w (k3 + 1 - r) = -w log r: of a large r the left side is rounding error.
+    exact_m = weighted_m.detach() + weight_m * log_ratio_m.detach() * by_logprobs_m
+    return torch.where(-log_ratio_m > _MOST_ROUNDED, exact_m, weighted_m)

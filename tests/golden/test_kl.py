@@ -15,6 +15,8 @@ from math import log
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 
@@ -143,6 +145,52 @@ def test_huge_ratios_stay_finite_in_float32(estimator) -> None:
     assert torch.isfinite(current.grad).all()
     if estimator in ("k2", "k3", "k3_unbiased"):
         assert (found >= 0).all()
+
+
+# What the sign of a token's gradient by log theta is, of x = log theta - log ref
+SIGNS = {
+    "k1": lambda x: torch.ones_like(x),
+    "k2": torch.sign,
+    "k3": torch.sign,
+    "k1_unbiased": lambda x: torch.sign(x + 1),
+    "k3_unbiased": torch.sign,
+}
+
+
+@every_estimator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_gradients_are_finite_and_keep_their_sign_at_any_log_ratio(estimator, dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def spread() -> torch.Tensor:  # log-ratios of all sizes, of both signs
+        size = torch.empty(4000, dtype=dtype).uniform_(-3, 3, generator=generator)
+        return 10**size * (torch.randint(2, (4000,), generator=generator) * 2 - 1)
+
+    reference = -torch.rand(4000, dtype=dtype, generator=generator)
+    current = (reference + spread()).requires_grad_()
+    found = kl_estimate(estimator, current, reference, current.detach() + spread())
+    found.sum().backward()
+    assert current.grad is not None
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(current.grad).all()
+    ratio = current.detach() - reference
+    assert torch.equal(torch.sign(current.grad), SIGNS[estimator](ratio)), ratio[
+        torch.sign(current.grad) != SIGNS[estimator](ratio)
+    ]
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k3_unbiased"])
+def test_k3_grows_without_a_jump_where_it_becomes_its_tangent(estimator) -> None:
+    away = torch.linspace(15.9, 20.1, 421, dtype=torch.float64)
+    current = (-away).requires_grad_()
+    found = kl_estimate(estimator, current, torch.zeros_like(away), current.detach())
+    found.sum().backward()
+    assert (found.diff() > 0).all()
+    assert (found.diff()[1:] / found.diff()[:-1]).max() < 1.02
+    assert current.grad is not None
+    assert (current.grad.diff() <= 0).all()
 
 
 @every_estimator
