@@ -185,6 +185,18 @@ class Evaluations:
             self._keep(version, rate if judged else None)
         await self.held("test", "after")
 
+    async def without_after(self) -> None:
+        """Keep the last version as it is, unjudged, where no validation during the run has found a best one."""
+        if self.best_version is None:
+            await self._save_candidate(self._run.state.version)
+            self._keep(self._run.state.version, None)
+
+    def announce(self, recorded: int | None) -> None:
+        """Record the best version again where a kill came between ``best/`` and its event: the ledger has
+        ``recorded``."""
+        if self.best_version not in (None, recorded):
+            self._run.event(EVENT_BEST, f"solve rate {self.best_solve_rate:.3f}", version=self.best_version)
+
     async def _publish_best(self) -> PublishedWeights:
         assert self.best_version is not None
         await self._run.trainer.load_weights(str(self._folder / "best"))

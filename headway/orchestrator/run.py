@@ -58,16 +58,17 @@ class Run:
         state.draining = True
         state.changed.notify()
 
-    async def begin(self, recorded: int | None = None, last: StepRecord | None = None) -> None:
+    async def begin(self, recorded: int | None = None, last: StepRecord | None = None, best: int | None = None) -> None:
         """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step.
 
         ``recorded``: steps that the ledger holds; later ones that are completed are recorded now. None: all are.
-        ``last``: the last step in the ledger, whose knobs a controller goes on from."""
+        ``last``: the last step in the ledger, whose knobs a controller goes on from. ``best``: the ledger's best version."""
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
         version = run.state.version = run.buffer.completed_steps
         run.event(EVENT_RESUME if resumed else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
+        self._evaluations.announce(best)
         reopen_groups(run)
         restore_records(run, version if recorded is None else min(recorded, version))
         if counts := ", ".join(f"{count:,} {ending}" for ending, count in run.state.books.endings.items()):
@@ -122,13 +123,14 @@ class Run:
         await self._control.flushed(self._train.completed_steps)
 
     async def conclude(self) -> None:
-        """Checkpoint; unless interrupted, evaluate the best weights, held. Close the books."""
+        """Checkpoint; unless interrupted, evaluate the best weights, held, and see that ``best/`` has some. Close the
+        books."""
         run = self.context
         if run.buffer.recorder is not None:
             run.buffer.recorder.flush()  # or the last endings would show as open while it evaluates and stops
         await self._train.checkpoint()
-        if not run.state.interrupted and run.experiment.evaluation.after:
-            await self._evaluations.after()
+        if not run.state.interrupted:
+            await (self._evaluations.after() if run.experiment.evaluation.after else self._evaluations.without_after())
         await self._close_books()
         if not run.state.interrupted:
             run.event(EVENT_END, f"{self._train.ended}, at version {run.state.version}")

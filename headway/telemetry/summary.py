@@ -49,7 +49,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         version_after=None if (after := held_evaluation(lines, "after")) is None else after.last_version,
         failed_before=_failed(lines, "before"),
         failed_after=_failed(lines, "after"),
-        best_version=_best_version(lines),
+        best_version=best_version(lines),
         trainer_wait_ratio=_share(wait_s, total_s),
         generator_wait_ratio=_share(sum(step.generator_wait_ratio * step.step_s for step in steps), total_s),
         generator_lent_ratio=_share(sum(step.generator_lent_ratio * step.step_s for step in steps), total_s),
@@ -153,7 +153,8 @@ def _failed(lines: Sequence[LedgerLine], phase: str) -> str:
     return next(filter(None, (record.failures_text for record in of_phase)), "")
 
 
-def _best_version(lines: Sequence[LedgerLine]) -> int | None:
+def best_version(lines: Sequence[LedgerLine]) -> int | None:
+    """The version that validation found best; None where none was judged."""
     last = last_event(lines, EVENT_LAST_KEPT, EVENT_BEST)
     if last is None or last.event != EVENT_BEST or "version" not in last.data:
         return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import tiny_run
+
+from headway.models.loading import load_model
+from headway.trainer.checkpoints import read_state
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -43,3 +47,48 @@ def test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume(tmp_path: Path) -
     (changed,) = tiny_run.events_of(run, "tasks_changed")
     assert changed.detail.startswith("tasks.train has changed since this run began (140 tasks, were 150): make clean")
     assert "warning: tasks.train: has changed since this run began (140 tasks, were 150)" in on.output
+
+
+def test_best_is_there_whenever_the_summary_says_so(tmp_path: Path) -> None:
+    tiny_run.write_inputs(tmp_path)
+    config, run = tiny_run.write_experiment(tmp_path, run={"steps": 2}), tmp_path / "run"
+    for steps, resume in ((2, []), (3, ["--resume"])):
+        ended = tiny_run.train(config, *resume, f"--run.steps={steps}")
+        assert ended.process.returncode == 0, ended.output
+        assert "best version       none was judged: best/ holds the last" in ended.output
+        assert read_state(run / "best").version == steps
+        load_model(run / "best")
+        assert (run / "best" / "README.md").is_file()
+
+    with tiny_run.headway("train", config, "--resume", "--run.steps=1000", run=run) as killed:
+        killed.until(lambda: tiny_run.steps_of(run)[-1].version >= 5, "steps")
+        killed.process.kill()
+    assert "holds the last" not in tiny_run.output_of("report", run)  # not finished: nothing is said of it
+    last = tiny_run.steps_of(run)[-1].version + 1
+    ended = tiny_run.train(config, "--resume", f"--run.steps={last}")
+    assert ended.process.returncode == 0, ended.output
+    assert "best/ holds the last" in ended.output
+    assert read_state(run / "best").version == last
+
+
+def test_a_best_version_whose_event_a_kill_has_lost_is_named_after_a_resume(tmp_path: Path) -> None:
+    tiny_run.write_inputs(tmp_path)
+    run, held = tmp_path / "run", tmp_path / "held.jsonl"
+    rows = (tmp_path / "tasks.jsonl").read_text().splitlines(keepends=True)
+    held.write_text("".join(rows[:8]))
+    (tmp_path / "tasks.jsonl").write_text("".join(rows[8:]))
+    evaluation = {"every_steps": 1, "samples_per_task": 2, "temperature": 1.0}
+    config = tiny_run.write_experiment(
+        tmp_path, run={"steps": 3}, **{"tasks.validation": {"path": str(held)}, "evaluation": evaluation}
+    )
+    ended = tiny_run.train(config)
+    assert ended.process.returncode == 0, ended.output
+    best = read_state(run / "best").version
+    ledger = run / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(line for line in lines if '"event":"best"' not in line))
+    assert tiny_run.events_of(run, "best") == []
+    ended = tiny_run.train(config, "--resume", "--run.steps=4", "--evaluation.every_steps=100")
+    assert ended.process.returncode == 0, ended.output
+    assert json.loads((run / "summary.json").read_text())["best_version"] == best
+    assert read_state(run / "best").version == best

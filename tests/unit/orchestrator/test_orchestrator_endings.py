@@ -281,8 +281,9 @@ def test_fruitless_groups_are_said_once_at_each_size():
     assert len(said) == len(set(said))
 
 
-def test_without_validation_tasks_there_is_no_best_version():
-    outcome = run_of(after=True)
+@pytest.mark.parametrize("after", [True, False])
+def test_without_validation_tasks_there_is_no_best_version(after: bool):
+    outcome = run_of(after=after)
     assert "best" not in names(outcome)
     kept = outcome.event("last_kept")
     assert kept.detail == "version 8 in best/: none was judged by validation tasks"
