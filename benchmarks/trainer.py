@@ -49,11 +49,11 @@ from headway.algorithms.samples import build_arrays, lay_out
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model
-from headway.models.peak import measure_peak_flops
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores, parse_device
+from headway.trainer.peak import measure_peak_flops
 from headway.trainer.service import TrainerService
 
 TOKENS = 128  # fed of each sequence of the plain comparison

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from headway.config.adapter import AdapterConfig
 from headway.models.configuration import DecoderConfig, read_json
+from headway.models.weight_files import require_finite
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.files import file_digests, folder_digest
 
@@ -221,8 +222,8 @@ def stored_targets(folder: Path, config: DecoderConfig) -> tuple[AdaptedTarget, 
 
 
 def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
-    """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for a file that can't be read, and
-    where it says that they were trained on another base than the folder ``model``."""
+    """The metadata of the adapter's weights in ``folder``. Raises ConfigurationError for a file that can't be read,
+    where it says that they were trained on another base than the folder ``model``, and for NaN in them."""
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="np") as content:
@@ -231,6 +232,7 @@ def stored_metadata(folder: Path, model: str | Path) -> dict[str, Any]:
         raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
     if metadata.get(BASE, "") not in ("", base_digest(model)):
         raise ConfigurationError(f"{file}: an adapter of another base than {model}: their files differ")
+    require_finite(file)
     return metadata
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headway.models.configuration import DecoderConfig, read_json
+from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.layout import TensorEntry, fused_expert_entries, hugging_face_entries
+from headway.models.weight_files import require_tied, stored_tensors, weight_files
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16
 
@@ -52,7 +54,10 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
     """
     folder = Path(path)
     model = build(DecoderConfig.from_pretrained(folder), dtype, device)
-    where = _stored_tensors(folder)
+    stored = stored_tensors(weight_files(folder))
+    if model.config.tied:
+        require_tied(folder, stored)
+    where = {name: one.file for name, one in stored.items()}
     targets = _targets(model, where)
     _check_names(folder, model.config, set(targets), set(where))
     by_file: dict[Path, list[str]] = {}
@@ -91,24 +96,7 @@ def _fill(targets: Mapping[str, TensorEntry], names: list[str], content: Any, fi
                 f"{file}: {name} has shape {list(stored.shape)}, config.json implies {list(target.shape)}"
             )
         target.view.copy_(stored.view(target.view.shape))
-
-
-def _stored_tensors(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: folder / file for name, file in read_json(index).get("weight_map", {}).items()}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
-    where: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as content:
-                where.update(dict.fromkeys(content.keys(), file))
-        except (SafetensorError, OSError) as error:
-            raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
-    return where
+        require_finite_tensors(str(file), {name: target.view})
 
 
 def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntry]:
@@ -155,6 +143,14 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
         for name in TOKENIZER_FILES:
             if (file := Path(tokenizer_source) / name).is_file():
                 shutil.copyfile(file, folder / name)
+
+
+def require_finite_tensors(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigurationError, naming ``where`` and the tensor, for a NaN or an infinite number."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and not all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist())):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigurationError(f"{where}: {name} holds NaN or infinite numbers as {dtype}; valid: finite weights")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from headway.models.adapter_files import load_adapter, merge_decoder, open_adapt
 from headway.models.configuration import read_json
 from headway.models.decoder import Decoder
 from headway.models.hub.configuration import implementation_of
-from headway.models.loading import load_model, parse_dtype, save_model
+from headway.models.loading import load_model, parse_dtype, require_finite_tensors, save_model
 from headway.models.lora import Lora, base_of, use
 from headway.models.packed_model import PackedModel
 from headway.models.quantization import load_frozen
@@ -81,6 +81,7 @@ def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) ->
     else:
         merged = open_model(ModelConfig(path=str(model)), dtype, "cpu")
         merged = open_hub_adapter(merged, model, AdapterConfig(path=str(adapter)), 0).merged()
+    require_finite_tensors(f"{model} with {adapter} merged", dict(merged.named_parameters()))
     target.parent.mkdir(parents=True, exist_ok=True)
     with ScratchFolder(f".{target.name}-", directory=target.parent) as folder:
         save_opened(merged, None, folder, model)

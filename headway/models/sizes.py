@@ -19,6 +19,7 @@ from typing import Any
 from headway.models.configuration import read_json
 from headway.models.families import FAMILIES, read_window
 from headway.models.size_rules import RULES, SizeRules
+from headway.models.weight_files import tensor_shapes, weight_files
 from headway.records.errors import ConfigurationError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -142,10 +143,10 @@ def sizes_of(folder: str | Path) -> ModelSizes:
     file = Path(folder) / "config.json"
     raw = read_json(file)
     try:
-        if _model_type(raw) in RULES or not (files := sorted(Path(folder).glob("*.safetensors"))):
+        if _model_type(raw) in RULES or not any(Path(folder).glob("*.safetensors")):
             return sizes_from(raw)
         text = {**raw, **raw["text_config"]} if raw.get("text_config") else raw  # the language model in one that sees
-        return sizes_of_shapes({**text, "model_type": raw.get("model_type")}, tensor_shapes(files))
+        return sizes_of_shapes({**text, "model_type": raw.get("model_type")}, tensor_shapes(weight_files(Path(folder))))
     except ConfigurationError as error:
         raise ConfigurationError(f"{file}: {error}") from None
 
@@ -407,17 +408,3 @@ def sizes_of_shapes(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         outside=outside,
         layers=tuple(LayerSizes(**own, **made, intermediate=size) for own in counts.values()),
     )
-
-
-def tensor_shapes(files: Sequence[Path]) -> dict[str, list[int]]:
-    """Shapes of all tensors in ``files``, read from their headers. Raises ConfigurationError."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, list[int]] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigurationError(f"{file.name}: its header can't be read: {error}") from None
-    return shapes

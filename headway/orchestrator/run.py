@@ -62,7 +62,7 @@ class Run:
         """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step.
 
         ``recorded``: steps that the ledger holds; later ones that are completed are recorded now. None: all are.
-        ``last``: the last step in the ledger, whose knobs a controller goes on from. ``best``: the ledger's best version."""
+        ``last``: the last step there, from whose knobs a controller goes on. ``best``: the best version there."""
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0

@@ -48,14 +48,7 @@ from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger
 from headway.telemetry.rollouts.recorder import RolloutRecorder
-from headway.telemetry.summary import (
-    best_version,
-    evaluations,
-    is_finished,
-    last_step,
-    recorded_steps,
-    summarise,
-)
+from headway.telemetry.summary import best_version, evaluations, is_finished, last_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers

@@ -20,7 +20,6 @@ from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
-from headway.models.peak import measure_peak_flops
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, ProbeScores, PublishedWeights, probe_ids
@@ -29,6 +28,7 @@ from headway.records.training import CheckpointInfo, OptimiserSettings, PartRepo
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
+from headway.trainer.peak import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
 from headway.trainer.progress import Progress
 from headway.trainer.ranks import Ranks

@@ -17,7 +17,8 @@ from headway.config.model import Implementation, ModelConfig
 from headway.models.adapter_targets import ALL_LINEAR, WEIGHTS_FILE
 from headway.models.configuration import DecoderConfig, attended_pairs, read_json
 from headway.models.families import FAMILIES
-from headway.models.sizes import ModelSizes, sizes_of, tensor_shapes
+from headway.models.sizes import ModelSizes, sizes_of
+from headway.models.weight_files import require_tied, stored_tensors, tensor_shapes, weight_files
 from headway.records.errors import ConfigurationError
 
 _OTHER_MODALITIES = ("audio_config", "audio_encoder", "speech_config", "vq_config")
@@ -124,8 +125,16 @@ def implementation_of(path: str | Path, wanted: Implementation | None) -> Implem
 
 def read_config(chosen: ModelConfig, path: str | Path | None = None) -> DecoderConfig | HubConfig:
     """Sizes of the model in ``path`` (default: that of ``chosen``) under the run's implementation. Raises
-    ConfigurationError for what that can't run."""
-    path = path or chosen.path
+    ConfigurationError for what that can't run, and for files of weights that can be read in two ways."""
+    config = _read_config(chosen, path or chosen.path)
+    if any((folder := Path(path or chosen.path)).glob("*.safetensors")):
+        stored, raw = stored_tensors(weight_files(folder)), read_json(folder / "config.json")
+        if config.tied or (raw | (raw.get("text_config") or {})).get("tie_word_embeddings"):
+            require_tied(folder, stored)
+    return config
+
+
+def _read_config(chosen: ModelConfig, path: str | Path) -> DecoderConfig | HubConfig:
     if implementation_of(path, chosen.implementation) == "transformers":
         return HubConfig.from_pretrained(path, chosen.trust_remote_code)
     try:
@@ -149,7 +158,7 @@ def adapter_size(folder: str | Path, settings: AdapterConfig) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes([Path(settings.path) / WEIGHTS_FILE]).values())
     every, found = settings.targets == (ALL_LINEAR,), 0
     ends = tuple(f".{target}.weight" for target in settings.targets)
-    for name, shape in tensor_shapes(sorted(Path(folder).glob("*.safetensors"))).items():
+    for name, shape in tensor_shapes(weight_files(Path(folder))).items():
         if len(shape) < 2 or name.endswith("bias") or _NOT_LINEAR.search(name):
             continue
         *many, rows, columns = shape

@@ -30,8 +30,9 @@ from headway.models.hub.attention import PACKED, packing
 from headway.models.hub.configuration import HubConfig, ropes_by_length
 from headway.models.hub.pixels import Pixels
 from headway.models.kernels import UnpadDocuments
-from headway.models.loading import TOKENIZER_FILES, parse_dtype
+from headway.models.loading import TOKENIZER_FILES, parse_dtype, require_finite_tensors
 from headway.models.packed_model import PackedModel
+from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
 
 __all__ = ["HubConfig", "HubModel", "load_hub"]
@@ -260,10 +261,11 @@ def load_hub(
     """
     folder, wanted = Path(path), parse_dtype(dtype)
     config = HubConfig.from_pretrained(folder, trust_remote_code)
-    _require_files(folder)
+    weight_files(folder)  # or their error, which names more than transformers' would
     module = _load(folder, wanted, trust_remote_code).to(torch.device(device))  # pyright: ignore[reportArgumentType]
     for tensor in (*module.parameters(), *module.buffers()):  # a file's mapping lies anywhere: other bits
         tensor.data = tensor.data.clone()
+    require_finite_tensors(str(folder), dict(module.named_parameters()))
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if getattr(module.config, "vision_config", None) and module.get_decoder() in (module, module.base_model):
         raise ConfigurationError(
@@ -311,22 +313,15 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
             raise ConfigurationError(
                 f"{folder}: {what.replace('_', ' ')}: {', '.join(names[:4])} ({len(names)} in all)"
             )
+    tied = module.get_expanded_tied_weights_keys(all_submodels=True)
+    if apart := sorted(tied.keys() - module.all_tied_weights_keys.keys()):
+        raise ConfigurationError(
+            f"{folder}: config.json ties {apart[0]} to {tied[apart[0]]} (tie_word_embeddings), and the files hold "
+            "another matrix for each; valid: tie_word_embeddings = false to use both, or files with one"
+        )
     if unused := sorted(told.get("unexpected_keys") or ()):
         _log.warning("%s: %d tensors aren't used by the model, %s first", folder, len(unused), unused[0])
     return module
-
-
-def _require_files(folder: Path) -> None:
-    """Raise ConfigurationError for shards that the index names and the folder lacks."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted = set(read_json(index).get("weight_map", {}).values())
-        if missing := sorted(name for name in wanted if not (folder / name).is_file()):
-            raise ConfigurationError(
-                f"{folder}: {len(missing)} of {len(wanted)} files are missing: {', '.join(missing[:4])}"
-            )
-    elif not any(folder.glob("*.safetensors")):
-        raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
 
 
 @torch.no_grad()

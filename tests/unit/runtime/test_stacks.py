@@ -53,7 +53,8 @@ def test_the_package_is_found_wherever_it_lies(place: str, tmp_path: Path):
     (folder / "mine").mkdir()
     (folder / "mine/coins.py").write_text("def reply():\n    raise ValueError('none')\n")
     code = (
-        "from headway.runtime.hooks import place_of; from headway.runtime.stalls import stacks; from mine import coins\n"
+        "from headway.runtime.hooks import place_of\nfrom headway.runtime.stalls import stacks\n"
+        "from mine import coins\n"
         "print(stacks.__file__, stacks.shortened(stacks.__file__), stacks.shortened(coins.__file__), sep='\\n')\n"
         "try: coins.reply()\nexcept ValueError as error: print(place_of(error))"
     )

@@ -1,0 +1,118 @@
+"""Which files of a model folder are its weights, and whether they mean one thing; torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headway.models.configuration import read_json
+from headway.records.errors import ConfigurationError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_BLOCK_BYTES = 1 << 26
+_TWICE = (
+    "{}: {} and {} hold two sets of weights, which differ in {}: transformers reads model.safetensors first, vLLM the "
+    "index; remove the files that aren't meant"
+)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its type and shape as the header has them, its bytes as a mapping of the file."""
+
+    file: Path
+    dtype: str  # "F32", "BF16", ...
+    shape: list[int]
+    content: np.ndarray[Any, Any]  # [bytes] uint8
+
+    def values(self) -> np.ndarray[Any, Any]:
+        """The numbers, flat; the bytes of a type that isn't a float of two bytes or more."""
+        if self.dtype == "BF16":
+            return (self.content.view("<u2").astype("<u4") << 16).view("<f4")
+        return self.content.view(_FLOATS.get(self.dtype, "u1"))
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether both have one shape and the same numbers."""
+        if self.shape != other.shape or self.dtype != other.dtype:
+            return self.shape == other.shape and np.array_equal(self.values(), other.values())
+        blocks = (slice(at, at + _BLOCK_BYTES) for at in range(0, len(self.content), _BLOCK_BYTES))
+        return all(np.array_equal(self.content[block], other.content[block]) for block in blocks)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: what transformers_weights of config.json names, else model.safetensors, else
+    those of the index. Without any all *.safetensors.
+
+    Raises ConfigurationError where there is none, where one is missing, and where both are there and differ: other
+    programs read the index first.
+    """
+    chosen = str(read_json(folder / "config.json").get("transformers_weights") or "")
+    if chosen.endswith(".safetensors"):
+        return [folder / chosen]
+    single, index = folder / _SINGLE, folder / (chosen or _INDEX)
+    named = read_json(index).get("weight_map", {}).values() if index.is_file() else ()
+    parts = sorted({folder / name for name in named})
+    missing = [file.name for file in parts if not file.is_file()]
+    if single.is_file() and not chosen:
+        if parts not in ([], [single]) and not missing:
+            found = stored_tensors([single, *parts])
+            if lone := stored_tensors([single]).keys() ^ stored_tensors(parts).keys():
+                raise ConfigurationError(_TWICE.format(folder, _SINGLE, found[min(lone)].file.name, min(lone)))
+        return [single]
+    if missing:
+        raise ConfigurationError(
+            f"{folder}: {len(missing)} of {len(parts)} files are missing: {', '.join(missing[:4])}"
+        )
+    if not (found := parts or sorted(folder.glob("*.safetensors"))):
+        raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
+    return found
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """All tensors of ``files``, by name. Raises ConfigurationError for a file that can't be read, and for two tensors
+    of one name that differ."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            raw = np.memmap(file, np.uint8, mode="r")
+            start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+            header = json.loads(raw[8:start].tobytes())
+            for name in sorted(header.keys() - {"__metadata__"}):
+                begin, end = header[name]["data_offsets"]
+                content = raw[start + begin : start + end]
+                one = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
+                if (first := found.setdefault(name, one)) is not one and not first.equals(one):
+                    raise ConfigurationError(_TWICE.format(file.parent, first.file.name, file.name, name))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+    return found
+
+
+def tensor_shapes(files: Iterable[Path]) -> dict[str, list[int]]:
+    """Shapes of all tensors in ``files``. Raises as `stored_tensors`."""
+    return {name: one.shape for name, one in stored_tensors(files).items()}
+
+
+def require_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ConfigurationError where the files of a model whose head is its embedding hold another head."""
+    for name, head in stored.items():
+        tables = [one for other, one in stored.items() if _EMBEDDING.search(other) and one.shape == head.shape]
+        if _HEAD.search(name) and tables and not any(head.equals(table) for table in tables):
+            raise ConfigurationError(
+                f"{folder}: config.json ties the head to the embedding (tie_word_embeddings = true), and {name} in "
+                f"{head.file.name} is another matrix; valid: tie_word_embeddings = false to use it, or files without it"
+            )
+
+
+def require_finite(file: Path) -> None:
+    """Raise ConfigurationError for a NaN or an infinite number in ``file``."""
+    for name, one in stored_tensors([file]).items():
+        if not np.isfinite(one.values()).all():
+            raise ConfigurationError(f"{file}: {name} holds NaN or infinite numbers; valid: finite weights")
