@@ -10,9 +10,9 @@ smallest and largest beside it. The side that waits is stopped (SIGSTOP), so it 
 
 One core for everybody: this process, transformers and vLLM's worker are bound to `--core`. vLLM has two more processes,
 which are bound to no core: they run where there is room. `CPU` is what all processes of a side used, in CPU-seconds a
-second. Limits, measured here: matrix products at the dtype ours computes in (`trainer/peak.py`; float32 without
-bfloat16 products on a CPU), and memory read at the model's size. `of limit`: the longer of the times that the model's arithmetic
-and the reading of weights and KV would take at those rates, over the time taken.
+second. Limits, measured here: matrix products at the dtype ours computes in (`trainer/peak.py`; float32 on a CPU
+without bfloat16 products), and memory read at the model's size. `of limit`: the longer of the times that the model's
+arithmetic and the reading of weights and KV would take at those rates, over the time taken.
 
 The peers run in an interpreter of their own (without `--peer-python`, ours alone is measured):
 

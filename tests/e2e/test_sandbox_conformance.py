@@ -63,6 +63,69 @@ def test_commands_that_cant_run_say_so(backend):
     run(main)
 
 
+def test_a_nul_in_a_command_is_said(backend):
+    async def main():
+        async with opened(backend) as box:
+            for more in ({"argv": ["echo", "a", "b\0c"]}, {"argv": ["echo"], "environment": {"A": "b\0c"}}):
+                said = await box.exec(Command(**more))
+                assert said.exit_code == 126
+                named = b"argv[2]" if len(more["argv"]) > 1 else b"variable"
+                assert named in said.stderr
+                assert b"can't be passed to a program: embedded null byte" in said.stderr
+
+    run(main)
+
+
+SEGMENTS = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+made = [libc.shmget(0, 20 << 20, 0o1600) for _ in range(3)]  # IPC_PRIVATE, IPC_CREAT
+assert min(made) >= 0, ctypes.get_errno()
+libc.shmat.restype = ctypes.c_void_p
+for one in made:
+    ctypes.memset(libc.shmat(one, None, 0), 1, 20 << 20)
+    libc.shmdt(0)
+print(len(open("/proc/sysvipc/shm").readlines()) - 1)
+"""
+
+
+def test_shared_memory_goes_with_its_maker(backend):
+    """Three segments fit into the sandbox's memory, six don't."""
+
+    async def main():
+        async with opened(backend) as box:
+            for _ in range(3):
+                made = await box.exec(Command(argv=["python3", "-c", SEGMENTS]))
+                assert (made.stdout, made.failure) == (b"3\n", None), made
+            left = await box.exec(Command(argv=["sh", "-c", "cat /proc/sysvipc/shm | wc -l"]))
+            assert left.stdout == b"1\n"
+
+    run(main)
+
+
+def test_one_sandbox_doesnt_take_the_inotify_descriptors_of_all(backend):
+    taking = """
+import ctypes, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+made = 0
+while made < 200 and libc.inotify_init1(0) >= 0: made += 1
+print(made, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+    async def main():
+        async with backend:
+            first, second = await backend.create(SMALL), await backend.create(SMALL)
+            held = asyncio.create_task(first.exec(Command(argv=["python3", "-c", taking, "4"])))
+            await asyncio.sleep(2.0)
+            other = await second.exec(Command(argv=["python3", "-c", taking, "0"]))
+            took = int((await held).stdout)
+            assert took == 16 or backend.name == "docker"  # whose containers have a user each, with a limit of its own
+            assert int(other.stdout) == took
+
+    run(main)
+
+
 def test_commands_run_side_by_side_and_large_data_goes_both_ways(backend):
     async def main():
         async with opened(backend) as box:
@@ -231,6 +294,9 @@ def test_a_snapshot_brings_the_files_back_as_they_were(backend):
             if (await backend.capabilities()).writable_root:
                 script += "rm /etc/hostname; rm -r /etc/ssl && mkdir /etc/ssl"
             assert (await box.exec(Command(argv=["sh", "-ec", script]))).ok
+            marks = """import os
+for place in ("big", "a", "/dev/shm/kept"): os.setxattr(place, "user.mark", b"\\0\\xff" + place.encode())"""
+            marked = await box.exec(Command(argv=["python3", "-c", marks]))
             taken = await box.snapshot("turn-3")
             assert os.stat(taken.path).st_size == taken.bytes
             look = ["sh", "-c", "chmod 755 a/b; ls -lRgo --time-style=+ . /etc/ssl /etc/hostname /dev/shm; cat a/b/one"]
@@ -239,6 +305,10 @@ def test_a_snapshot_brings_the_files_back_as_they_were(backend):
             again = await backend.create(SMALL, snapshot=taken)
             after = await again.exec(Command(argv=look))
             assert after.stdout == before.stdout
+            read = 'import os\nfor place in ("big", "a", "/dev/shm/kept"): print(os.getxattr(place, "user.mark"))'
+            found = await again.exec(Command(argv=["python3", "-c", read]))
+            assert found.ok == marked.ok  # a kernel may have none in memory
+            assert found.stdout.count(b"\\xff") == 3 * marked.ok
             assert (
                 await again.exec(Command(argv=["sh", "-c", "[ a/b/one -ef a/two ] && stat -c %Y big"]))
             ).stdout == b"1000\n"

@@ -210,6 +210,7 @@ class Commands:
                 return False
             if pid == 0:
                 return True
+            kernel.remove_orphaned_memory()
             command = self._running.get(pid)
             if command is not None:
                 command.status, command.ended_s = status, time.monotonic()
@@ -333,6 +334,10 @@ def _become(
         code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN
         what = os.fsdecode(error.filename or wanted["argv"][0])
         os.write(2, f"{what}: {error.strerror}\n".encode(errors="replace"))
+    except ValueError as error:
+        bad = (f"argv[{at}]" for at, text in enumerate(wanted["argv"]) if "\0" in text)
+        what = next(bad, "a variable or the folder of the command")
+        os.write(2, f"{what} can't be passed to a program: {error}\n".encode(errors="replace"))
     finally:
         os._exit(code)
 

@@ -28,6 +28,8 @@ INSIDE_ID = 1000  # user and group in the sandbox
 PROXY_PORT = 3128  # on its loopback, where it may reach some hosts
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 HOST_PROGRAMS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+# What the kernel counts by user over all sandboxes: inotify descriptors, and files and folders that they watch.
+SHARED = {"max_inotify_instances": 16, "max_inotify_watches": 8192}
 READ_ONLY = kernel.ATTRIBUTE_RDONLY | kernel.ATTRIBUTE_NOSUID | kernel.ATTRIBUTE_NODEV
 
 
@@ -177,6 +179,8 @@ def _mount_proc(target: str) -> int:
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("proc", target, "proc", flags)
     writable = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name, most in SHARED.items():
+        kernel.put(f"{target}/sys/user/{name}", str(most))
     kernel.unmount(target)
     kernel.mount("proc", target, "proc", flags | kernel.MS_RDONLY)
     return writable

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import stat
@@ -20,6 +21,8 @@ from headway.sandbox.guest.wire import CHUNK_BYTES
 
 DEPTH = 256  # of directories: each is held open on the way down
 OPAQUE = "HEADWAY.opaque"
+ATTRIBUTES = "HEADWAY.attributes"  # JSON: name of a user's extended attribute -> its value in hexadecimal
+OVERLAYS = "user.overlay."  # how the overlay's own begin
 BLOCK = tarfile.BLOCKSIZE
 HOLE = bytes(4096)  # a page: what a disk in memory is made of
 
@@ -57,9 +60,9 @@ def _walk(folder: int, prefix: str, depth: int, seen: dict[int, str]) -> Iterato
         elif stat.S_ISDIR(found.st_mode):
             with _opened(name, folder, found.st_mode, os.O_DIRECTORY) as inner:
                 with contextlib.suppress(OSError):
-                    if os.getxattr(inner, "user.overlay.opaque") == b"y":
+                    if os.getxattr(inner, f"{OVERLAYS}opaque") == b"y":
                         member.pax_headers = {OPAQUE: "y"}
-                yield _head(member)
+                yield _head(member, inner)
                 yield from _walk(inner, f"{prefix}{name}/", depth + 1, seen)
         elif not stat.S_ISSOCK(found.st_mode):  # a socket is nothing without who listens
             yield _head(member)
@@ -77,7 +80,7 @@ def _member(name: str, found: os.stat_result) -> tarfile.TarInfo:
 
 def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
     with _opened(name, folder, member.mode, os.O_NONBLOCK) as descriptor:
-        yield _head(member)
+        yield _head(member, descriptor)
         left = member.size
         while left:
             data = os.read(descriptor, min(CHUNK_BYTES, left)) or bytes(min(CHUNK_BYTES, left))
@@ -105,8 +108,19 @@ def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
             os.chmod(name, stat.S_IMODE(mode), dir_fd=folder)
 
 
-def _head(member: tarfile.TarInfo) -> bytes:
+def _head(member: tarfile.TarInfo, descriptor: int = -1) -> bytes:
+    """The header of a member, with the extended attributes of what ``descriptor`` has open."""
+    names = os.listxattr(descriptor) if descriptor >= 0 else []
+    own = [name for name in names if name.startswith("user.") and not name.startswith(OVERLAYS)]
+    if own:
+        found = json.dumps({name: os.getxattr(descriptor, name).hex() for name in own})
+        member.pax_headers = {**member.pax_headers, ATTRIBUTES: found}
     return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def _give_attributes(place: str | int, member: tarfile.TarInfo) -> None:
+    for name, value in json.loads(member.pax_headers.get(ATTRIBUTES, "{}")).items():
+        os.setxattr(place, name, bytes.fromhex(value))
 
 
 class Readable(Protocol):
@@ -127,6 +141,7 @@ def unpack(file: Readable, root: str = "/") -> None:
     except tarfile.TarError as error:
         raise OSError(errno.EBADMSG, f"not a snapshot: {error}") from error
     for path, member in reversed(folders):
+        _give_attributes(path, member)
         os.chmod(path, member.mode)
         os.utime(path, (member.mtime, member.mtime))
 
@@ -160,6 +175,7 @@ def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, root: st
                 else:
                     target.write(page)
             target.truncate(member.size)
+            _give_attributes(target.fileno(), member)
             os.fchmod(target.fileno(), member.mode)
         os.utime(path, (member.mtime, member.mtime))
 

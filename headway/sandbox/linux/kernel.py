@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -109,6 +110,14 @@ def keep_only(*kept: int) -> None:
         os.closerange(start, descriptor)
         start = descriptor + 1
     os.closerange(start, 1 << 20)
+
+
+def remove_orphaned_memory() -> None:
+    """Remove the System V shared memory of processes that have ended, where nobody has it attached."""
+    with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as table:
+        for fields in (line.split() for line in table.readlines()[1:]):
+            if fields[6] == "0" and not os.path.exists(f"/proc/{fields[4]}"):  # attached; its maker
+                _libc.shmctl(int(fields[1]), 0, None)  # IPC_RMID
 
 
 def put(file: str, value: str) -> None:
