@@ -20,7 +20,7 @@ $(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) || { test $$? -eq 1 && echo "make $
 	$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) --last-failed --numprocesses 0 --maxfail 2 --verbose; }
 endef
 
-.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint docs clean
+.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-names test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint docs clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
@@ -98,6 +98,12 @@ test-fast: install
 # Three at a time on two cores: a run trains on one and generates on the other, and half of the time one of them waits.
 test-main: install
 	$(call beside_others,tests/unit tests/golden tests/e2e $(EXCEPT_ENGINES) -m 'not slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15)
+
+# What finds files by the folders that they lie in: .ci/run tries it in a clone with an unusual name.
+test-names: install
+	$(PYTEST) tests/unit/runtime/test_stacks.py tests/unit/cli/test_projects.py tests/unit/docs/test_example_repair.py \
+		tests/e2e/test_stalls.py tests/e2e/test_alerts.py tests/e2e/test_ended_runs.py -m 'not slow and not long' \
+		--numprocesses 2 --dist loadfile
 
 test-slow: install
 	$(call beside_others,tests/e2e tests/slow tests/unit/kernels tests/unit/docs $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
