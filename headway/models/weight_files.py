@@ -17,7 +17,6 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_BLOCK_BYTES = 1 << 26
 _TWICE = (
     "{}: {} and {} hold two sets of weights, which differ in {}: transformers reads model.safetensors first, vLLM the "
     "index; remove the files that aren't meant"
@@ -40,10 +39,9 @@ class StoredTensor(NamedTuple):
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether both have one shape and the same numbers."""
-        if self.shape != other.shape or self.dtype != other.dtype:
-            return self.shape == other.shape and np.array_equal(self.values(), other.values())
-        blocks = (slice(at, at + _BLOCK_BYTES) for at in range(0, len(self.content), _BLOCK_BYTES))
-        return all(np.array_equal(self.content[block], other.content[block]) for block in blocks)
+        if self.dtype == other.dtype:
+            return self.shape == other.shape and np.array_equal(self.content, other.content)
+        return self.shape == other.shape and np.array_equal(self.values(), other.values())
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -85,8 +83,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
             start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
             header = json.loads(raw[8:start].tobytes())
             for name in sorted(header.keys() - {"__metadata__"}):
-                begin, end = header[name]["data_offsets"]
-                content = raw[start + begin : start + end]
+                content = raw[slice(*(start + place for place in header[name]["data_offsets"]))]
                 one = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
                 if (first := found.setdefault(name, one)) is not one and not first.equals(one):
                     raise ConfigurationError(_TWICE.format(file.parent, first.file.name, file.name, name))

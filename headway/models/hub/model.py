@@ -315,10 +315,8 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
             )
     tied = module.get_expanded_tied_weights_keys(all_submodels=True)
     if apart := sorted(tied.keys() - module.all_tied_weights_keys.keys()):
-        raise ConfigurationError(
-            f"{folder}: config.json ties {apart[0]} to {tied[apart[0]]} (tie_word_embeddings), and the files hold "
-            "another matrix for each; valid: tie_word_embeddings = false to use both, or files with one"
-        )
+        what = f"{apart[0]} in the files is another matrix than {tied[apart[0]]}"
+        raise ConfigurationError(f"{folder}: {what}; valid: tie_word_embeddings = false, or files without it")
     if unused := sorted(told.get("unexpected_keys") or ()):
         _log.warning("%s: %d tensors aren't used by the model, %s first", folder, len(unused), unused[0])
     return module
