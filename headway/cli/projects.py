@@ -199,7 +199,7 @@ def _finished(run: Path) -> bool:
 def _run(*words: str | int | Path) -> None:
     """Print and run one command; end with its exit code when it fails."""
     program, *arguments = map(str, words)
-    typer.echo(f"\n$ {' '.join((program, *arguments))}")
+    typer.echo(f"\n$ {shlex.join((program, *arguments))}")
     sys.stdout.flush()
     command = [sys.executable, *(("-m", "headway.cli.main") if program == "headway" else ()), *arguments]
     code = subprocess.run(command).returncode
