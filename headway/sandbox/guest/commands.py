@@ -210,7 +210,7 @@ class Commands:
                 return False
             if pid == 0:
                 return True
-            kernel.remove_orphaned_memory()
+            kernel.remove_orphaned_objects(alone=not _processes())
             command = self._running.get(pid)
             if command is not None:
                 command.status, command.ended_s = status, time.monotonic()

@@ -112,12 +112,14 @@ def keep_only(*kept: int) -> None:
     os.closerange(start, 1 << 20)
 
 
-def remove_orphaned_memory() -> None:
-    """Remove the System V shared memory of processes that have ended, where nobody has it attached."""
-    with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as table:
-        for fields in (line.split() for line in table.readlines()[1:]):
-            if fields[6] == "0" and not os.path.exists(f"/proc/{fields[4]}"):  # attached; its maker
-                _libc.shmctl(int(fields[1]), 0, None)  # IPC_RMID
+def remove_orphaned_objects(alone: bool) -> None:
+    """Remove System V memory that nobody has attached and whose maker has ended; ``alone``, with no process left but
+    this one, queues and semaphores too."""
+    for kind in ("shm", "msg", "sem") if alone else ("shm",):
+        with contextlib.suppress(OSError), open(f"/proc/sysvipc/{kind}") as table:
+            for fields in (line.split() for line in table.readlines()[1:]):
+                if alone or (fields[6] == "0" and not os.path.exists(f"/proc/{fields[4]}")):  # attached; its maker
+                    _libc[f"{kind}ctl"](int(fields[1]), 0, 0)  # IPC_RMID
 
 
 def put(file: str, value: str) -> None:
