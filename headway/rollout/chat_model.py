@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.runtime.backoff import backoff_s
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ class Retry(Exception):
         self.wait_s = wait_s
 
 
-class ModelFailed(OSError):
-    """No answer that is of use, after all tries: infrastructure."""
+class ModelFailed(InfrastructureError):
+    """No answer that is of use, after all tries."""
 
 
 class _Hopeless(Exception):
