@@ -477,7 +477,11 @@ def test_halves_of_surrogate_pairs_over_http(
         if b'"tools/call"' not in request.content:
             return await send(self, request)
         text = {"type": "text", "text": "a\ud800b \U0001f600"}
-        answer = {"jsonrpc": "2.0", "id": json.loads(request.content)["id"], "result": {"content": [text]}}
+        answer = {
+            "jsonrpc": "2.0",
+            "id": json.loads(request.content)["id"],
+            "result": {"content": [text], "structuredContent": {"result": "a"}, "resultType": "complete"},
+        }
         body = json.dumps(answer).encode()
         kind, body = ("text/event-stream", b"data: " + body + b"\n\n") if events else ("application/json", body)
         return httpx.Response(200, headers={"content-type": kind}, stream=httpx.ByteStream(body), request=request)
