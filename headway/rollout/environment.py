@@ -292,7 +292,7 @@ class Environment:
     # --- set by the service -------------------------------------------------------------------------------------
 
     offered: Mapping[str, Tool] = {}  # `tools`, by name
-    tool_calls: ToolCalls | None = None  # counts them
+    tool_calls = ToolCalls()  # counts them
     most_calls = 16  # of an answer, that are carried out
     longest_result_characters = 8000  # of a tool
     reply_timeout_s = 300.0  # of a reply, or a score

@@ -82,15 +82,10 @@ class ToolCalls:
     its rollout, is *stuck*: it is reported by its tool's name, and delays no other. So is a tool of which half of the
     calls raise, once."""
 
-    def __init__(
-        self,
-        limit_s: float = 300.0,
-        report: Callable[[str, str, dict[str, Any]], object] = lambda event, what, data: None,
-    ) -> None:
-        """``report`` receives events: name, text, further fields."""
-        self._limit_s = limit_s
-        self._report = report
+    def __init__(self, limit_s: float = 300.0) -> None:
+        self.report: Callable[..., object] = lambda event, what, data: None  # of events: name, text, further fields
         self.stuck = 0  # so far
+        self._limit_s = limit_s
         self._called, self._raised = Counter[str](), Counter[str]()
         self._seen: set[Any] = set()  # tools and places that were reported
 
@@ -131,12 +126,12 @@ class ToolCalls:
             self._seen.add(name)
             what = f"{raised} of {called} calls of the tool {name} raised, the last {type(error).__name__}: {error}"
             what = storable(what)[:300] + (f" ({place})" if place else "")
-            self._report("tool_raises", what, {"tool": name, "calls": called, "raised": raised})
+            self.report("tool_raises", what, {"tool": name, "calls": called, "raised": raised})
 
     def _stick(self, name: str) -> None:
         self.stuck += 1
         what = f"a call of the tool {name} goes on after {self._limit_s:g} s (environment.timeout_s)"
-        self._report("tool_stuck", what, {"tool": name, "stuck": self.stuck})
+        self.report("tool_stuck", what, {"tool": name, "stuck": self.stuck})
 
 
 def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:

@@ -157,9 +157,8 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
     at_start = {name: (number, rest) for number, name, rest in instructions if name in _AT_START}  # the last ones count
     for name, (number, rest) in at_start.items():
         if rest.replace(" ", "").upper() not in ("[]", '[""]', "NONE"):
-            raise ConfigurationError(
-                f"{dockerfile}:{number}: {name} {rest[:60]}: its image does something at its start, which isn't done here"
-            )
+            what = f"{name} {rest[:60]}: its image does something at its start, which isn't done here"
+            raise ConfigurationError(f"{dockerfile}:{number}: {what}")
     if room.get("docker_image") or not dockerfile.is_file():
         return str(room.get("docker_image") or ""), "/app", {}, []
     image, workdir = "", PurePosixPath("/")

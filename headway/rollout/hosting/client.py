@@ -249,8 +249,8 @@ class EnvironmentPool:
         self._seat = seat
         self._seats = [seat(place) for place in range(environment.workers)]
         self._leaving: dict[int, _Seat] = {}  # stuck ones that still have rollouts, by their place
-        self._left: list[_Seat] = []  # those that had, for their counts
-        self._ending: set[asyncio.Task[None]] = set()
+        self._former: list[_Seat] = []  # they, and those that had
+        self._ending: list[asyncio.Task[None]] = []
         most = environment.concurrency
         self._places = asyncio.Semaphore(most) if most else contextlib.nullcontext()
         self._next_start_s = 0.0
@@ -281,17 +281,14 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""
         self._stopped = True
-        await stop_all([seat.slot for seat in self._all], _STOP_GRACE_S)
+        await stop_all([seat.slot for seat in (*self._seats, *self._former)], _STOP_GRACE_S)
         await asyncio.gather(*self._ending)
 
     async def sandboxes(self) -> SandboxStatistics:
         """All workers' sandboxes, counted since the pool was started: no counter goes back when a worker dies. Empty
         where the environment uses none."""
-        return SandboxStatistics.total(await asyncio.gather(*(seat.sandboxes() for seat in self._all)))
-
-    @property
-    def _all(self) -> list[_Seat]:
-        return [*self._seats, *self._leaving.values(), *self._left]
+        seats = (*self._seats, *self._former)
+        return SandboxStatistics.total(await asyncio.gather(*(seat.sandboxes() for seat in seats)))
 
     @property
     def worker_states(self) -> list[WorkerState]:
@@ -333,12 +330,10 @@ class EnvironmentPool:
             if seat.stuck and place not in self._leaving and not self._stopped:
                 self._leaving[place], self._seats[place] = seat, self._seat(place)
                 self._seats[place].slot.begin_restart()
-            if place in self._leaving and not self._leaving[place].episodes:
-                old = self._leaving.pop(place)
-                self._left.append(old)
-                ending = asyncio.create_task(_end(old), name=f"{old.name}-end")
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
+                self._former.append(seat)
+            if (old := self._leaving.get(place)) is not None and not old.episodes:
+                del self._leaving[place]
+                self._ending.append(asyncio.create_task(_end(old), name=f"{old.name}-end"))
 
     def _best(self) -> _Seat:
         """The seat with the fewest rollouts among those that live, or are likely to be back soon; among all where there

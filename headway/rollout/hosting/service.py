@@ -93,9 +93,7 @@ class EnvironmentService:
             guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
             pool: GuardedPool = await self._open.enter_async_context(guarded)
             spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
-            played.tool_calls = ToolCalls(
-                settings.timeout_s, lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
-            )
+            played.tool_calls.report = lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
             episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
             self._open.push_async_callback(episodes.shut_down)
             await episodes.start()

@@ -144,7 +144,8 @@ def test_a_fatal_tools_exceptions_pass() -> None:
 
 def test_a_tool_of_which_half_of_the_calls_raise_is_reported_once() -> None:
     events: list[Any] = []
-    calls = ToolCalls(report=lambda *event: events.append(event))
+    calls = ToolCalls()
+    calls.report = lambda *event: events.append(event)
 
     def sometimes(well: bool) -> str:
         """Try."""
@@ -167,7 +168,8 @@ def test_a_tool_of_which_half_of_the_calls_raise_is_reported_once() -> None:
 
 def test_a_call_that_takes_too_long_is_given_up_and_delays_nobody() -> None:
     events: list[Any] = []
-    calls, go_on = ToolCalls(0.2, lambda *event: events.append(event)), threading.Event()
+    calls, go_on = ToolCalls(0.2), threading.Event()
+    calls.report = lambda *event: events.append(event)
 
     def waits(seconds: float = 10) -> str:
         """Wait."""
