@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.runtime.backoff import backoff_s
+from headway.runtime.hooks import storable
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ class ChatModel:
             text = None
         if not isinstance(text, str):
             raise Retry(f"{self.called}'s reply is no chat completion: {quoted(json.dumps(answer))}")
-        return text
+        return storable(text)
 
 
 def completions_url(base: str) -> str:

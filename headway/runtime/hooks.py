@@ -84,7 +84,8 @@ def is_infrastructure(error: BaseException) -> bool:
     reason = getattr(error, "reason", None) if any(map(_WITH_REASON.fullmatch, kinds)) else None
     if isinstance(reason, BaseException):
         return is_infrastructure(reason)
-    return isinstance(error, OSError) and _MACHINE.fullmatch(errno.errorcode.get(error.errno or 0, "")) is not None
+    number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
+    return _MACHINE.fullmatch(errno.errorcode.get(number, "")) is not None
 
 
 def storable(text: str) -> str:

@@ -89,6 +89,14 @@ def test_calls_that_hang_are_given_up_and_their_worker_is_replaced() -> None:
                     told = await said(lease, (tool, "{}"), ("pid", "{}"))
                 return told, time.monotonic() - started_s
 
+            asked = asyncio.Event()
+
+            async def stays() -> list[str]:
+                async with pool.seated("6-0") as lease:
+                    await asked.wait()
+                    return await said(lease, ("pid", "{}"))
+
+            staying = asyncio.create_task(stays())
             async with asyncio.TaskGroup() as tasks:
                 hanging = [tasks.create_task(one(f"7-{number}", "hang")) for number in range(10)]
                 await asyncio.sleep(TIMEOUT_S / 2)  # with ten threads that hang
@@ -101,6 +109,9 @@ def test_calls_that_hang_are_given_up_and_their_worker_is_replaced() -> None:
             assert events[9][2] == {"worker": "environment-0", "tool": "hang", "stuck": 10}
             (later, _) = await one("9-0", "pid")
             assert later[0] != pid
+            assert staying.done() is False
+            asked.set()
+            assert await staying == [pid], "it goes on where it was"
             for _ in range(200):
                 if not os.path.exists(f"/proc/{pid}"):  # noqa: ASYNC240
                     break

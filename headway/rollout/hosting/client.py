@@ -235,14 +235,14 @@ class EnvironmentPool:
         shares, numbers = _shares(sandbox, environment.workers), itertools.count()
 
         def seat(place: int) -> _Seat:
-            name = f"environment-{next(numbers)}"
+            number = next(numbers)
             spec = WorkerSpec(
-                name=name,
+                name=f"environment-{number}",
                 factory=_FACTORY,
                 arguments={**arguments, "sandbox": shares[place].model_dump()},
                 device=every_core_in_turn(environment.nodes, place),
                 preload=SCORING,  # as verifiers
-                log_path=str(log_folder / f"{name}.log") if log_folder else None,
+                log_path=str(log_folder / f"environment-{number}.log") if log_folder else None,
             )
             return _Seat(spec, launcher, clock, on_event, self._renew)
 

@@ -323,7 +323,7 @@ def _part(block: Any) -> str:
 
 
 def _wrong(error: Exception) -> str:
-    """What is wrong with a result, as pydantic or the package says it."""
+    """The fields of a result that are wrong, as pydantic says it, or the package's own words."""
     wrong = error.errors(include_url=False) if isinstance(error, ValidationError) else ()
     told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong[:3])
     return told or f"{type(error).__name__}: {error}"
