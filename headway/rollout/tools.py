@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticInvalidForJsonSchema, ValidationError, create_model
+from pydantic_core import PydanticSerializationError
 
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.records.sandbox import SandboxError
@@ -183,7 +184,10 @@ def as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     if isinstance(result, BaseModel):
-        return result.model_dump_json()
+        try:
+            return result.model_dump_json()
+        except PydanticSerializationError:  # of a text that has no UTF-8 form
+            return as_text(result.model_dump())
     return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 

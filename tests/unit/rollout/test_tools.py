@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.records.sandbox import SandboxError, model_failure
 from headway.rollout.tools import Tool, ToolCalls, ToolError, as_text, call_tool, tools_by_name
+from headway.runtime.hooks import storable
 
 
 def call(function: Any, arguments: str, episode: Any = None, name: str = "") -> tuple[str, bool]:
@@ -204,6 +205,31 @@ def test_results_of_any_kind_are_texts() -> None:
         '{"x":1}',
         "1.5",
     ]
+
+
+@pytest.mark.parametrize("kind", [str, list, dict, BaseModel])
+def test_a_text_without_a_utf8_form_is_told_and_stored(kind: Any) -> None:
+    class Named(BaseModel):
+        name: str
+
+    name = "na\udcffme"
+    results = {str: name, list: [name], dict: {name: name}, BaseModel: Named.model_construct(name=name)}
+
+    def get() -> Any:
+        """Get it."""
+        return results[kind]
+
+    text, well = call(get, "{}")
+    assert well
+    assert "na\ufffdme" in storable(text)
+
+
+def test_a_tool_that_stops_an_iteration_is_told() -> None:
+    def first() -> Any:
+        """Get it."""
+        return next(iter(()))
+
+    assert call(first, "{}") == ("error: RuntimeError: StopIteration: ", False)
 
 
 def test_what_can_not_be_a_tool_is_refused_by_name() -> None:
