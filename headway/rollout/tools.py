@@ -95,13 +95,12 @@ class ToolCalls:
         self._called[tool.name] += 1
         if not tool.blocks:
             return await tool.call(arguments, episode)
-        loop = asyncio.get_running_loop()
         try:
             lane = Lane(f"tool-{tool.name}")
         except RuntimeError as error:
             raise InfrastructureError(f"no thread for the tool {tool.name}: {error}") from error
         running = asyncio.ensure_future(lane.run(copy_context().run, tool.call, arguments, episode))
-        late = loop.call_later(self._limit_s, self._stick, tool.name)
+        late = asyncio.get_running_loop().call_later(self._limit_s, self._stick, tool.name)
 
         def ended(done: asyncio.Future[Any]) -> None:
             late.cancel()

@@ -31,7 +31,6 @@ _TRANSPORT = re.compile(
     r"|(openai|anthropic)\.APIConnectionError"
 )
 _NOT_SENT = re.compile(r"httpx2?\.(UnsupportedProtocol|LocalProtocolError)")  # among those: a request that can't be
-_WITH_REASON = re.compile(r"urllib\.URLError|urllib3\.MaxRetryError")  # whose ``reason`` is the error, or a text
 # Of an OSError; others are of what was asked for: a name, a permission, a size.
 _MACHINE = re.compile(
     "EIO|ENOSPC|EDQUOT|EMFILE|ENFILE|ENOMEM|EAGAIN|ENOBUFS|ESTALE|ENOLCK|EREMOTEIO|ENETDOWN|ENETUNREACH|ENETRESET"
@@ -81,8 +80,7 @@ def is_infrastructure(error: BaseException) -> bool:
     kinds = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__]
     if any(map(_TRANSPORT.fullmatch, kinds)):
         return not any(map(_NOT_SENT.fullmatch, kinds))
-    reason = getattr(error, "reason", None) if any(map(_WITH_REASON.fullmatch, kinds)) else None
-    if isinstance(reason, BaseException):
+    if isinstance(reason := getattr(error, "reason", None), BaseException):  # urllib's, urllib3's
         return is_infrastructure(reason)
     number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
     return _MACHINE.fullmatch(errno.errorcode.get(number, "")) is not None
