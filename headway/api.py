@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headway.orchestrator.train import train as train
     from headway.records.errors import ConfigurationError as ConfigurationError
     from headway.records.errors import HeadwayError as HeadwayError
+    from headway.records.errors import InfrastructureError as InfrastructureError
     from headway.records.execution import ExecutionPlan as ExecutionPlan
     from headway.records.execution import StagePlacement as StagePlacement
     from headway.records.ledger import RunSummary as RunSummary
@@ -56,7 +57,7 @@ _HOMES = {
     "headway.orchestrator.jobs.evaluate": ("evaluate_model",),
     "headway.orchestrator.jobs.sft": ("run_sft",),
     "headway.orchestrator.train": ("train",),
-    "headway.records.errors": ("ConfigurationError", "HeadwayError"),
+    "headway.records.errors": ("ConfigurationError", "HeadwayError", "InfrastructureError"),
     "headway.records.execution": ("ExecutionPlan", "StagePlacement"),
     "headway.records.ledger": ("RunSummary",),
     "headway.records.rollout": ("Group", "Rollout", "Verdict"),

@@ -45,7 +45,7 @@ class EnvironmentConfig(Section):
     # Tune: as many as the longest good solution needs: more makes failures dear
     max_turns: Positive = 16  # most answers in a rollout; then it ends
     max_calls: Positive = 16  # most tool calls in one answer; further ones get an error as their result
-    timeout_s: Seconds = 300.0  # of an environment's reply to one answer, or of its score
+    timeout_s: Seconds = 300.0  # of an environment's reply to one answer, its score, a call of a plain function
     tool_result_characters: Annotated[int, Field(ge=100)] = 8000  # of a tool's result; a longer one loses its middle
     mcp: tuple[ToolServerConfig, ...] = ()  # tool servers, in addition to the tools of an environment that is a class
     models: dict[str, FixedModelConfig] = {}  # by name: models that such an environment calls and that aren't trained

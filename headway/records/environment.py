@@ -10,6 +10,9 @@ from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Rollout, ToolTimes, Verdict
 from headway.records.sandbox import Snapshot
 
+WORKER_EVENT = -1
+"""Number of an answer of an environment's worker that is an event of its own: (name, text, further fields)."""
+
 
 class NextTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The next turn that the model is to answer: new messages since its last answer, tools and limits."""

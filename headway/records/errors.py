@@ -74,6 +74,13 @@ class HookFailed(HeadwayError):
         return self.key.rpartition(".")[2]
 
 
+class InfrastructureError(HeadwayError):
+    """Raised by a user's code, or ours that it calls, where a machine or a service failed: it says nothing of the
+    policy, so it is tried anew and never rewarded."""
+
+    page = "docs/hooks.md#the-policys-failures-and-the-machines"
+
+
 class WorkerDied(HeadwayError):
     """A worker process ended. ``cause``: exit code or signal and its last traceback; ``silent_s``: seconds without a
     sign of life when its end was noticed."""

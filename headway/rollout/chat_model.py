@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.runtime.backoff import backoff_s
+from headway.runtime.hooks import storable
 
 T = TypeVar("T")
 
@@ -49,8 +50,8 @@ class Retry(Exception):
         self.wait_s = wait_s
 
 
-class ModelFailed(OSError):
-    """No answer that is of use, after all tries: infrastructure."""
+class ModelFailed(InfrastructureError):
+    """No answer that is of use, after all tries."""
 
 
 class _Hopeless(Exception):
@@ -146,7 +147,7 @@ class ChatModel:
             text = None
         if not isinstance(text, str):
             raise Retry(f"{self.called}'s reply is no chat completion: {quoted(json.dumps(answer))}")
-        return text
+        return storable(text)
 
 
 def completions_url(base: str) -> str:

@@ -8,10 +8,11 @@ own is in its `Episode`. Tokens never come here: what was sampled stays token-ex
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,8 +21,8 @@ from headway.records.rollout import ToolTimes
 from headway.records.task import Task
 from headway.rollout.episode_sandbox import EpisodeSandbox
 from headway.rollout.fixed_models import FixedModels
-from headway.rollout.tools import Tool, call_tool
-from headway.runtime.hooks import finite_number
+from headway.rollout.tools import Tool, ToolCalls, call_tool
+from headway.runtime.hooks import finite_number, storable
 
 _UNREAD = "<tool_call>"  # begins a call that stayed in the text because it isn't JSON
 
@@ -52,6 +53,15 @@ class Answer:
             for call in message.get("tool_calls") or ()
         )
         return cls(text=message.get("content") or "", message=dict(message), calls=calls, speaker=speaker, cut=cut)
+
+
+def _storable(value: Any) -> Any:
+    """JSON types with `storable` texts."""
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, dict):
+        return {_storable(key): _storable(one) for key, one in cast("dict[Any, Any]", value).items()}
+    return [_storable(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 class Episode:
@@ -95,7 +105,7 @@ class Episode:
 
     def add(self, message: Mapping[str, Any], *, to: str | None = None) -> None:
         """`say`, with a message as in OpenAI's chat API."""
-        self._pending.setdefault(self.speaker if to is None else to, []).append(dict(message))
+        self._pending.setdefault(self.speaker if to is None else to, []).append(_storable(dict(message)))
 
     def turn_to(
         self,
@@ -115,7 +125,7 @@ class Episode:
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, Any]], **body: Any) -> str:
         """The answer of ``[environment.models.NAME]`` to messages as in OpenAI's chat API; ``body``: further keys of
-        the request. Raises OSError where there is no answer: infrastructure."""
+        the request. Raises InfrastructureError where there is no answer."""
         return await self._models.ask(name, messages, **body)
 
     def reward(self, value: float) -> None:
@@ -214,8 +224,9 @@ class Environment:
 
     One object serves all rollouts of a worker at once: whatever is a rollout's own belongs into ``episode.state``.
     Parameters of its ``__init__`` come from ``environment.parameters``. Everything may be async; a call that takes long
-    without awaiting holds up the rollouts beside it. An exception fails the rollout at the boundary "environment";
-    OSError (a connection, a time limit) and a sandbox's failure are infrastructure: tried anew, never a reward.
+    without awaiting holds up the rollouts beside it. An exception of a tool is told to the model; any other fails the
+    rollout at the boundary "environment". Infrastructure's (`is_infrastructure`: a connection, a time limit, a sandbox)
+    are tried anew, never a reward.
     """
 
     system = ""  # what the conversation begins with
@@ -266,8 +277,10 @@ class Environment:
                 continue
             well, name, now = False, call.name if call.name in self.offered else "", asyncio.get_running_loop().time
             started_s = now()
+            blocks = name and self.offered[name].blocks  # then it has a limit of its own
             try:
-                text, well = await call_tool(self.offered, call.name, call.arguments, episode)
+                with episode.sandbox.in_line() if blocks else contextlib.nullcontext():
+                    text, well = await call_tool(self.offered, call.name, call.arguments, episode, self.tool_calls)
             finally:
                 episode.note_tool(ToolTimes(name=name, start_s=started_s, end_s=now(), error=not well))
             episode.tell(call, self.shortened(text))
@@ -279,6 +292,7 @@ class Environment:
     # --- set by the service -------------------------------------------------------------------------------------
 
     offered: Mapping[str, Tool] = {}  # `tools`, by name
+    tool_calls = ToolCalls()  # counts them
     most_calls = 16  # of an answer, that are carried out
     longest_result_characters = 8000  # of a tool
     reply_timeout_s = 300.0  # of a reply, or a score

@@ -214,14 +214,14 @@ class EpisodeSandbox:
     async def _leased(self, snapshot: Snapshot | None) -> Sandbox:
         lease = contextlib.AsyncExitStack()
         leased = self._pool.lease(self._spec, labels=self._labels, snapshot=snapshot)
-        with self._in_line():
+        with self.in_line():
             box = await lease.enter_async_context(leased)
         self._lease = lease
         return box
 
     @contextlib.contextmanager
-    def _in_line(self) -> Iterator[None]:
-        """Suspend the time limits of the sandbox's users while it waits in line."""
+    def in_line(self) -> Iterator[None]:
+        """Suspend the time limits of the sandbox's users: for waiting in line, or what has a limit of its own."""
         now = asyncio.get_running_loop().time
         left = {limit: (limit.when() or now()) - now() for limit in self.limits if not limit.expired()}
         for limit in left:

@@ -23,7 +23,7 @@ class FixedModels:
         self._places = {name: asyncio.Semaphore(one.concurrency) for name, one in settings.items()}
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, Any]], **body: Any) -> str:
-        """The answer's text. Raises OSError where there is none (`ModelFailed`), LookupError for an unknown model."""
+        """The answer's text. Raises ModelFailed where there is none, LookupError for an unknown model."""
         if name not in self._models:
             raise LookupError(f"there is no [{KEY}.{name}]; valid: {', '.join(self._models) or 'none'}")
         async with self._places[name]:

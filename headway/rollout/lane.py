@@ -48,9 +48,9 @@ class Lane:
 def _settle(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if answer.done():
         return
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         answer.set_exception(error)
-    elif error is not None:  # SystemExit, say: it would end the loop that all rollouts share
+    elif error is not None:  # SystemExit would end the loop that all rollouts share; a StopIteration can't be awaited
         answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
     else:
         answer.set_result(result)

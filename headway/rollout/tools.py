@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import sys
+import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticInvalidForJsonSchema, ValidationError, create_model
+from pydantic_core import PydanticSerializationError
 
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
+from headway.records.sandbox import SandboxError
+from headway.rollout.lane import Lane
+from headway.runtime.hooks import is_infrastructure, place_of, storable
 
+_FEWEST_CALLS = 4  # of a tool, before it is said that half of them raise
 _GIVEN = "episode"  # a parameter of this name isn't the model's: it gets the rollout
 
 
@@ -27,6 +36,8 @@ class Tool:
     name: str
     schema: dict[str, Any]  # as in OpenAI's chat API: {"type": "function", "function": {...}}
     call: Callable[[str, Any], Any]  # (arguments as the model wrote them, episode) -> awaitable of a result
+    blocks: bool = False  # `call` gives the result itself, in a thread of its own
+    fatal: bool = False  # what it raises fails the rollout, for nobody knows where its game is then
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
@@ -45,23 +56,82 @@ class Tool:
             raise ConfigurationError(f"tool {name}: its parameters have no JSON form: {error}") from None
         _describe(parameters, details)
 
-        async def call(written: str, episode: Any) -> Any:
+        def blocking(written: str, episode: Any) -> Any:
             given = _read(arguments, written)
-            if takes_episode:
-                given[_GIVEN] = episode
-            if inspect.iscoroutinefunction(function):
-                return await function(**given)
-            return await asyncio.to_thread(function, **given)
+            return function(**given, **({_GIVEN: episode} if takes_episode else {}))
 
-        return cls.described(name, " ".join(description.split()), parameters, call)
+        async def awaited(written: str, episode: Any) -> Any:
+            return await blocking(written, episode)
+
+        blocks = not inspect.iscoroutinefunction(function)
+        call = blocking if blocks else awaited
+        return cls.described(name, " ".join(description.split()), parameters, call, blocks=blocks)
 
     @classmethod
     def described(
-        cls, name: str, description: str, parameters: dict[str, Any], call: Callable[[str, Any], Any]
+        cls, name: str, description: str, parameters: dict[str, Any], call: Callable[[str, Any], Any], **fields: bool
     ) -> Tool:
-        """A tool whose ``parameters`` are described by a JSON schema; ``call``: as of `Tool`."""
+        """A tool whose ``parameters`` are described by a JSON schema; ``call``, ``fields``: as of `Tool`."""
         function = {"name": name, "description": description, "parameters": parameters}
-        return cls(name=name, schema={"type": "function", "function": function}, call=call)
+        return cls(name=name, schema={"type": "function", "function": function}, call=call, **fields)
+
+
+class ToolCalls:
+    """The calls of a worker's tools: counted; those of plain functions given up after ``limit_s``.
+
+    Each of these has a thread, which can't be ended. A call that runs on after its limit, given up or abandoned with
+    its rollout, is *stuck*: it is reported by its tool's name, and delays no other. So is a tool of which half of the
+    calls raise, once."""
+
+    def __init__(self, limit_s: float = 300.0) -> None:
+        self.report: Callable[..., object] = lambda event, what, data: None  # of events: name, text, further fields
+        self.stuck = 0  # so far
+        self._limit_s = limit_s
+        self._called, self._raised = Counter[str](), Counter[str]()
+        self._seen: set[Any] = set()  # tools and places that were reported
+
+    async def result(self, tool: Tool, arguments: str, episode: Any) -> Any:
+        """The result of a call. Raises what it raises, and ToolError where it has none within the limit."""
+        self._called[tool.name] += 1
+        if not tool.blocks:
+            return await tool.call(arguments, episode)
+        try:
+            lane = Lane(f"tool-{tool.name}")
+        except RuntimeError as error:
+            raise InfrastructureError(f"no thread for the tool {tool.name}: {error}") from error
+        running = asyncio.ensure_future(lane.run(copy_context().run, tool.call, arguments, episode))
+        late = asyncio.get_running_loop().call_later(self._limit_s, self._stick, tool.name)
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            late.cancel()
+            lane.end()
+            if not done.cancelled():
+                done.exception()  # its caller may have gone
+
+        running.add_done_callback(ended)
+        await asyncio.wait((running,), timeout=self._limit_s)
+        if not running.done():
+            raise ToolError(f"{tool.name} gave no answer in {self._limit_s:g} s")
+        return running.result()
+
+    def note_raised(self, name: str, error: BaseException) -> None:
+        """Count a call whose exception the model is told; the first of its kind is printed to the worker's log."""
+        self._raised[name] += 1
+        place, called, raised = place_of(error), self._called[name], self._raised[name]
+        if (kind := (name, type(error), place)) not in self._seen:
+            self._seen.add(kind)
+            traced = storable("".join(traceback.format_exception(error)))
+            print(f"the tool {name} raises, and the model is told:\n{traced}", file=sys.stderr, flush=True)
+        if called >= _FEWEST_CALLS and 2 * raised >= called and name not in self._seen:
+            self._seen.add(name)
+            what = f"{raised} of {called} calls of the tool {name} raised, the last {type(error).__name__}: {error}"
+            what = storable(what)[:300] + (f" ({place})" if place else "")
+            self.report("tool_raises", what, {"tool": name, "calls": called, "raised": raised})
+
+    def _stick(self, name: str) -> None:
+        self.stuck += 1
+        what = f"a call of the tool {name} goes on after {self._limit_s:g} s (environment.timeout_s)"
+        self.report("tool_stuck", what, {"tool": name, "stuck": self.stuck})
 
 
 def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
@@ -75,16 +145,25 @@ def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]
     return found
 
 
-async def call_tool(tools: Mapping[str, Tool], name: str, arguments: str, episode: Any) -> tuple[str, bool]:
-    """(what the model is told, whether the call was one): an unknown name, arguments that don't fit and a `ToolError`
-    are told as errors. Other exceptions of a tool pass."""
-    tool = tools.get(name)
+async def call_tool(
+    tools: Mapping[str, Tool], name: str, arguments: str, episode: Any, calls: ToolCalls | None = None
+) -> tuple[str, bool]:
+    """(what the model is told, whether the call was one): an unknown name, arguments that don't fit and what a tool
+    raises are told as errors. Only infrastructure's failures pass, those of sandboxes and of tools that are fatal."""
+    tool, calls = tools.get(name), calls or ToolCalls()
     if tool is None:
         return f"error: there is no tool {name!r}; valid: {', '.join(tools) or 'none'}", False
     try:
-        return as_text(await tool.call(arguments, episode)), True
+        return as_text(await calls.result(tool, arguments, episode)), True
     except ToolError as error:
         return f"error: {error}", False
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the boundary to a tool's code
+        task = asyncio.current_task()
+        cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
+        if cancelled or tool.fatal or isinstance(error, SandboxError) or is_infrastructure(error):
+            raise
+        calls.note_raised(name, error)
+        return f"error: {type(error).__name__}: {error}", False
 
 
 def read_object(written: str) -> dict[str, Any]:
@@ -104,7 +183,10 @@ def as_text(result: Any) -> str:
     if isinstance(result, str):
         return result
     if isinstance(result, BaseModel):
-        return result.model_dump_json()
+        try:
+            return result.model_dump_json()
+        except PydanticSerializationError:  # of a text that has no UTF-8 form
+            return as_text(result.model_dump())
     return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 

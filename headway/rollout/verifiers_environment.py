@@ -10,22 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from errno import EACCES, EISDIR, ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any
 
 from headway.records.errors import ConfigurationError
+from headway.rollout.hosting.agents.host import EX_TEMPFAIL
+from headway.runtime.hooks import is_infrastructure
 from headway.runtime.imports import import_extra
 
 KEY = "environment.verifiers"
 PLAYER = "headway.rollout.verifiers_environment:player"
 COLUMN = "verifiers"  # of a row, and so in a task's metadata: {"taskset": its id, "data": fields that aren't defaults}
-_TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
 _OUTSIDE = ("ProviderError", "InterceptionError", "TunnelError", "SandboxError")  # not the episode's own doing
 _TRY_AGAIN = (408, 409, 429)  # HTTP codes below 500 that say so
+_NO_FILE = "|".join(os.strerror(code) for code in (ENOENT, EISDIR, ENOTDIR, EACCES))
+_UNREADABLE = re.compile(rf"^read .*({_NO_FILE}|over the \d+ byte limit)", re.DOTALL)  # as the policy left it
+_CAUSED = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+_RAISED = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*)(?P<text>:.*)?$", re.MULTILINE)
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
 _NO_CONTEXT = "context_length_exceeded"  # what the endpoint says to a request that doesn't fit
 
 
@@ -146,7 +154,23 @@ def _end(errors: Iterable[Any]) -> None:
     print(f"{last.type}: {' '.join(last.message.split())}", file=sys.stderr)
     status = last.status_code
     ours = status is not None and 400 <= status < 500 and status not in _TRY_AGAIN  # what it asked for isn't possible
-    sys.exit(_TEMPORARY if last.type in _OUTSIDE and not ours else 1)
+    outside = last.type in _OUTSIDE and not _UNREADABLE.search(last.message)
+    cause = raised_in(last.traceback or "")
+    again = not ours and (outside or (cause is not None and is_infrastructure(cause)))
+    sys.exit(EX_TEMPFAIL if again else 1)
+
+
+def raised_in(traced: str) -> BaseException | None:
+    """The exception of a user's code that an error of the package's was raised from, or else itself: of its class and
+    with its errno, for there is only the traceback's text. None: it can't be made out."""
+    raised = None
+    for found in _RAISED.finditer(traced.split(_CAUSED)[-2:][0]):
+        module, _, name = found["kind"].rpartition(".")
+        kind = getattr(sys.modules.get(module or "builtins"), name, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):  # the last is it, those before are its contexts
+            numbered = issubclass(kind, OSError) and _ERRNO.search(found["text"] or "")
+            raised = OSError(int(numbered[1]), "") if numbered else kind.__new__(kind)
+    return raised
 
 
 def _context(package: Any) -> Any:

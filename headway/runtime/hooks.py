@@ -1,20 +1,41 @@
-"""Hooks: users' functions, called by their contract; errors and violations are reported with the hook's key."""
+"""Hooks: users' functions, called by their contract; errors and violations are reported with the hook's key.
+
+`is_infrastructure` is the one rule of whose failure an exception of a user's code is.
+"""
 
 from __future__ import annotations
 
+import errno
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, cast
 
-from headway.records.errors import ConfigurationError, HookFailed
+from headway.records.errors import ConfigurationError, HookFailed, InfrastructureError
+from headway.records.sandbox import SandboxError
 from headway.runtime.imports import import_function
 from headway.runtime.stalls.stacks import shortened
 
 _LONGEST = 80  # characters of a value in an error
+# Errors of connections, as PACKAGE.CLASS: the packages aren't imported here.
+_TRANSPORT = re.compile(
+    r"socket\.(gaierror|herror)|ssl\.SSLError|http\.(IncompleteRead|BadStatusLine)|urllib\.ContentTooShortError"
+    r"|httpx2?\.TransportError|httpcore\.(NetworkError|TimeoutException|ProxyError|RemoteProtocolError)"
+    r"|requests\.(ConnectionError|Timeout|ChunkedEncodingError)"
+    r"|urllib3\.(ProtocolError|TimeoutError|NewConnectionError|SSLError|ProxyError)"
+    r"|aiohttp\.(ClientConnectionError|ClientPayloadError)|websockets\.ConnectionClosed"
+    r"|(openai|anthropic)\.APIConnectionError"
+)
+_NOT_SENT = re.compile(r"httpx2?\.(UnsupportedProtocol|LocalProtocolError)")  # among those: a request that can't be
+# Of an OSError; others are of what was asked for: a name, a permission, a size.
+_MACHINE = re.compile(
+    "EIO|ENOSPC|EDQUOT|EMFILE|ENFILE|ENOMEM|EAGAIN|ENOBUFS|ESTALE|ENOLCK|EREMOTEIO|ENETDOWN|ENETUNREACH|ENETRESET"
+    "|EHOSTDOWN|EHOSTUNREACH|EADDRNOTAVAIL|ENOTCONN"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,33 @@ class Hook:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{PurePath(last.filename).name}, line {last.lineno}"
         return self.failed(f"raised {type(error).__name__}: {error} ({where})")
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether ``error``, raised by a user's code, is a machine's or a service's failure: nobody's, tried anew, never a
+    reward. Any other is the policy's or the code's own, and isn't tried until it happens no more.
+
+    It is one that says so (`InfrastructureError`, a sandbox's), a connection error, a time limit of the code's own
+    client (TimeoutError), or an OSError with an errno of the machine; of a group of exceptions, if all are."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_infrastructure(one) for one in cast("BaseExceptionGroup[BaseException]", error).exceptions)
+    if isinstance(error, SandboxError):
+        return error.failure.cause == "infrastructure"
+    if isinstance(error, (InfrastructureError, ConnectionError, TimeoutError)):
+        return True
+    kinds = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__]
+    if any(map(_TRANSPORT.fullmatch, kinds)):
+        return not any(map(_NOT_SENT.fullmatch, kinds))
+    if isinstance(reason := getattr(error, "reason", None), BaseException):  # urllib's, urllib3's
+        return is_infrastructure(reason)
+    number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
+    return _MACHINE.fullmatch(errno.errorcode.get(number, "")) is not None
+
+
+def storable(text: str) -> str:
+    """``text`` with U+FFFD in the place of each half of a surrogate pair, which has no UTF-8 form: undecodable bytes of
+    a file's name, say."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def load_hook(

@@ -84,6 +84,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    raise ValueError('no idea')\n"
         "def leaves(task):\n"
         "    sys.exit(75)\n"
+        "def raises(task):\n"
+        "    raise {'gone': ConnectionError('gone'), 'none': FileNotFoundError(2, 'none')}[task['prompt']]\n"
         "def made_of(settings):\n"
         "    return lambda task: print(settings, task)\n"
     )
@@ -115,6 +117,14 @@ def test_a_function_with_the_openai_client(
                 assert "solving 1+2?" in exit.tail
 
     run(agents, test, f"my_agents:{name}")
+
+
+@pytest.mark.parametrize(("prompt", "code"), [("gone", 75), ("none", 1)])
+def test_what_an_agents_function_raises_goes_by_the_rule(prompt: str, code: int, agents: Path) -> None:
+    async def test(processes: AgentProcesses) -> Exit:
+        return await processes.run("7-0", [], {"prompt": prompt}, {}, processes.scratch("7-0"))
+
+    assert run(agents, test, "my_agents:raises").code == code
 
 
 def test_a_log_has_the_beginning_and_the_end_of_what_was_printed(tmp_path: Path) -> None:

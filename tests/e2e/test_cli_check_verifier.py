@@ -134,6 +134,11 @@ class Pay(Environment):
     ("body", "level", "message"),
     [
         ("pass", "info", "played 1 episode of tasks.train: reply x3, score 0"),
+        (
+            'episode.add({"role": "tool", "content": "error: KeyError: 1", "tool_call_id": "1", "name": "price"})',
+            "warning",
+            "played 1 episode of tasks.train: reply x3 (a tool told 'error: KeyError: 1'), score 0",
+        ),
         ("{}['boom']", "error", "one episode of tasks.train failed: KeyError: 'boom' (PLACE:6 in reply)"),
         ("import os; os._exit(3)", "error", "one episode of tasks.train: environment-0 died: exited with code 3"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from packages import needs
 from headway.config.tool_servers import ToolServerConfig
 from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Environment
+from headway.rollout.hosting.agents.host import MARK
 from headway.rollout.hosting.mcp.servers import SharedConnection
 from headway.runtime.clock import RealClock
 
@@ -47,6 +49,54 @@ for line in sys.stdin:
         threading.Timer(1.0, out, (i,), {"result": result}).start()
     elif i is not None:
         out(i, error={"code": -32601, "message": "no"})
+"""
+
+
+ODD = """
+import json, os, subprocess, sys
+def out(line): sys.stdout.buffer.write(line.encode() if isinstance(line, str) else line); sys.stdout.buffer.flush()
+def answer(i, result, **more): out(json.dumps({"jsonrpc": "2.0", "id": i, "result": result, **more}) + "\\n")
+def text(t): return {"content": [{"type": "text", "text": t}]}
+left = None
+for line in sys.stdin:
+    told = json.loads(line)
+    asked, i = told.get("params") or {}, told.get("id")
+    if told["method"] == "initialize":
+        answer(i, {"protocolVersion": asked["protocolVersion"], "capabilities": {"tools": {}},
+                   "serverInfo": {"name": "odd", "version": "1"}})
+    elif told["method"] == "tools/list":
+        endless = os.environ.get("ENDLESS")
+        more = {"nextCursor": str(int(asked.get("cursor") or 0) + 1)} if endless else {}
+        name = "do" + (asked.get("cursor") or "") if endless else "do"
+        answer(i, {"tools": [{"name": name, "inputSchema": {"type": "object"}}], **more})
+    elif told["method"] == "tools/call":
+        how, big = asked["arguments"]["how"], "x" * 300_000
+        if how == "well": answer(i, text("well"))
+        elif how == "result first": out(json.dumps({"result": text(big), "jsonrpc": "2.0", "id": i}) + "\\n")
+        elif how == "id last": out(json.dumps({"jsonrpc": "2.0", "result": text(big), "id": i}) + "\\n")
+        elif how == "id first": out(json.dumps({"id": i, "jsonrpc": "2.0", "result": text(big)}) + "\\n")
+        elif how == "version last": out(json.dumps({"result": text(big), "id": i, "jsonrpc": "2.0"}) + "\\n")
+        elif how == "notification":
+            out(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {"data": big}}) + "\\n")
+            out(json.dumps({"method": "x", "params": {"data": big}, "jsonrpc": "2.0", "id": i}) + "\\n")
+            answer(i, text("after it"))
+        elif how == "unknown type": answer(i, {"content": [{"type": "hologram", "data": "x"}]})
+        elif how == "no content": answer(i, {"content": "plain"})
+        elif how == "null text": answer(i, {"content": [{"type": "text", "text": None}]})
+        elif how == "code": out(json.dumps({"jsonrpc": "2.0", "id": i, "error": {"code": asked["arguments"]["code"],
+                                                                          "message": "the shop is shut"}}) + "\\n")
+        elif how == "half": answer(i, text("a\\ud800b \\U0001f600"))
+        elif how == "escaped": answer(i, text("a\\\\ud800b"))
+        elif how == "bytes":
+            line = json.dumps({"jsonrpc": "2.0", "id": i, "result": text("a@b")}) + "\\n"
+            out(line.encode().replace(b"@", b"\\xff"))
+        elif how == "no json": out('{"jsonrpc": "2.0", "id": %d, "result": {,}}\\n' % i)
+        elif how == "child":
+            left = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
+            answer(i, text(str(left.pid)))
+        elif how == "dies": os._exit(1)
+    elif i is not None:
+        out(json.dumps({"jsonrpc": "2.0", "id": i, "error": {"code": -32601, "message": "no"}}) + "\\n")
 """
 
 
@@ -82,6 +132,15 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def gone(pid: int) -> bool:
+    """It has been killed, and so ends."""
+    for _ in range(20):
+        if not alive(pid):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.fixture
@@ -197,7 +256,7 @@ def test_nothing_of_the_environment_reaches_it_unless_listed(monkeypatch: pytest
     monkeypatch.setenv("HF_TOKEN", "secret")
     one = server(passes=["HF_TOKEN"], variables={"MODE": "fast"})
     [said] = asks(lambda: started(one), ("variables", "{}"))
-    assert set(said.split()) - {"LC_CTYPE"} == {"HF_TOKEN", "MODE", "PATH"}
+    assert set(said.split()) - {"LC_CTYPE", MARK} == {"HF_TOKEN", "MODE", "PATH"}
 
 
 def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_server() -> None:
@@ -234,6 +293,76 @@ def test_an_error_that_a_server_answers_with_is_told_and_ends_nobody_elses_calls
         return said
 
     assert played(main) == ["error: division by zero", "error: division by zero", "done", "done"]
+
+
+def odd(**settings: Any) -> dict[str, Any]:
+    return {"name": "odd", "command": [sys.executable, "-c", ODD], "timeout_s": 10, "result_bytes": 200_000, **settings}
+
+
+TOO_LONG, WELL = "error: its result is too long: ask for less", "well"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"how": "result first"}, TOO_LONG),
+        ({"how": "id last"}, TOO_LONG),
+        ({"how": "id first"}, TOO_LONG),
+        ({"how": "version last"}, TOO_LONG),
+        ({"how": "notification"}, "after it"),
+        ({"how": "unknown type"}, "error: its result can't be read: content.0"),
+        ({"how": "no content"}, "error: its result can't be read: content: "),
+        ({"how": "null text"}, "error: its result can't be read: content.0"),
+        ({"how": "no json"}, "error: its result can't be read"),
+        ({"how": "code", "code": -32000}, "error: the shop is shut"),
+        ({"how": "code", "code": -32001}, "error: the shop is shut"),
+        ({"how": "code", "code": 404}, "error: the shop is shut"),
+        ({"how": "half"}, "a\ufffdb \U0001f600"),
+        ({"how": "escaped"}, "a\\ud800b"),
+        ({"how": "bytes"}, "a\ufffdb"),
+    ],
+    ids=str,
+)
+def test_one_bad_result_takes_no_connection(how: dict[str, Any], told: str) -> None:
+    started_s = time.monotonic()
+    calls = (("do", json.dumps(how)), ("do", '{"how": "child"}'), ("do", '{"how": "well"}'))
+    said = asks(lambda: started(odd()), *calls)
+    assert said[0].startswith(told)
+    assert said[1].isdecimal(), "the same server"
+    assert said[2] == WELL
+    assert time.monotonic() - started_s < 8, "nobody waited for a time limit"
+    assert gone(int(said[1])), "what it has started in a session of its own ends with it"
+
+
+def test_what_a_server_that_died_has_started_ends_too() -> None:
+    async def main() -> int:
+        episodes = await started(odd())
+        player = Player(episodes)
+        await player.begin()
+        pid = int(await player.answer(call("do", '{"how": "child"}')))
+        await player.answer(call("do", '{"how": "dies"}'))
+        assert player.last.failure is not None
+        assert player.last.failure.infrastructure
+        await episodes.shut_down()
+        return pid
+
+    assert gone(played(main))
+
+
+def test_a_list_of_tools_without_an_end_is_refused() -> None:
+    async def main() -> None:
+        await started(odd(variables={"ENDLESS": "1"}))
+
+    with pytest.raises(ConfigurationError, match="its list of tools has no end: 1000 pages, 1000 tools"):
+        played(main)
+
+
+def test_a_list_of_tools_that_takes_too_long_is_refused() -> None:
+    async def main() -> None:
+        await started(odd(variables={"ENDLESS": "1"}, start_timeout_s=0.5))
+
+    with pytest.raises(ConfigurationError, match="takes longer than start_timeout_s"):
+        played(main)
 
 
 def test_whoever_gives_up_waiting_for_a_server_stops_no_start() -> None:
@@ -335,6 +464,31 @@ def test_what_stands_before_a_server_and_says_there_is_none_isnt_told(
         await episodes.shut_down()
 
     played(main)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_halves_of_surrogate_pairs_over_http(
+    address: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, events: bool
+) -> None:
+    httpx = pytest.importorskip("httpx2")
+    send = httpx.AsyncHTTPTransport.handle_async_request
+
+    async def odd_one(self: Any, request: Any) -> Any:
+        if b'"tools/call"' not in request.content:
+            return await send(self, request)
+        text = {"type": "text", "text": "a\ud800b \U0001f600"}
+        answer = {
+            "jsonrpc": "2.0",
+            "id": json.loads(request.content)["id"],
+            "result": {"content": [text], "structuredContent": {"result": "a"}, "resultType": "complete"},
+        }
+        body = json.dumps(answer).encode()
+        kind, body = ("text/event-stream", b"data: " + body + b"\n\n") if events else ("application/json", body)
+        return httpx.Response(200, headers={"content-type": kind}, stream=httpx.ByteStream(body), request=request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", odd_one)
+    said = asks(lambda: started({"name": "there", "url": address[0]}), ("broken", "{}"))
+    assert said == ["a\ufffdb \U0001f600"]
 
 
 def test_a_server_of_its_own_for_each_rollout() -> None:

@@ -15,6 +15,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
 from headway.rollout.hosting.service import scores_itself
+from headway.runtime.hooks import shown
 
 if TYPE_CHECKING:
     from headway.rollout.hosting.client import EnvironmentPool
@@ -58,7 +59,8 @@ def episode_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]
         findings.error("environment", f"one episode {what}: {error}")
     else:
         if isinstance(played, str):
-            findings.info("environment", f"played 1 episode {what}: {played}")
+            say = findings.warning if "a tool told" in played else findings.info
+            say("environment", f"played 1 episode {what}: {played}")
             if len(rewards) == len(others):
                 look_at_rewards("environment.name", f"{experiment.environment.name}.score", rewards, sure, findings)
         elif played.infrastructure:
@@ -94,20 +96,25 @@ async def _play_all(
         await pool.stop()
     if isinstance(ended, Failure):
         return ended, rewards
-    return f"reply x{replies}, {ended if isinstance(ended, str) else f'score {ended.reward:.3g}'}", rewards
+    return f"{replies}, {ended if isinstance(ended, str) else f'score {ended.reward:.3g}'}", rewards
 
 
-async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, seed: int) -> tuple[int, _Ended]:
-    """Play an attempt, with its last answer again and again; returns the replies, and how it ended."""
-    replies, rewards, answers = 0, 0.0, attempt.answers
+async def _play(pool: EnvironmentPool, name: str, attempt: DemonstratedTask, seed: int) -> tuple[str, _Ended]:
+    """Play an attempt, with its last answer again and again; returns the replies, with the first error of a tool, and
+    how it ended."""
+    replies, rewards, answers, wrong = 0, 0.0, attempt.answers, ""
     async with pool.seated(name) as lease:
         reply = await lease.begin(attempt.task, seed)
         while reply.asked is not None:
             reply = await lease.reply(answers[min(replies, len(answers) - 1)], reply.asked.speaker, False)
             replies, rewards = replies + 1, rewards + (reply.reward or 0.0)
+            for said in reply.asked.said if reply.asked is not None else ():
+                if not wrong and said.get("role") == "tool" and str(said["content"]).startswith("error: "):
+                    wrong = f" (a tool told {shown(said['content'])})"
+        what = f"reply x{replies}{wrong}"
         if reply.failure is not None:
-            return replies, reply.failure
+            return what, reply.failure
         scored = await lease.score()
     if scored.verdict is None:
-        return replies, f"no score, rewards of turns {rewards + (scored.reward or 0.0):g}"
-    return replies, scored.verdict.failure or scored.verdict
+        return what, f"no score, rewards of turns {rewards + (scored.reward or 0.0):g}"
+    return what, scored.verdict.failure or scored.verdict

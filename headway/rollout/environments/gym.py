@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
 from headway.rollout.lane import Lane
@@ -37,7 +37,7 @@ def tasks(
         yield {"prompt": prompt or f"Game {seed}", COLUMN: {"seed": seed, "arguments": dict(arguments or {})}}
 
 
-class OtherGame(OSError):
+class OtherGame(InfrastructureError):
     """A game that came back as another one: not the policy's doing."""
 
 
@@ -97,7 +97,7 @@ class Gym(Environment):
         if self._reads != "tool":
             return ()
         described = {"type": "object", "properties": {"action": self._actions.schema}, "required": ["action"]}
-        return (Tool.described("act", "Take an action.", described, self._act),)
+        return (Tool.described("act", "Take an action.", described, self._act, fatal=True),)
 
     async def begin(self, episode: Episode) -> None:
         episode.state.update(seed=seed_of(episode.task), actions=[], seen="", rewards=[])
@@ -274,4 +274,4 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()

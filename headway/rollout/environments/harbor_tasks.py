@@ -19,7 +19,8 @@ from headway.records.errors import ConfigurationError
 
 COLUMN = "harbor"  # of a row, and so in a task's metadata: {"folder": where its files are}
 _FILE_BYTES = 64 << 20  # of all files of one task
-_WITHOUT_EFFECT = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK", "SHELL")
+_WITHOUT_EFFECT = ("CMD", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "SHELL")  # Harbor gives a command of its own
+_AT_START = ("ENTRYPOINT", "HEALTHCHECK")  # what Harbor would run, or wait for, before the agent begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +153,18 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
     """(base image, working directory, variables, files) of its Dockerfile, or of the image that task.toml names."""
     context = folder / "environment"
     dockerfile = context / "Dockerfile"
+    instructions = list(_instructions(dockerfile)) if dockerfile.is_file() else []
+    at_start = {name: (number, rest) for number, name, rest in instructions if name in _AT_START}  # the last ones count
+    for name, (number, rest) in at_start.items():
+        if rest.replace(" ", "").upper() not in ("[]", '[""]', "NONE"):
+            what = f"{name} {rest[:60]}: its image does something at its start, which isn't done here"
+            raise ConfigurationError(f"{dockerfile}:{number}: {what}")
     if room.get("docker_image") or not dockerfile.is_file():
         return str(room.get("docker_image") or ""), "/app", {}, []
     image, workdir = "", PurePosixPath("/")
     variables: dict[str, str] = {}
     files: list[tuple[Path, str]] = []
-    for number, name, rest in _instructions(dockerfile):
+    for number, name, rest in instructions:
         if name == "FROM" and not image and " " not in rest.strip():
             image = rest.strip()
         elif name == "WORKDIR":
@@ -166,7 +173,7 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
             variables.update(pairs)
         elif name in ("COPY", "ADD") and (copied := _copied(context, workdir, rest)) is not None:
             files += copied
-        elif name not in _WITHOUT_EFFECT:
+        elif name not in (*_WITHOUT_EFFECT, *_AT_START):
             raise ConfigurationError(
                 f"{dockerfile}:{number}: {name} {rest[:60]}: images aren't built here, only FROM, WORKDIR, ENV and "
                 "COPY of files; build it elsewhere, name it in task.toml (environment.docker_image), and give its root "
@@ -178,7 +185,7 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
 def _instructions(dockerfile: Path) -> Iterator[tuple[int, str, str]]:
     """(line number, name, rest) of each instruction, continued lines joined."""
     whole, first = "", 0
-    for number, line in enumerate(dockerfile.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(dockerfile.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         first = first if whole else number

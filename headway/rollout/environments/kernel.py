@@ -13,7 +13,7 @@ from headway.kernels.client import KernelClient, KernelServiceFailed
 from headway.kernels.prompts import feedback, source_in
 from headway.kernels.reward import kernel_reward
 from headway.kernels.tasks import kernel_task
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer, KernelBackend, KernelEvaluation, KernelSubmission
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
@@ -115,14 +115,14 @@ class Kernel(Environment):
         return {"reward": best["reward"], "solved": best["correct"], "turn_rewards": rewards, KERNEL_ANSWERS: judged}
 
     async def _evaluation(self, task: Task, source: str) -> KernelEvaluation:
-        """Have a source judged. Raises OSError where that says nothing of it."""
+        """Have a source judged. Raises InfrastructureError where that says nothing of it."""
         submission = self._submission(task=kernel_task(task, self._backend), source=source)
         try:
             evaluation = await self._client.evaluate(submission)
         except KernelServiceFailed as error:
-            raise OSError(str(error)) from error
+            raise InfrastructureError(str(error)) from error
         if evaluation.infrastructure:
-            raise OSError(evaluation.infrastructure)
+            raise InfrastructureError(evaluation.infrastructure)
         return evaluation
 
 

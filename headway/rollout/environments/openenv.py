@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, find_action
 from headway.rollout.environments.gym import seed_of
@@ -29,8 +29,8 @@ _REFUSED = "VALIDATION_ERROR"  # of an action that isn't one
 _ENVIRONMENTS = "EXECUTION_ERROR"  # its own code failed
 
 
-class SessionLost(OSError):
-    """Raised where the server is gone, full, or can't begin: no fault of the policy."""
+class SessionLost(InfrastructureError):
+    """Raised where the server is gone, full, or can't begin."""
 
 
 class OpenEnv(Environment):
@@ -74,7 +74,7 @@ class OpenEnv(Environment):
             if self._server is not None:
                 self._server.start()
             schema = fetched(f"{self._address}/schema", start_timeout_s)["action"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (InfrastructureError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{KEY}: the server at {self._address}: {type(error).__name__}: {error}") from None
         self._schema = {key: one for key, one in schema.get("properties", {}).items() if key != "metadata"}
         self._needed = [key for key in schema.get("required", ()) if key not in self._fixed]
@@ -88,7 +88,7 @@ class OpenEnv(Environment):
             return ()
         fields = {key: one for key, one in self._schema.items() if key not in self._fixed}
         parameters = {"type": "object", "properties": fields, "required": self._needed}
-        return (Tool.described("act", "Take an action.", parameters, self._act),)
+        return (Tool.described("act", "Take an action.", parameters, self._act, fatal=True),)
 
     async def begin(self, episode: Episode) -> None:
         episode.hold("its session with an OpenEnv server")
@@ -194,16 +194,16 @@ class OpenEnv(Environment):
         raise SessionLost(f"the OpenEnv server: {what} ({code})")
 
     async def _connected(self) -> Any:
-        """A new session; a server of this environment that has died is restarted. Raises OSError."""
+        """A new session; a server of this environment that has died is restarted. Raises OSError, SessionLost."""
         try:
             return await self._connect()
-        except OSError:
+        except (OSError, InfrastructureError):
             if self._server is None:
                 raise
         async with self._restarting:
             try:
                 return await self._connect()
-            except OSError:
+            except (OSError, InfrastructureError):
                 await asyncio.to_thread(self._server.start)
         return await self._connect()
 

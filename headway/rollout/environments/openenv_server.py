@@ -12,6 +12,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from headway.records.errors import InfrastructureError
+
 # Its stdin is a pipe of ours: when that closes, for we are dead, say, its group is killed.
 _GUARD = '"$@" </dev/null & cat >/dev/null; kill -9 0'
 _POLL_S = 0.1
@@ -27,7 +29,7 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the server, or restart it. Raises OSError when it isn't up in time."""
+        """Start the server, or restart it. Raises InfrastructureError when it isn't up in time."""
         self.stop()
         environment = {**os.environ, "PORT": self.address.rpartition(":")[2]}
         self._process = subprocess.Popen(
@@ -46,7 +48,8 @@ class LocalServer:
                 if time.monotonic() > until:
                     self.stop()
                     limit = self._start_timeout_s
-                    raise OSError(f"{self._argv[0]} was not up within start_timeout_s = {limit:g} s: {error}") from None
+                    what = f"{self._argv[0]} was not up within start_timeout_s = {limit:g} s: {error}"
+                    raise InfrastructureError(what) from None
             time.sleep(_POLL_S)
 
     def stop(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import msgspec
 
 from headway.config.endpoint import EnvironmentConfig
 from headway.config.sandbox import SandboxConfig
-from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
+from headway.records.environment import WORKER_EVENT, EnvironmentState, EpisodeScore, NextTurn, Reply
 from headway.records.errors import HeadwayError, WorkerDied
 from headway.records.rollout import Failure
 from headway.records.sandbox_statistics import SandboxStatistics
@@ -42,8 +42,12 @@ class EnvironmentDied(HeadwayError):
 class _Seat:
     """A worker's slot: its requests, and their answers."""
 
-    def __init__(self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: EventCallback) -> None:
+    def __init__(
+        self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: EventCallback, on_stuck: Callable[[], None]
+    ) -> None:
         self.episodes = 0
+        self.stuck = False  # a thread of the worker can't be had back
+        self._on_event, self._on_stuck = on_event, on_stuck
         self.slot = WorkerSlot(
             spec, launcher, clock, on_event, limit=_STARTS, prepare=self._take, held=lambda: self.episodes
         )
@@ -58,6 +62,7 @@ class _Seat:
     async def _take(self, worker: WorkerHandle) -> None:
         self._gone = SandboxStatistics.total([self._gone, self._seen.counted()])
         self._seen = SandboxStatistics()  # the new one counts from zero
+        self.stuck = False
         self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
 
     async def ask(self, worker: WorkerHandle, method: str, *arguments: Any) -> tuple[Any, float]:
@@ -106,6 +111,13 @@ class _Seat:
         try:
             while True:
                 number, well, value, seconds = await worker.events.get()
+                if number == WORKER_EVENT:
+                    name, what, data = value
+                    self._on_event(name, f"{self.name}: {what}", worker=self.name, **data)
+                    if name == "tool_stuck":
+                        self.stuck = True
+                        self._on_stuck()
+                    continue
                 answer = self._waiting.get(number)
                 if answer is None or answer.done():
                     continue  # nobody waits for it any more
@@ -192,6 +204,7 @@ class EnvironmentPool:
     A rollout is played in one of them, the one with the fewest. A worker that dies takes its rollouts along: each of
     their calls raises EnvironmentDied, and the next rollout starts another worker. While that can't be started,
     rollouts go to the others, and it is tried again, ever more rarely. When none is left, ``seated`` raises WorkerDied.
+    One with a stuck thread gets no further rollout: a successor takes its place, and it ends when its own are over.
     """
 
     def __init__(
@@ -219,17 +232,25 @@ class EnvironmentPool:
             "snapshots": str(snapshots) if snapshots else "",
             "seed": seed,
         }
-        self._seats: list[_Seat] = []
-        for index, share in enumerate(_shares(sandbox, environment.workers)):
+        shares, numbers = _shares(sandbox, environment.workers), itertools.count()
+
+        def seat(place: int) -> _Seat:
+            number = next(numbers)
             spec = WorkerSpec(
-                name=f"environment-{index}",
+                name=f"environment-{number}",
                 factory=_FACTORY,
-                arguments={**arguments, "sandbox": share.model_dump()},
-                device=every_core_in_turn(environment.nodes, index),
+                arguments={**arguments, "sandbox": shares[place].model_dump()},
+                device=every_core_in_turn(environment.nodes, place),
                 preload=SCORING,  # as verifiers
-                log_path=str(log_folder / f"environment-{index}.log") if log_folder else None,
+                log_path=str(log_folder / f"environment-{number}.log") if log_folder else None,
             )
-            self._seats.append(_Seat(spec, launcher, clock, on_event))
+            return _Seat(spec, launcher, clock, on_event, self._renew)
+
+        self._seat = seat
+        self._seats = [seat(place) for place in range(environment.workers)]
+        self._leaving: dict[int, _Seat] = {}  # stuck ones that still have rollouts, by their place
+        self._former: list[_Seat] = []  # they, and those that had
+        self._ending: list[asyncio.Task[None]] = []
         most = environment.concurrency
         self._places = asyncio.Semaphore(most) if most else contextlib.nullcontext()
         self._next_start_s = 0.0
@@ -260,12 +281,14 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""
         self._stopped = True
-        await stop_all([seat.slot for seat in self._seats], _STOP_GRACE_S)
+        await stop_all([seat.slot for seat in (*self._seats, *self._former)], _STOP_GRACE_S)
+        await asyncio.gather(*self._ending)
 
     async def sandboxes(self) -> SandboxStatistics:
         """All workers' sandboxes, counted since the pool was started: no counter goes back when a worker dies. Empty
         where the environment uses none."""
-        return SandboxStatistics.total(await asyncio.gather(*(seat.sandboxes() for seat in self._seats)))
+        seats = (*self._seats, *self._former)
+        return SandboxStatistics.total(await asyncio.gather(*(seat.sandboxes() for seat in seats)))
 
     @property
     def worker_states(self) -> list[WorkerState]:
@@ -298,6 +321,19 @@ class EnvironmentPool:
                     return
             finally:
                 seat.episodes -= 1
+                self._renew()
+
+    def _renew(self) -> None:
+        """Give the seat of a stuck worker to a successor, and end the stuck one once its rollouts are over. One at a
+        time for each seat: a successor that is stuck too waits for that."""
+        for place, seat in enumerate(self._seats):
+            if seat.stuck and place not in self._leaving and not self._stopped:
+                self._leaving[place], self._seats[place] = seat, self._seat(place)
+                self._seats[place].slot.begin_restart()
+                self._former.append(seat)
+            if (old := self._leaving.get(place)) is not None and not old.episodes:
+                del self._leaving[place]
+                self._ending.append(asyncio.create_task(_end(old), name=f"{old.name}-end"))
 
     def _best(self) -> _Seat:
         """The seat with the fewest rollouts among those that live, or are likely to be back soon; among all where there
@@ -328,6 +364,12 @@ def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:
         sandbox.model_copy(update={"live": share(sandbox.live, worker), "starts": share(sandbox.starts, worker)})
         for worker in range(workers)
     ]
+
+
+async def _end(seat: _Seat) -> None:
+    """End a worker without rollouts, after a last look at its sandboxes."""
+    await seat.sandboxes()
+    await seat.slot.stop(_STOP_GRACE_S)
 
 
 async def _ended(seated: WorkerLease) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from headway.config.endpoint import ENVIRONMENTS, EnvironmentConfig
 from headway.config.sandbox import SandboxConfig
-from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
+from headway.records.environment import WORKER_EVENT, EnvironmentState, EpisodeScore, NextTurn, Reply
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, ToolTimes, Verdict
 from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
@@ -27,10 +27,10 @@ from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.episode_sandbox import EpisodeSandbox
 from headway.rollout.fixed_models import FixedModels, require_models
 from headway.rollout.hosting.mcp.servers import ToolServers
-from headway.rollout.tools import tools_by_name
+from headway.rollout.tools import ToolCalls, tools_by_name
 from headway.rollout.verification.verdicts import to_verdict
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.hooks import place_of
+from headway.runtime.hooks import is_infrastructure, place_of, storable
 from headway.runtime.imports import import_class, import_function
 from headway.sandbox.backends import spec_of
 from headway.sandbox.pool import SandboxPool
@@ -93,6 +93,7 @@ class EnvironmentService:
             guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
             pool: GuardedPool = await self._open.enter_async_context(guarded)
             spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
+            played.tool_calls.report = lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
             episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
             self._open.push_async_callback(episodes.shut_down)
             await episodes.start()
@@ -320,7 +321,7 @@ class Episodes:
         if failure is not None:
             return Reply(failure=failure, reward=reward, tool_times=times)
         if episode.over:
-            return Reply(over=_storable(episode.over), reward=reward, tool_times=times)
+            return Reply(over=storable(episode.over), reward=reward, tool_times=times)
         return Reply(asked=episode.take_next(), reward=reward, tool_times=times)
 
     async def _judged(
@@ -388,22 +389,16 @@ def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
 
 def failure_of(error: BaseException) -> Failure:
     """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
-    detail = _storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
+    detail = storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
     boundary, cause, place = "environment", f"{type(error).__name__}: {error}", place_of(error)
-    infrastructure = isinstance(error, OSError)  # TimeoutError and ConnectionError among them
+    infrastructure = is_infrastructure(error)
     if isinstance(error, SandboxError):
         boundary, cause = "model", error.failure.what
-        infrastructure = error.failure.cause == "infrastructure"
         if error.failure.cause != "model_code":
             boundary, cause = "sandbox", f"{cause} ({error.failure.cause.replace('_', ' ')})"
-    cause, place = _storable(cause)[:300], _storable(place) if boundary == "environment" else ""
+    cause, place = storable(cause)[:300], storable(place) if boundary == "environment" else ""
     cause += f" ({place})" if place else ""
     return Failure(boundary=boundary, cause=cause, infrastructure=infrastructure, detail=detail, place=place)
-
-
-def _storable(text: str) -> str:
-    """``text`` with lone surrogates escaped: what "surrogateescape" decoded, a file's name, say, can't be encoded."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def load_environment(settings: EnvironmentConfig) -> Environment:
@@ -430,6 +425,7 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
     environment.longest_result_characters = settings.tool_result_characters
     environment.most_calls = settings.max_calls
     environment.reply_timeout_s = settings.timeout_s
+    environment.tool_calls = ToolCalls(settings.timeout_s)
     return environment
 
 

@@ -14,13 +14,12 @@ from headway.config.endpoint import EndpointConfig, EnvironmentConfig
 from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
+from headway.rollout.hosting.agents.host import EX_TEMPFAIL
 from headway.rollout.hosting.agents.processes import AgentProcesses, Exit
 from headway.rollout.makers.attempts import RetryingRollouts, RolloutFailed
 from headway.rollout.makers.conversation import ConversationAttempt
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verifiers_environment import COLUMN
-
-_TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,8 @@ class AgentRollouts(RetryingRollouts):
     """Makes rollouts out of an agent's model calls, token-exact, however it makes them: one key for each attempt.
 
     An agent's process that ends with an error fails its rollout at the boundary "environment" (or counts as it stands:
-    ``environment.failed_exit``). One that was killed, or ends with the exit code 75, is infrastructure.
+    ``environment.failed_exit``). One that was killed, or ends with the exit code 75, as a function does whose exception
+    is infrastructure's, is infrastructure.
     """
 
     def __init__(self, agents: Agents, sampler: TurnSampler) -> None:
@@ -85,7 +85,7 @@ class AgentAttempt(ConversationAttempt):
             raise RolloutFailed(self._engine)
         if exit.well:
             return
-        infrastructure = exit.code == _TEMPORARY or exit.signal > 0 or bool(exit.error)
+        infrastructure = exit.code == EX_TEMPFAIL or exit.signal > 0 or bool(exit.error)
         if not infrastructure and self._agents.environment.failed_exit == "verify":
             return
         how = exit.error or (f"killed by signal {exit.signal}" if exit.signal else f"exit code {exit.code}")

@@ -18,7 +18,7 @@ from headway.records.token_block import TokenBlock
 from headway.records.tokens import TokenIds
 from headway.rollout.makers.attempts import RetryingRollouts
 from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
-from headway.runtime.hooks import Hook, finite_number, load_hook, shown
+from headway.runtime.hooks import Hook, finite_number, is_infrastructure, load_hook, shown, storable
 
 KEY = "hooks.rollout"
 
@@ -120,7 +120,7 @@ class Attempt:
 
     def observe(self, text: str) -> None:
         """Append the environment's reply: tokens without loss. Raises RolloutOver where they don't fit."""
-        self.observe_ids(cast("Codec", self._sampler.tokenizer).encode(text))
+        self.observe_ids(cast("Codec", self._sampler.tokenizer).encode(storable(text)))
 
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append the environment's reply as token ids; like `observe`."""
@@ -192,8 +192,8 @@ class Attempt:
 class CustomRollouts(RetryingRollouts):
     """Makes rollouts as a user's function does (`RolloutMaker`). Watchers and `reached` see the tokens of the turn.
 
-    What the function raises fails the rollout at the boundary "environment"; an OSError (a connection, a timeout) is
-    infrastructure. A rollout that was parked when the orchestrator died is made anew.
+    What the function raises fails the rollout at the boundary "environment", as infrastructure where
+    `is_infrastructure` says so. A rollout that was parked when the orchestrator died is made anew.
     """
 
     def __init__(self, hook: Hook, sampler: TurnSampler) -> None:
@@ -222,7 +222,8 @@ class CustomRollouts(RetryingRollouts):
         if isinstance(error, RolloutOver):
             return None
         raised = error if isinstance(error, HookFailed) else self._hook.raised(error)
-        return Failure(boundary="environment", cause=str(raised)[:300], infrastructure=isinstance(error, OSError))
+        cause = storable(str(raised))[:300]
+        return Failure(boundary="environment", cause=cause, infrastructure=is_infrastructure(error))
 
 
 def load_rollout_function(name: str) -> Hook:

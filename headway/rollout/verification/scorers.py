@@ -12,6 +12,7 @@ import msgspec
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.verdicts import failed_verdict, to_verdict
+from headway.runtime.hooks import is_infrastructure, storable
 
 Scorer = Callable[[Task, str], object]
 
@@ -54,12 +55,12 @@ def longest_s(scorer: Scorer) -> float:
 def score_guarded(score: Callable[[Task, str], object], task: Task, response: str) -> Verdict:
     """Score one response; whatever the verifier raises becomes a failed Verdict with the traceback in detail.
 
-    An OSError (a refused connection, a timeout) is infrastructure, worth another try; the rest is its own defect."""
+    What `is_infrastructure` calls so is worth another try; the rest is its own defect."""
     started = time.monotonic()
     try:
         verdict = to_verdict(score(task, response))
     except (Exception, SystemExit) as error:  # the reward boundary's one capture point
-        detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
-        cause = f"the verifier raised {type(error).__name__}: {error}"
-        verdict = failed_verdict(cause[:300], infrastructure=isinstance(error, OSError), detail=detail)
+        detail = storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
+        cause = storable(f"the verifier raised {type(error).__name__}: {error}")
+        verdict = failed_verdict(cause[:300], infrastructure=is_infrastructure(error), detail=detail)
     return msgspec.structs.replace(verdict, verify_s=time.monotonic() - started)

@@ -3,7 +3,7 @@
 A user's function is called as ``function(task, response, **parameters)`` and returns a number, a ``Verdict`` or
 ``{"reward": number, "solved": bool, ...}`` (further keys become the verdict's detail).
 
-What it raises never becomes a reward. An OSError (ConnectionError, TimeoutError, ...) is infrastructure, as is a
+What it raises never becomes a reward. What `is_infrastructure` says is infrastructure, as is a
 Verdict whose failure says so: the response is scored again, ``rollout.retries`` times, and then fails. Anything else
 is the verifier's own defect and fails the response at once.
 """

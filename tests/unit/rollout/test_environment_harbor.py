@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from boxed import Box, Boxed
 
+from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
+from headway.rollout.environments.harbor_tasks import read_task
 
 CONFIG = "[verifier]\ntimeout_sec = 20.0\n"
 KILLED = ExecResult(exit_code=None, signal=9)
@@ -127,3 +129,23 @@ def test_all_commands_of_one_answer_share_its_time(folder: Path) -> None:
     told = boxed.call(*[("bash", {"command": "sleep"})] * 5)
     assert told[2] == "[stopped after 20 s]"
     assert told[3:] == ["error: the commands of one answer have 100 s together, and these are over"] * 2
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "line", ['ENTRYPOINT ["/start.sh"]', "entrypoint /start.sh", "HEALTHCHECK --interval=5s \\\n  CMD curl localhost"]
+)
+def test_an_image_that_does_something_at_its_start_is_refused_by_name(line: str, named: bool, folder: Path) -> None:
+    """Also where it is built elsewhere, of that file."""
+    if named:
+        (folder / "task.toml").write_text(f'{CONFIG}[environment]\ndocker_image = "mine:1"\n')
+    (folder / "environment" / "Dockerfile").write_text(f"FROM base\n{line}\n")
+    name = line.split()[0].upper()
+    with pytest.raises(ConfigurationError, match=rf"Dockerfile:2: {name} .*: its image does something at its start"):
+        read_task(folder)
+
+
+@pytest.mark.parametrize("line", ["ENTRYPOINT []", "HEALTHCHECK NONE", 'CMD ["bash"]', "ENTRYPOINT x\nENTRYPOINT [ ]"])
+def test_an_image_that_does_nothing_at_its_start(line: str, folder: Path) -> None:
+    (folder / "environment" / "Dockerfile").write_text(f"FROM base\n{line}\n")
+    assert read_task(folder).image == "base"

@@ -88,7 +88,7 @@ class SlowShop(Shop):
         """The price of an item."""
         await asyncio.sleep(2.5)
         if item == "glass":
-            raise OSError("broken")
+            raise ConnectionError("broken")
         if item != "tea":
             raise ToolError(f"there is no {item}")
         return "3"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
 
-from headway.records.errors import ConfigurationError
-from headway.rollout.tools import Tool, ToolError, as_text, call_tool, tools_by_name
+from headway.records.errors import ConfigurationError, InfrastructureError
+from headway.records.sandbox import SandboxError, model_failure
+from headway.rollout.tools import Tool, ToolCalls, ToolError, as_text, call_tool, tools_by_name
+from headway.runtime.hooks import storable
 
 
 def call(function: Any, arguments: str, episode: Any = None, name: str = "") -> tuple[str, bool]:
@@ -84,14 +88,109 @@ def test_the_episode_is_given_and_no_part_of_the_schema() -> None:
     assert call(note, '{"text": "a", "episode": []}', seen)[0] == "error: episode: Extra inputs are not permitted"
 
 
-def test_errors_for_the_model_are_told_and_others_pass() -> None:
-    def fails(kind: str) -> None:
-        """Fail."""
-        raise ToolError("no such file") if kind == "told" else RuntimeError("a bug")
+RAISED: dict[str, BaseException] = {
+    "told": ToolError("no such file"),
+    "bug": RuntimeError("a bug"),
+    "name": FileNotFoundError(2, "No such file or directory", "a.txt"),
+    "exit": SystemExit(3),
+    "cancelled": asyncio.CancelledError(),
+    "machine": OSError(errno.ENOSPC, "No space left on device"),
+    "own": InfrastructureError("no search"),
+    "sandbox": SandboxError(model_failure("out of memory")),
+}
 
-    assert call(fails, '{"kind": "told"}') == ("error: no such file", False)
-    with pytest.raises(RuntimeError, match="a bug"):
-        call(fails, '{"kind": "other"}')
+
+def fails(kind: str) -> None:
+    """Fail."""
+    raise RAISED[kind]
+
+
+async def fails_later(kind: str) -> None:
+    """Fail."""
+    raise RAISED[kind]
+
+
+@pytest.mark.parametrize("function", [fails, fails_later])
+def test_what_a_tool_raises_is_told_but_for_infrastructures_failures(function: Any) -> None:
+    def told(kind: str) -> str:
+        text, well = call(function, f'{{"kind": "{kind}"}}')
+        assert not well
+        return text
+
+    assert told("told") == "error: no such file"
+    assert told("bug") == "error: RuntimeError: a bug"
+    assert told("name") == "error: FileNotFoundError: [Errno 2] No such file or directory: 'a.txt'"
+    assert "SystemExit: 3" in told("exit")
+    assert "CancelledError" in told("cancelled")
+    for kind in ("machine", "own", "sandbox"):
+        with pytest.raises(type(RAISED[kind])):
+            told(kind)
+
+
+def test_a_result_that_has_no_text_is_told_too() -> None:
+    def keyed() -> Any:
+        """Get it."""
+        return {(1, 2): 3}
+
+    assert call(keyed, "{}") == ("error: TypeError: keys must be str, int, float, bool or None, not tuple", False)
+
+
+def test_a_fatal_tools_exceptions_pass() -> None:
+    async def act(written: str, episode: Any) -> str:
+        raise RuntimeError("the game is broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        call(Tool.described("act", "Act.", {}, act, fatal=True), "{}")
+
+
+def test_a_tool_of_which_half_of_the_calls_raise_is_reported_once() -> None:
+    events: list[Any] = []
+    calls = ToolCalls()
+    calls.report = lambda *event: events.append(event)
+
+    def sometimes(well: bool) -> str:
+        """Try."""
+        if not well:
+            raise KeyError("x")
+        return "yes"
+
+    async def main(*wells: bool) -> list[int]:
+        seen = []
+        for well in wells:
+            await call_tool(tools_by_name([sometimes]), "sometimes", f'{{"well": {str(well).lower()}}}', None, calls)
+            seen.append(len(events))
+        return seen
+
+    assert asyncio.run(main(False, True, True, True, False, False, False, False)) == [0, 0, 0, 0, 0, 1, 1, 1]
+    [(name, what, data)] = events
+    assert (name, data) == ("tool_raises", {"tool": "sometimes", "calls": 6, "raised": 3})
+    assert what.startswith("3 of 6 calls of the tool sometimes raised, the last KeyError: 'x' (test_tools.py:")
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_delays_nobody() -> None:
+    events: list[Any] = []
+    calls, go_on = ToolCalls(0.2), threading.Event()
+    calls.report = lambda *event: events.append(event)
+
+    def waits(seconds: float = 10) -> str:
+        """Wait."""
+        go_on.wait(seconds)
+        return "done"
+
+    async def main() -> list[Any]:
+        tools = tools_by_name([waits])
+        abandoned = asyncio.create_task(call_tool(tools, "waits", "{}", None, calls))
+        await asyncio.sleep(0.05)
+        abandoned.cancel()
+        many = [call_tool(tools, "waits", "{}", None, calls) for _ in range(40)]
+        told = await asyncio.gather(*many, call_tool(tools, "waits", '{"seconds": 0}', None, calls))
+        await asyncio.sleep(0.1)
+        go_on.set()
+        return told
+
+    told = asyncio.run(main())
+    assert told == [("error: waits gave no answer in 0.2 s", False)] * 40 + [("done", True)]
+    assert [data for _, _, data in events][-1] == {"tool": "waits", "stuck": 41}
 
 
 def test_results_of_any_kind_are_texts() -> None:
@@ -106,6 +205,31 @@ def test_results_of_any_kind_are_texts() -> None:
         '{"x":1}',
         "1.5",
     ]
+
+
+@pytest.mark.parametrize("kind", [str, list, dict, BaseModel])
+def test_a_text_without_a_utf8_form_is_told_and_stored(kind: Any) -> None:
+    class Named(BaseModel):
+        name: str
+
+    name = "na\udcffme"
+    results = {str: name, list: [name], dict: {name: name}, BaseModel: Named.model_construct(name=name)}
+
+    def get() -> Any:
+        """Get it."""
+        return results[kind]
+
+    text, well = call(get, "{}")
+    assert well
+    assert "na\ufffdme" in storable(text)
+
+
+def test_a_tool_that_stops_an_iteration_is_told() -> None:
+    def first() -> Any:
+        """Get it."""
+        return next(iter(()))
+
+    assert call(first, "{}") == ("error: RuntimeError: StopIteration: ", False)
 
 
 def test_what_can_not_be_a_tool_is_refused_by_name() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+import traceback
+import urllib.error
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from headway.config.endpoint import EnvironmentConfig
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.verifiers_environment import LoadedEnvironment, load, made_task, outcome, tasks
 
 LOADED = LoadedEnvironment(package=None, environment=None, taskset="sums", trained="solver")
@@ -70,6 +73,56 @@ def test_whose_fault_it_is(found: Any, code: int, of_episode: bool, capsys: pyte
     assert ended.value.code == code
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["Traceback of it", f"{found.type}: {found.message}"]  # the last one is the failure's cause
+
+
+def _traced(error: Exception, kind: type[Exception] = RuntimeError) -> str:
+    try:
+        try:
+            try:
+                raise KeyError("x")
+            except KeyError:
+                raise error  # noqa: B904  its context isn't its cause
+        except Exception as cause:
+            raise kind("reward right: it failed") from cause
+    except Exception as raised:
+        return "".join(traceback.format_exception(raised))
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), 75),
+        (TimeoutError(), 75),
+        (OSError(errno.ENOSPC, "No space left on device"), 75),
+        (InfrastructureError("no search"), 75),
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), 75),
+        (FileNotFoundError(2, "No such file or directory", "answer.txt"), 1),
+        (ValueError("many\nlines: of\ntext"), 1),
+        (ZeroDivisionError(), 1),
+    ],
+)
+@pytest.mark.parametrize("kind", ["TaskError", "EnvError", "HarnessError"])
+def test_what_a_users_code_raised_goes_by_the_rule(raised: Exception, code: int, kind: str) -> None:
+    found = SimpleNamespace(type=kind, message="reward right", status_code=None, traceback=_traced(raised))
+    with pytest.raises(SystemExit) as ended:
+        outcome(LOADED, episode(trace(0.0, found), ok=False))
+    assert ended.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("read 'answer.txt': [Errno 2] No such file or directory: '/x/answer.txt'", 1),
+        ("read '/app': head: error reading '/app': Is a directory", 1),
+        ("read 'answer.txt': over the 100 byte limit", 1),
+        ("read 'answer.txt': the container is gone", 75),
+        ("docker run failed: No such file or directory", 75),
+    ],
+)
+def test_a_file_that_the_policy_did_not_write_is_its_own_doing(message: str, code: int) -> None:
+    with pytest.raises(SystemExit) as ended:
+        outcome(LOADED, episode(trace(0.0, error("SandboxError", message)), ok=False))
+    assert ended.value.code == code
 
 
 def test_an_episode_that_says_nothing() -> None:

@@ -33,10 +33,12 @@ from typing import Any
 
 from headway.rollout.hosting.agents.log import AgentLog
 from headway.runtime.child import PR_SET_PDEATHSIG
+from headway.runtime.hooks import is_infrastructure
 from headway.runtime.imports import import_function
 
 MARK = "HEADWAY_AGENT"  # names the rollout's processes in their environment
 KEY = "environment.agent"
+EX_TEMPFAIL = 75  # exit code that says: try anew (sysexits.h)
 _POLL_S = 0.02
 
 
@@ -192,8 +194,9 @@ def _become(request: Mapping[str, Any], function: Callable[..., Any] | None, out
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # the user's code, in a process of its own: its log has the cause
+    except BaseException as error:  # the user's code, in a process of its own: its log has the cause
         traceback.print_exc()
+        code = EX_TEMPFAIL if is_infrastructure(error) else 1
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

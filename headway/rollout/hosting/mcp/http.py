@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from headway.rollout.hosting.mcp.process import mended
 from headway.runtime.imports import import_extra
 
 _NO_SERVER = (502, 503, 504)  # what stands before one says that there is none
@@ -20,13 +21,16 @@ def http_client(headers: Mapping[str, str], *, connect_s: float, read_s: float, 
             self._stream = stream
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            left = result_bytes
+            left, line = result_bytes, b""
             async for part in self._stream:
-                yield part[:left]
+                *lines, line = (line + part[:left]).split(b"\n")
+                for one in lines:
+                    yield mended(one) + b"\n"
                 left -= len(part)
                 if left < 0:
-                    yield b"\n\n"  # the end of an event, where it is one
+                    yield mended(line) + b"\n\n"  # the end of an event, where it is one
                     return
+            yield mended(line)
 
         async def aclose(self) -> None:
             await self._stream.aclose()

@@ -1,7 +1,7 @@
 """A server of tools as a process: lines of JSON over its stdin and stdout, within limits.
 
-Beside the transport of the package mcp for three things: nothing of our environment is passed on, a line has a limit,
-and what the server has started ends with it.
+Beside the transport of the package mcp for four things: nothing of our environment is passed on, a line has a limit,
+one that can't be read costs its own request alone, and what the server has started ends with it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,21 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-_ID = re.compile(rb'^\{"jsonrpc":\s*"2\.0",\s*"id":\s*(\d+|"[^"]{1,64}")')
+from headway.rollout.hosting.agents.host import MARK, kill_marked
+
+# An answer's id, at the beginning or the end of its line, as servers order their keys; a line that asks us something.
+_VERSION, _ID = rb'"jsonrpc"\s*:\s*"2\.0"', rb'"id"\s*:\s*(\d+|"[^"\\]{1,64}")'
+_BEGINS = re.compile(rb"\s*\{\s*(?:%s\s*,\s*)?%s\s*," % (_VERSION, _ID))
+_ENDS = re.compile(rb"[{,]\s*%s\s*(?:,\s*%s\s*)?\}\s*$" % (_ID, _VERSION))
+_ASKS = re.compile(rb'\s*\{\s*(?:(?:%s|%s)\s*,\s*){0,2}"method"' % (_VERSION, _ID))
+_ENDING_BYTES = 200  # of a line, that both of its ends are looked for in
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
 _END_S = 1.0  # after its stdin was closed, and again after SIGTERM
 _WRITE_S = 30.0  # that it may leave a request unread
 
@@ -23,13 +33,14 @@ _WRITE_S = 30.0  # that it may leave a request unread
 async def process_streams(
     command: Sequence[str], environment: Mapping[str, str], result_bytes: int
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """A transport for mcp's Client: (stream of its messages, stream of ours). A line beyond ``result_bytes`` is
-    dropped, and its request answered with an error that says so. Raises OSError for a program that can't be started."""
+    """A transport for mcp's Client: (stream of its messages, stream of ours). A line beyond ``result_bytes``, or
+    that can't be read, is dropped, and its request answered with an error that says so. Raises OSError for a program
+    that can't be started."""
     import anyio
 
-    pipe = asyncio.subprocess.PIPE
+    pipe, mark = asyncio.subprocess.PIPE, f"mcp-{secrets.token_hex(8)}"
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, env=dict(environment), start_new_session=True, limit=result_bytes
+        *command, stdin=pipe, stdout=pipe, env={**environment, MARK: mark}, start_new_session=True, limit=result_bytes
     )
     heard, read = anyio.create_memory_object_stream[Any](0)
     write, wanted = anyio.create_memory_object_stream[Any](0)
@@ -39,7 +50,7 @@ async def process_streams(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.shield(asyncio.ensure_future(_ended(process)))
+        await asyncio.shield(asyncio.ensure_future(_ended(process, mark)))
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in (heard, read, write, wanted):
             stream.close()
@@ -53,23 +64,32 @@ async def _hear(process: asyncio.subprocess.Process, heard: Any) -> None:
             line, too_long = await _line(process.stdout)
             if line is None:
                 return
-            message = _refusal(line) if too_long else _parsed(line)
+            message = None if too_long else _parsed(line)
+            if message is None:
+                message = _refusal(line, "is too long: ask for less" if too_long else "can't be read")
             if message is not None:
                 await heard.send(message)
 
 
 async def _line(stdout: asyncio.StreamReader) -> tuple[bytes | None, bool]:
-    """The next line, or of one that is too long its beginning; None at the end."""
-    begun = b""
+    """The next line, or of one that is too long its beginning and its end; None at the end."""
+    begun = end = b""
     while True:
         try:
             line = await stdout.readuntil(b"\n")
-            return (begun, True) if begun else (line, False)
+            return (begun + (end + line)[-_ENDING_BYTES:], True) if begun else (line, False)
         except asyncio.IncompleteReadError:
             return None, False
         except asyncio.LimitOverrunError as error:
-            begun = begun or (await stdout.read(min(error.consumed, 200)))
-            await stdout.read(max(0, error.consumed - 200))
+            part = await stdout.read(error.consumed)
+            begun, end = begun or part[:_ENDING_BYTES], (end + part)[-_ENDING_BYTES:]
+
+
+def mended(line: bytes) -> bytes:
+    """A line of JSON with U+FFFD for what has no UTF-8 form, which would make all of it unreadable: bytes that are no
+    UTF-8, and escapes of halves of surrogate pairs."""
+    line = line.decode("utf-8", "replace").encode()
+    return _ESCAPE.sub(lambda one: rb"\ufffd" if one[1] else one[0], line) if _HALF.search(line) else line
 
 
 def _parsed(line: bytes) -> Any:
@@ -78,21 +98,21 @@ def _parsed(line: bytes) -> Any:
     from mcp.shared.message import SessionMessage
 
     try:
-        return SessionMessage(mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+        return SessionMessage(mcp_types.jsonrpc_message_adapter.validate_json(mended(line), by_name=False))
     except ValueError:
         return None
 
 
-def _refusal(begun: bytes) -> Any:
-    """The answer to the request whose result was too long; ends the conversation where that isn't known."""
+def _refusal(line: bytes, why: str) -> Any:
+    """The answer to the request whose result is lost; None where the line names none, which then has its time limit."""
     import mcp_types
     from mcp.shared.message import SessionMessage
 
-    found = _ID.match(begun)
+    found = None if _ASKS.match(line) else _BEGINS.match(line) or _ENDS.search(line)
     if found is None:
-        raise ConnectionError("a line beyond result_bytes that names no request")
+        return None
     number = found.group(1).decode()
-    error = mcp_types.ErrorData(code=mcp_types.INVALID_PARAMS, message="its result is too long: ask for less")
+    error = mcp_types.ErrorData(code=mcp_types.INVALID_PARAMS, message=f"its result {why}")
     request = int(number) if number.isdecimal() else number.strip('"')
     return SessionMessage(mcp_types.JSONRPCError(jsonrpc="2.0", id=request, error=error))
 
@@ -110,8 +130,9 @@ async def _tell(process: asyncio.subprocess.Process, wanted: Any, heard: Any) ->
         heard.close()  # callers that wait for an answer see the end of the stream
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """End the server: close stdin, then SIGTERM, then SIGKILL; and kill the rest of its process group."""
+async def _ended(process: asyncio.subprocess.Process, mark: str) -> None:
+    """End the server: close stdin, then SIGTERM, then SIGKILL; and kill the rest of its process group, and whatever
+    else has its mark."""
     assert process.stdin is not None
     process.stdin.close()
     for number in (None, signal.SIGTERM, signal.SIGKILL):
@@ -124,4 +145,5 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
                 break
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # processes of its group that are left
+    await asyncio.to_thread(kill_marked, mark)
     process._transport.close()  # type: ignore[attr-defined]  (else a pipe that somebody else has keeps it)

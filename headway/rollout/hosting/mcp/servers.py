@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from pydantic import ValidationError
+
 from headway.config.tool_servers import ToolServerConfig
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.environment import Episode
 from headway.rollout.hosting.mcp.http import http_client
 from headway.rollout.hosting.mcp.process import process_streams
@@ -27,10 +29,11 @@ from headway.runtime.imports import import_extra
 KEY = "environment.mcp"
 _ALIVE_S = 5.0  # that a server has to show that it is, when a call took too long
 _END_S = 6.0  # that one has to end
+_MOST_PAGES = 1000  # of a list of tools
 
 
-class ServerFailed(OSError):
-    """Raised for a server that died or can't be reached: no fault of the model."""
+class ServerFailed(InfrastructureError):
+    """Raised for a server that died or can't be reached."""
 
 
 class ToolServerConnection:
@@ -66,35 +69,44 @@ class ToolServerConnection:
             await asyncio.wait((self._owner,), timeout=1.0)
 
     async def tools(self) -> list[Any]:
-        """All tools that the server lists. Raises ServerFailed."""
+        """All tools that the server lists. Raises ServerFailed, also for a list without an end."""
         found: list[Any] = []
-        cursor = None
+        cursor, limit_s = None, self._settings.start_timeout_s
         async with self._failing():
-            while True:
-                page = await self._client.list_tools(cursor=cursor)
-                found += page.tools
-                cursor = page.next_cursor
-                if cursor is None:
-                    return found
+            try:
+                async with asyncio.timeout(limit_s):
+                    for _ in range(_MOST_PAGES):
+                        page = await self._client.list_tools(cursor=cursor)
+                        found += page.tools
+                        cursor = page.next_cursor
+                        if cursor is None:
+                            return found
+            except TimeoutError:
+                raise ConnectionError(f"its list of tools takes longer than start_timeout_s = {limit_s:g} s") from None
+            raise ConnectionError(f"its list of tools has no end: {_MOST_PAGES} pages, {len(found)} tools")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
         """The tool's result as text. Raises ToolError for failures that the model is told, ServerFailed for others."""
         mcp = import_extra("mcp", "mcp", KEY)
         types = import_extra("mcp_types", "mcp", KEY)
-        limit = self._settings.timeout_s
+        limit, loop = self._settings.timeout_s, asyncio.get_running_loop()
+        began_s = loop.time()
         async with self._failing():
             try:
                 result = await self._client.call_tool(tool, arguments, read_timeout_seconds=limit)
             except mcp.MCPError as error:
                 theirs = error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
-                # Else it may be this end's word for a conversation that is over.
-                if error.code == types.CONNECTION_CLOSED or not (theirs or await self._alive()):
+                # Else it may be this end's word for a conversation that is over: servers use the same codes.
+                if not (theirs or await self._alive()):
                     raise
-                known = {
-                    types.REQUEST_TIMEOUT: f"{tool} did not answer within {limit:g} s",
-                    types.PARSE_ERROR: "its result can't be read, or is too long: ask for less",
-                }
+                known = {types.PARSE_ERROR: "its result can't be read, or is too long: ask for less"}
+                if loop.time() - began_s >= limit:
+                    known[types.REQUEST_TIMEOUT] = f"{tool} did not answer within {limit:g} s"
                 raise ToolError(known.get(error.code, error.message)) from None
+            except (ValueError, RuntimeError) as error:  # it has answered, with what is no result of a tool
+                if not (isinstance(error, ValidationError) or await self._alive()):
+                    raise
+                raise ToolError(f"its result can't be read: {_wrong(error)}") from None
         text = told(result)
         if result.is_error:
             raise ToolError(text or "it failed")
@@ -308,6 +320,13 @@ def _part(block: Any) -> str:
     if block.type == "resource_link":
         return f"[{block.uri}]"
     return f"[{block.type}: {block.mime_type}]"
+
+
+def _wrong(error: Exception) -> str:
+    """The fields of a result that are wrong, as pydantic says it, or the package's own words."""
+    wrong = error.errors(include_url=False) if isinstance(error, ValidationError) else ()
+    told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong[:3])
+    return told or f"{type(error).__name__}: {error}"
 
 
 def _cause(error: BaseException) -> str:
