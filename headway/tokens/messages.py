@@ -121,6 +121,8 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
         if tool.get("type") != "function" or not isinstance(name, str):
             what = ": valid is an object with type = 'function' and a function that has a name"
             raise _refused(f"tools[{number}]", what)
+        if function.get("parameters") is None:  # OpenAI's API takes it for an empty list, templates for an error
+            tool["function"] = {**function, "parameters": {"type": "object", "properties": {}}}
         tools.append(tool)
     return tools
 

@@ -142,14 +142,15 @@ class App(HttpApp):
             raw = await exchange.body()
             body = decoded(raw)
             adapter = self._adapter_of(body)
-            asked = dialect.read(body, self._setting(session, exchange, adapter))
             fingerprint = _identity(exchange, raw)
-            planned: Planned | None = None
-            slow = len(raw) > _LARGE_BYTES or asked.constraint is not None
-            if slow and session.recorder.earlier(fingerprint) is None:
-                planned = await self._aside(session.recorder.plan, asked.request)
-                asked = await self._constrained(asked, dialect, planned.text)
-            answering = session.call(asked.request, asked.client, fingerprint, planned)
+            with fields.nesting_named(body):
+                asked = dialect.read(body, self._setting(session, exchange, adapter))
+                planned: Planned | None = None
+                slow = len(raw) > _LARGE_BYTES or asked.constraint is not None
+                if slow and session.recorder.earlier(fingerprint) is None:
+                    planned = await self._aside(session.recorder.plan, asked.request)
+                    asked = await self._constrained(asked, dialect, planned.text)
+                answering = session.call(asked.request, asked.client, fingerprint, planned)
             if asked.stream:
                 await stream(exchange, dialect, asked, answering)
                 return
@@ -205,9 +206,10 @@ class App(HttpApp):
         raw = await exchange.body()
         body = decoded(raw)
         adapter = self._adapter_of(body)
-        asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
         count = self._tokens_of
-        tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
+        with fields.nesting_named(body):
+            asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
+            tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
     def _tokens_of(self, request: CallRequest) -> int:

@@ -13,6 +13,7 @@ import msgspec
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.fields import Field, Schema, Values
+from headway.generator.endpoint.foreign_fields import foreign_fields, foreign_sampling, require_no_foreign
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
@@ -123,13 +124,15 @@ class Dialect(ABC):
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """All fields of this API's requests that have an effect or are refused."""
         model = fields.raw({"type": "string"}, required=True)
-        return {"model": model, "stream": fields.flag(), **fields.sampling(), **self.fields(settings)}
+        return {"model": model, "stream": fields.flag(), **foreign_fields(), **fields.sampling(), **self.fields(settings)}
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         """Parse a request's body. Raises RequestRefused naming the field."""
-        values = fields.read(body, self.all_fields(setting.settings))
+        known = self.all_fields(setting.settings)
+        require_no_foreign(body, known)
+        values = fields.read(body, known)
         logprobs = values.get("logprobs")
-        client = fields.client_sampling(values, fixed=setting.fixed_sampling)
+        client = _client_sampling(values, fixed=setting.fixed_sampling)
         request, constraint = self.request(values), self.constraint(values)
         if constraint is not None and not setting.constraints:
             if not constraint.optional:
@@ -149,6 +152,16 @@ class Dialect(ABC):
     @abstractmethod
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         """The response body of an answered call, as a mapping."""
+
+
+def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
+    """Convert the sampling fields. Raises RequestRefused: a bias of tokens, and other ways of sampling unless the
+    experiment's parameters hold anyway (``fixed``)."""
+    if values["logit_bias"]:
+        raise RequestRefused("logit_bias: this server has none; valid is an empty object", param="logit_bias")
+    names = ("temperature", "top_p", "top_k", "seed")
+    further = foreign_sampling(values, fixed=fixed)
+    return ClientSampling(**{name: values[name] for name in names}, further=further or None)
 
 
 def envelope(prefix: str, kind: str, asked: ParsedRequest) -> dict[str, Any]:

@@ -47,10 +47,11 @@ class Recorder:
     Several calls may be open at once; every method is synchronous and atomic.
     """
 
-    def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int) -> None:
+    def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int, name: str = "") -> None:
         """``settings``: limits on the calls, beyond which requests are refused. ``context_tokens``: limit of a call's
-        prompt and response."""
+        prompt and response. ``name``: of the rollout; the ids of its tool calls are no other's."""
         self.chat = chat
+        self._name = name
         self._settings = settings
         self._context_tokens = context_tokens
         self._turns: list[RecordedTurn] = []
@@ -409,7 +410,7 @@ class Recorder:
                 planned.text,
                 calls=call.request.calls and bool(call.request.tools),
                 stop=call.request.stop,
-                call_prefix=f"call_{_digest(call.purposes[choice])}_",
+                call_prefix=f"call_{_digest(f'{self._name} {call.purposes[choice]}')}_",
             ),
             logprobs=response.logprobs,
             versions=response.versions,
