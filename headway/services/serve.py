@@ -158,7 +158,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
         over = _ignore if record is None else record.add
         stack.push_async_callback(pool.stop)
         await pool.start()
-        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener, wanted.adapters)
+        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener, wanted.adapters, on_event)
         address, access = await stack.enter_async_context(served)
         await stack.enter_async_context(short_collections(clock))
         on_ready(address)
@@ -186,6 +186,7 @@ async def served_pool(
     on_over: Callable[[Session], object] = _ignore,
     listener: socket.socket | None = None,
     adapters: Collection[str] = (),
+    on_event: Callable[[str, str], object] = lambda name, detail: None,
 ) -> AsyncIterator[tuple[str, ServedSessions]]:
     """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Callers are
     foreign: each call takes a place from the pool's limiter. ``adapters``: names of the pool's."""
@@ -199,7 +200,7 @@ async def served_pool(
 
     tokens = experiment.max_sequence_tokens
     path = experiment.model.path
-    app = App(access, chat, experiment.endpoint, path, tokens, adapters=adapters, metrics=metrics)
+    app = App(access, chat, experiment.endpoint, path, tokens, adapters=adapters, metrics=metrics, on_event=on_event)
     try:
         async with serving(app, experiment.endpoint, listener) as address:
             yield address, access
@@ -301,7 +302,7 @@ class ServedSessions:
         if not name:
             return self._new(key, "")
         if len(name) > 256:
-            what = f"X-Session-ID has {len(name)} characters: valid are 1 to 256"
+            what = "X-Session-ID is longer than 256 characters"
             raise RequestRefused(what, param="X-Session-ID")
         self.sweep(spared=(digest, name))
         if (digest, name) not in self._named:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
-from headway.generator.endpoint.constraints import constraint, text_format, tool_choice
+from headway.generator.endpoint.constraints import constraint, placed_tools, text_format, tool_choice
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -106,7 +106,8 @@ class ChatCompletions(Dialect):
         )
 
     def constraint(self, values: Values) -> Constraint | None:
-        return constraint(values, "parameters", values["response_format"])
+        tools, parallel = placed_tools(values["tools"], "parameters"), values["parallel_tool_calls"]
+        return constraint(values["tool_choice"], tools, values["response_format"], parallel=parallel)
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]

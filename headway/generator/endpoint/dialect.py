@@ -46,6 +46,7 @@ class ParsedRequest:
     request: CallRequest
     client: ClientSampling
     constraint: Constraint | None = None  # on the answer; None: nothing
+    left_out: Sequence[str] = ()  # kinds of hosted tools that the model isn't offered
     stream: bool
     include_usage: bool = False  # OpenAI's streams end with the token counts
     logprobs: bool = False
@@ -105,6 +106,7 @@ class Dialect(ABC):
     """A model API: the fields of its requests, and how its answers are written."""
 
     parsed: ClassVar[bool] = True  # answers are parsed into messages; False: plain text
+    names: ClassVar[Mapping[str, str]] = {}  # its names of fields that OpenAI's chat API calls otherwise
     answer: ClassVar[Mapping[str, Schema]] = {}  # schemas of a whole answer's fields
     writer: ClassVar[type[AnswerWriter]]  # writes streamed answers
 
@@ -121,10 +123,20 @@ class Dialect(ABC):
         """Constraint on the answer, of the field values of a request that `request` took; None: none. Raises
         RequestRefused naming the field."""
 
+    def left_out(self, values: Values) -> Sequence[str]:
+        """Kinds of tools of a request that this server doesn't have and the model isn't offered."""
+        return ()
+
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """All fields of this API's requests that have an effect or are refused."""
         model = fields.raw({"type": "string"}, required=True)
-        return {"model": model, "stream": fields.flag(), **foreign_fields(), **fields.sampling(), **self.fields(settings)}
+        return {
+            "model": model,
+            "stream": fields.flag(),
+            **foreign_fields(),
+            **fields.sampling(),
+            **self.fields(settings),
+        }
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         """Parse a request's body. Raises RequestRefused naming the field."""
@@ -143,6 +155,7 @@ class Dialect(ABC):
             request=dataclasses.replace(request, adapter=setting.adapter),
             client=client,
             constraint=constraint,
+            left_out=self.left_out(values),
             stream=values["stream"],
             include_usage=values.get("stream_options", {}).get("include_usage", False),
             logprobs=logprobs is not None and logprobs is not False,

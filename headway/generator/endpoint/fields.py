@@ -59,6 +59,23 @@ def nesting_named(body: Mapping[str, Any]) -> Iterator[None]:
         raise RequestRefused(what, param=name) from None
 
 
+@contextmanager
+def renamed(paths: Mapping[str, str]) -> Iterator[None]:
+    """Raise a RequestRefused of the block under the client's own name of its field. ``paths``: that name by ours, or by
+    the beginning of ours."""
+    try:
+        yield
+    except RequestRefused as error:
+        ours, text = error.param or "", str(error)
+        known = [path for path in paths if ours == path or ours.startswith((f"{path}.", f"{path}["))]
+        if not known:
+            raise
+        longest = max(known, key=len)
+        name = paths[longest] + ours[len(longest) :]
+        text = name + text[len(ours) :] if text.startswith(ours) else text
+        raise RequestRefused(text, param=name, code=error.code) from None
+
+
 def _levels(value: Any) -> int:
     levels, layer = 0, [value]
     while layer := [one for one in layer if isinstance(one, dict | list)]:

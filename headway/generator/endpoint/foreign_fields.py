@@ -88,5 +88,7 @@ def foreign_sampling(values: Values, *, fixed: bool) -> dict[str, Any]:
     for name, value in found.items():
         if not fixed:
             valid = " or ".join(repr(one) for one in _SAMPLING[name]) or "null"
-            raise RequestRefused(f"{name} = {shown(value)}: this server has no such sampling; valid is {valid}", param=name)
+            raise RequestRefused(
+                f"{name} = {shown(value)}: this server has no such sampling; valid is {valid}", param=name
+            )
     return found

@@ -84,14 +84,16 @@ def _room() -> int:
 
 
 def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsProtocol]:
+    idle: dict[Protocol, None] = {}  # without a request under way, the longest first
+
     class Protocol(HttpToolsProtocol):
         """HTTP with limits that uvicorn lacks: concurrent connections, size of a request's head, time until a request
         is whole. The application itself waits for the body of a request that it answers."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.in_head = self.idle = True
-            self.since = self.loop.time()  # of idleness
+            self.in_head = True
+            idle[self] = None
             self.unfinished_bytes = 0  # of an incomplete head
             self.messages = 0  # complete requests so far
             self.unread: list[Connection] = []  # of exchanges whose responses may be unread
@@ -99,9 +101,8 @@ def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsPr
             if len(self.connections) > connections:
                 transport.abort()
             elif len(self.connections) > room:
-                waiting = (one for one in self.connections if one.idle and not one.transport.get_write_buffer_size())
-                longest = min(waiting, key=lambda one: one.since, default=self)
-                longest.idle = False  # it is closed before long
+                longest = next((one for one in idle if not one.transport.get_write_buffer_size()), self)
+                idle.pop(longest)  # it is closed before long
                 longest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
@@ -119,6 +120,7 @@ def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsPr
                 self.deadline = self.loop.call_later(timeout_s, self.refuse_late)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            idle.pop(self, None)
             if self.deadline is not None:
                 self.deadline.cancel()
             sock = self.transport.get_extra_info("socket")
@@ -130,7 +132,8 @@ def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsPr
             super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
-            self.in_head = self.idle = False
+            self.in_head = False
+            idle.pop(self, None)
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
                 self.refuse_head()
                 raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
@@ -143,7 +146,8 @@ def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsPr
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self.idle, self.since = self.cycle is None or self.cycle.response_complete, self.loop.time()
+            if self.cycle is None or self.cycle.response_complete:
+                idle[self] = None
 
         def on_message_complete(self) -> None:
             self.in_head = True

@@ -42,7 +42,9 @@ def test_head_of_any_route_is_answered_without_a_body(path: str) -> None:
     play(test)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.7", "[fe80::1]:80"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.7", "[fe80::1]:80"]
+)
 def test_other_hosts_names_are_refused_on_loopback(host: str) -> None:
     async def test(server: Served) -> None:
         status, _, body = await server.post("/v1/chat/completions", BODY, headers={"host": host})
@@ -54,7 +56,16 @@ def test_other_hosts_names_are_refused_on_loopback(host: str) -> None:
 
 
 def test_own_hosts_names_are_served() -> None:
-    hosts = ("localhost", "localhost:8000", "LOCALHOST", "127.0.0.1", "127.8.8.8:1", "[::1]:8000", "a.localhost:3", "localhost.")
+    hosts = (
+        "localhost",
+        "localhost:8000",
+        "LOCALHOST",
+        "127.0.0.1",
+        "127.8.8.8:1",
+        "[::1]:8000",
+        "a.localhost:3",
+        "localhost.",
+    )
     assert all(map(is_loopback_host, hosts))
     assert not any(map(is_loopback_host, ("", "local", "xlocalhost", "127.0.0.1@evil.example", "[::2]:80", "0.0.0.0")))
 
@@ -82,7 +93,9 @@ def test_keys_beyond_ascii_are_compared_as_bytes(name: str, tmp_path: Path) -> N
         server.sessions.session = lambda key, name="": keys.require(key) or server.session  # type: ignore[method-assign]
         assert (await server.post("/v1/chat/completions", BODY, key=name))[0] == 200
         assert (await server.post("/v1/chat/completions", BODY, key="x" + name))[0] == 401
-        assert (await server.post("/v1/messages", {**BODY, "max_tokens": 3}, key="", headers={"x-api-key": name}))[0] == 200
+        assert (await server.post("/v1/messages", {**BODY, "max_tokens": 3}, key="", headers={"x-api-key": name}))[
+            0
+        ] == 200
 
     play(test)
 
