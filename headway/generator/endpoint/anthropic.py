@@ -155,8 +155,8 @@ def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any
     for number, message in enumerate(messages):
         field = f"messages[{number}]"
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant"):
-            raise RequestRefused(f"{field}.role: valid are 'user' and 'assistant'", param=f"{field}.role")
+        if role not in ("user", "assistant", "system"):
+            raise RequestRefused(f"{field}.role: valid are 'user', 'assistant' and 'system'", param=f"{field}.role")
         content: Any = message.get("content")
         blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
@@ -165,7 +165,7 @@ def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any
         if role == "assistant":
             converted, their = _assistant(blocks, places)
         else:
-            converted, their = _user(blocks, places)
+            converted, their = _user(blocks, places, role)
         for at, inner in enumerate(their):
             here = f"messages[{len(found) + at}]"
             paths |= {here: field} | {f"{here}.{ours}": place for ours, place in inner.items()}
@@ -202,8 +202,9 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], places: Sequence[str]) -> Co
     return [answer], [paths]
 
 
-def _user(blocks: Sequence[Mapping[str, Any]], places: Sequence[str]) -> Converted:
-    """Convert a user message: one tool message for each tool result, then a user message of the other blocks."""
+def _user(blocks: Sequence[Mapping[str, Any]], places: Sequence[str], role: str) -> Converted:
+    """Convert a message of the user or the system: one tool message for each tool result, then one of its other
+    blocks."""
     placed = list(zip(blocks, places, strict=True))
     results = [(block, place) for block, place in placed if block.get("type") == "tool_result"]
     rest = [(block, place) for block, place in placed if block.get("type") != "tool_result"]
@@ -213,7 +214,7 @@ def _user(blocks: Sequence[Mapping[str, Any]], places: Sequence[str]) -> Convert
     ]
     paths = [{"content": f"{place}.content", "tool_call_id": f"{place}.tool_use_id"} for _, place in results]
     if rest or not found:
-        found.append({"role": "user", "content": [block for block, _ in rest]})
+        found.append({"role": role, "content": [block for block, _ in rest]})
         paths.append({f"content[{number}]": place for number, (_, place) in enumerate(rest)})
     return found, paths
 

@@ -146,7 +146,7 @@ def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsPr
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if self.cycle is None or self.cycle.response_complete:
+            if self.cycle.response_complete and not self.transport.is_closing():
                 idle[self] = None
 
         def on_message_complete(self) -> None:
