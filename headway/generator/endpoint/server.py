@@ -46,7 +46,7 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
     if connections < settings.connections:
         _log.warning(
             "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those that "
-            "are idle the longest are closed for others", settings.connections, files, connections,
+            "were never used are closed for others", settings.connections, files, connections,
         )  # fmt: skip
     with closing(listener or listening(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
@@ -101,9 +101,11 @@ def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsPr
             if len(self.connections) > connections:
                 transport.abort()
             elif len(self.connections) > room:
-                longest = next((one for one in idle if not one.transport.get_write_buffer_size()), self)
-                idle.pop(longest)  # it is closed before long
-                longest.transport.abort()
+                written = [one for one in idle if one is not self and not one.transport.get_write_buffer_size()]
+                unused = (one for one in reversed(written) if not one.messages)
+                closed = next(unused, written[0] if written else self)
+                idle.pop(closed)
+                closed.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             messages = self.messages
