@@ -119,6 +119,7 @@ class Messages(Dialect):
             messages = normal_messages(found)
         return CallRequest(
             messages=messages,
+            continues=messages[-1].role == "assistant",
             tools=openai_tools(values["tools"]),
             calls=values["tool_choice"].mode != "none",
             max_tokens=values["max_tokens"],

@@ -227,7 +227,7 @@ class App(HttpApp):
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
     def _tokens_of(self, request: CallRequest) -> int:
-        text = self._chat.render(request.messages, request.tools, request.variables)
+        text = self._chat.prompt(request.messages, request.tools, request.variables, continues=request.continues)
         return len(self._chat.tokenizer.encode(text))
 
     async def _reward(self, exchange: HttpExchange, rollout: str) -> None:

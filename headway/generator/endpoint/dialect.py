@@ -146,6 +146,7 @@ class Dialect(ABC):
         logprobs = values.get("logprobs")
         client = _client_sampling(values, fixed=setting.fixed_sampling)
         request, constraint = self.request(values), self.constraint(values)
+        _require_answerable(request, constraint, len(body.get(self.names.get("messages", "messages")) or ()))
         if constraint is not None and not setting.constraints:
             if not constraint.optional:
                 raise RequestRefused(f"{constraint.param}: {_UNTRAINED}", param=constraint.param)
@@ -165,6 +166,28 @@ class Dialect(ABC):
     @abstractmethod
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         """The response body of an answered call, as a mapping."""
+
+
+def _require_answerable(request: CallRequest, constraint: Constraint | None, given: int) -> None:
+    """Raise RequestRefused for a conversation that ends with the assistant, unless its last message is to be continued
+    and can be. ``given``: messages as the client counts them."""
+    place = f"messages[{given - 1}]"
+    if not request.messages or request.messages[-1].role != "assistant":
+        if request.continues:
+            what = f"{place}: there is no message to continue; valid is one of the assistant"
+            raise RequestRefused(what, param=place)
+        return
+    last = request.messages[-1]
+    if not request.continues:
+        what = "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
+        raise RequestRefused(f"{place}: {what}; valid is also another message behind it", param=place)
+    _, opened, thought = last.inline.rpartition("<think>")
+    if last.calls or not last.content.strip() or (opened and "</think>" not in thought):
+        what = "a text to be continued is needed, without calls or reasoning that is still open"
+        raise RequestRefused(f"{place}: {what}", param=place)
+    if constraint is not None and not constraint.optional:
+        what = f"{constraint.param}: a final message of the assistant is continued, which no format or choice of tools holds for"
+        raise RequestRefused(what, param=constraint.param)
 
 
 def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:

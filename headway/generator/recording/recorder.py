@@ -219,7 +219,7 @@ class Recorder:
             text, candidates = request.prompt, self._raw_candidates(keys[0])
         else:
             messages = self._restored(request.messages, keys)
-            text = chat.render(messages, request.tools, request.variables)
+            text = chat.prompt(messages, request.tools, request.variables, continues=request.continues)
             candidates = self._candidates(messages, keys)
         rewritten = False
         for turn, answered in candidates:
@@ -289,7 +289,7 @@ class Recorder:
         for turn in self._answered.get(keys[length], []):
             ids, letters = 0, 0
             for earlier in turn.path:
-                ours, sent = earlier.message, messages[earlier.messages - 1]
+                ours, sent = earlier.sent, messages[earlier.messages - 1]
                 if ours.reasoning != sent.reasoning and not (missing and not sent.reasoning):
                     break
                 ids += sum(mine.call_id == theirs.call_id for mine, theirs in zip(ours.calls, sent.calls, strict=True))
@@ -310,7 +310,7 @@ class Recorder:
                 continue
             turn = self._match(messages, keys, place + 1, missing=True)
             for earlier in [] if turn is None else turn.path:
-                at, ours = earlier.messages - 1, earlier.message
+                at, ours = earlier.messages - 1, earlier.sent
                 if at not in settled and ours.reasoning and not messages[at].reasoning:
                     restored[at] = dataclasses.replace(messages[at], reasoning=ours.reasoning, written=ours.inline)
                 settled.add(at)
@@ -418,7 +418,8 @@ class Recorder:
             grammar=call.request.grammar,
             finish_reason=finish_reason,
             own_limit=len(response.ids) == call.request.max_tokens,
-            messages=len(call.request.messages) + 1,
+            begun=call.request.messages[-1] if call.request.continues else None,
+            messages=len(call.request.messages) + (not call.request.continues),
             adapter=call.request.adapter,
         )
         if ids_to(turn) != TokenIds.joined((call.prompt_ids, response.ids)):
@@ -429,7 +430,8 @@ class Recorder:
         if not isinstance(call.request.prompt, tuple):
             self._asked.setdefault(planned.keys[-1], []).append(turn)
         if call.request.prompt is None:
-            self._answered.setdefault(next_key(planned.keys[-1], turn.message), []).append(turn)
+            before = planned.keys[-2 if call.request.continues else -1]
+            self._answered.setdefault(next_key(before, turn.sent), []).append(turn)
         return turn
 
 

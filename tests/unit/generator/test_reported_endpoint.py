@@ -268,7 +268,7 @@ def listed(depth: int) -> Any:
     return leaf
 
 
-@pytest.mark.parametrize("schema", [nested(400, {"type": "string"}), listed(900), {"anyOf": [nested(600, {})]}])
+@pytest.mark.parametrize("schema", [nested(400, {"type": "string"}), listed(900), {"anyOf": [nested(440, {})]}])
 @pytest.mark.parametrize("strict", [False, True])
 def test_tools_nested_too_deep_are_the_clients_mistake(schema: Any, strict: bool) -> None:
     tool = {"type": "function", "function": {"name": "f", "strict": strict, "parameters": nested(1, schema)}}
