@@ -6,6 +6,7 @@ AGENTS_VENV ?= .venv-agents
 AGENTS_BIN := $(AGENTS_VENV)/bin
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
+NPM_CLIENTS ?= .npm-clients
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
@@ -30,7 +31,7 @@ help:
 	@echo "make test-slow    set up, then learning runs, random kills, benchmarks in short (CI runs them too)"
 	@echo "make test-long    by hand, hours: chaos in bulk, studies, mutations"
 	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
-	@echo "make test-clients set up, with ten clients of the endpoint in environments of their own, then the tests that start them"
+	@echo "make test-clients set up, with fourteen clients of the endpoint in environments of their own, then the tests that start them"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends, of ssh, of Slurm and of the page need; they are skipped without"
 	@echo "make test-gpu     whole runs on one GPU; skipped without one"
@@ -68,7 +69,19 @@ $(CLIENTS_VENV)/.installed: constraints-clients.txt
 		'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]'
 	touch $@
 
+# Coding agents as npm has them, with the programs that come in its packages. They need Node 20.
+$(NPM_CLIENTS)/.installed: tests/clients/package.json
+	mkdir -p $(NPM_CLIENTS)
+	cp tests/clients/package.json $(NPM_CLIENTS)
+	npm install --prefix $(NPM_CLIENTS) --no-audit --no-fund --loglevel error
+	touch $@
+
+ifeq ($(shell command -v npm),)
 install-clients: $(CLIENTS_VENV)/.installed
+	@echo "no npm: the coding agents of tests/clients/package.json aren't installed, and their tests are skipped"
+else
+install-clients: $(CLIENTS_VENV)/.installed $(NPM_CLIENTS)/.installed
+endif
 
 # vLLM wants other versions of some packages. The torchvision it brings along is a CUDA build, with which its import fails.
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
@@ -124,7 +137,7 @@ test-agents: install install-agents
 
 test-clients: install install-agents install-clients
 	HEADWAY_AGENTS="$(abspath $(AGENTS_BIN)/python)" HEADWAY_CLIENTS="$(abspath $(CLIENTS_BIN)/python)" \
-		$(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
+		HEADWAY_PROGRAMS="$(abspath $(NPM_CLIENTS)/node_modules/.bin)" $(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
 
 test-vllm: install-vllm
 	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
@@ -140,5 +153,5 @@ test: install
 	$(MAKE) --no-print-directory --jobs 2 lint test-main
 
 clean:
-	rm -rf $(VENV) $(AGENTS_VENV) $(CLIENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(AGENTS_VENV) $(CLIENTS_VENV) $(NPM_CLIENTS) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -46,6 +46,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    further: dict[str, Any] | None = None  # other servers' ways of sampling, by name: penalties, min_p, ...
     strict_tools: bool | None = None  # arguments of calls match their tools' schemas, where answers aren't constrained
 
 

@@ -28,6 +28,13 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+def is_loopback_host(host: str) -> bool:
+    """Whether a request's header ``host``, a name with or without a port, is one of this machine's names for itself."""
+    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host.strip().lower())
+    name = found[1].strip("[]").rstrip(".") if found else ""
+    return name.endswith(".localhost") or is_loopback(f"[{name}]:0")
+
+
 def own_addresses() -> list[str]:
     """IPv4 addresses of this machine by which others might reach it; empty where the kernel doesn't say."""
     routes = Path("/proc/net/fib_trie")
@@ -64,7 +71,7 @@ def read_keys(file: str, option: str) -> tuple[str, ...]:
     if not file:
         return ()
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{option} {file}: {error}") from None
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))

@@ -23,7 +23,7 @@ from headway.generator.endpoint.api_keys import ApiKeys
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import serving
 from headway.generator.recording.recorder import Recorder
-from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
+from headway.generator.recording.sessions import NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
 from headway.models.adapter_targets import stored_metadata
 from headway.models.configuration import DecoderConfig
@@ -31,7 +31,7 @@ from headway.models.hub.configuration import read_config
 from headway.models.routing import without_replay
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.clients import Watch
-from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
+from headway.records.conversations import OnTokens, RequestRefused, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded
 from headway.records.generation import (
     BASE_MODEL,
@@ -158,7 +158,7 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
         over = _ignore if record is None else record.add
         stack.push_async_callback(pool.stop)
         await pool.start()
-        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener, wanted.adapters)
+        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener, wanted.adapters, on_event)
         address, access = await stack.enter_async_context(served)
         await stack.enter_async_context(short_collections(clock))
         on_ready(address)
@@ -186,6 +186,7 @@ async def served_pool(
     on_over: Callable[[Session], object] = _ignore,
     listener: socket.socket | None = None,
     adapters: Collection[str] = (),
+    on_event: Callable[[str, str], object] = lambda name, detail: None,
 ) -> AsyncIterator[tuple[str, ServedSessions]]:
     """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Callers are
     foreign: each call takes a place from the pool's limiter. ``adapters``: names of the pool's."""
@@ -199,7 +200,7 @@ async def served_pool(
 
     tokens = experiment.max_sequence_tokens
     path = experiment.model.path
-    app = App(access, chat, experiment.endpoint, path, tokens, adapters=adapters, metrics=metrics)
+    app = App(access, chat, experiment.endpoint, path, tokens, adapters=adapters, metrics=metrics, on_event=on_event)
     try:
         async with serving(app, experiment.endpoint, listener) as address:
             yield address, access
@@ -279,7 +280,7 @@ class ServedSessions:
         self._chat = chat
         self._experiment = experiment
         self._sample_of = sample_of
-        self._serials = itertools.count(1)
+        self._serials, self._salt = itertools.count(1), secrets.token_hex(4)
         self._clock = clock
         self._keys = ApiKeys(keys)
         self._on_over = on_over
@@ -301,7 +302,8 @@ class ServedSessions:
         if not name:
             return self._new(key, "")
         if len(name) > 256:
-            raise KeyRefused("X-Session-ID is longer than 256 characters")
+            what = "X-Session-ID is longer than 256 characters"
+            raise RequestRefused(what, param="X-Session-ID")
         self.sweep(spared=(digest, name))
         if (digest, name) not in self._named:
             if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # all by sessions with open calls
@@ -358,9 +360,10 @@ class ServedSessions:
 
     def _new(self, key: str, name: str, place: _Name | None = None) -> Session:
         endpoint = self._experiment.endpoint
-        recorder = Recorder(self._chat, endpoint, self._experiment.max_sequence_tokens)
+        unique = f"{self._salt}-{next(self._serials)}"
+        recorder = Recorder(self._chat, endpoint, self._experiment.max_sequence_tokens, unique)
         options: dict[str, Any] = {"key": key}
         if place is not None:
             options |= {"on_seal": self._on_over, "on_call_end": functools.partial(self._call_ended, place)}
-        sample = self._sample_of(f"session-{next(self._serials)}" if name else "")
+        sample = self._sample_of(f"session-{unique}" if name else "")
         return Session(name, recorder, sample, endpoint.call_timeout_s, fixed_sampling=False, **options)

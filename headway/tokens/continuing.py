@@ -9,7 +9,7 @@ tokenizer would split their text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -65,6 +65,27 @@ class Chat:
         except ConfigurationError as error:
             raise RequestRefused(str(error), param="messages") from None
         return require_encodable(text, "messages")
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
+    ) -> str:
+        """The text that an answer is sampled after. ``continues``: the last message is the answer's beginning, whose
+        text ends the prompt. Raises RequestRefused as `render`, and where the template leaves that text out."""
+        if not continues:
+            return self.render(messages, tools, variables)
+        last = messages[-1]
+        begun = replace(last, content=last.content + _SENTINEL, written=last.written and last.written + _SENTINEL)
+        text = self.render([*messages[:-1], begun], tools, variables, add_generation_prompt=False)
+        before, found, _ = text.rpartition(_SENTINEL)
+        if not found or not before.endswith(last.content.strip()):
+            what = "the chat template doesn't end with a final message of the assistant, so that it can't be continued"
+            raise RequestRefused(f"messages: {what}", param="messages")
+        return before
 
     def answer(
         self, ids: Sequence[int], prompt: str, *, calls: bool, stop: tuple[str, ...] = (), call_prefix: str = "call_"

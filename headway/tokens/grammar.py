@@ -26,6 +26,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from headway.tokens.grammar_schemas import readable
 from headway.tokens.grammar_trial import TRIAL_S, grammar_trial
 from headway.tokens.tokenizer import Tokenizer
 
@@ -88,10 +89,12 @@ def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool =
 
 
 def _narrowed(schema: Any) -> Any:
-    """The schema with exclusive bounds of a number that are less than 1 apart moved inwards by a millionth of that: the
-    library would take such a bound itself, and any number where they are equal."""
+    """The schema as the library reads it, by the same meaning or a narrower one. Keywords that say nothing go
+    and patterns lose their lookaheads (`readable`). Exclusive bounds of a number that are less than 1 apart move
+    inwards by a millionth of that: the library would take such a bound itself, and any number where they are equal."""
     if not isinstance(schema, Mapping):
         return schema
+    schema = readable(schema)
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):

@@ -121,6 +121,10 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
         if tool.get("type") != "function" or not isinstance(name, str):
             what = ": valid is an object with type = 'function' and a function that has a name"
             raise _refused(f"tools[{number}]", what)
+        # What OpenAI's API lets clients leave out, and templates read.
+        if not function.get("parameters"):
+            empty = {"parameters": {"type": "object", "properties": {}}, "description": function.get("description") or ""}
+            tool["function"] = {**function, **empty}
         tools.append(tool)
     return tools
 

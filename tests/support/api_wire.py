@@ -40,14 +40,24 @@ def wire_call(exchange: Exchange) -> WireCall | None:
     body = json.loads(exchange.body)
     stops = body.get(stop) or ()
     return WireCall(
-        session=exchange.headers["x-session-id"],
+        session=exchange.headers.get("x-session-id", ""),
         prompt=body.get("prompt"),
         messages=tuple(conversation(body)),
-        tools=tuple(map(_tool, body.get("tools") or ())),
+        tools=tuple(tool for given in body.get("tools") or () for tool in _tools(given)),
         temperature=1.0 if body.get("temperature") is None else body["temperature"],
         stop=(stops,) if isinstance(stops, str) else tuple(stops),
         answers=tuple(answers_of(exchange)),
     )
+
+
+def _tools(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """A function, those of a namespace, or none, of a hosted tool."""
+    if tool.get("type") != "namespace":
+        return [_tool(tool)] if "name" in tool or "function" in tool else []
+    about = tool.get("description") or ""
+    found = [_tool(inner)["function"] for inner in tool["tools"]]
+    described = [{**one, "description": "\n".join(filter(None, (about, one["description"])))} for one in found]
+    return [{"function": {**one, "name": f"{tool['name']}__{one['name']}"}} for one in described]
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def _text(content: Any) -> str:
     """Content as a text or in parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
@@ -110,7 +120,9 @@ def _anthropic(body: dict[str, Any]) -> list[dict[str, Any]]:
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         results = [block for block in blocks if block["type"] == "tool_result"]
-        found += [{"role": "tool", "content": _text(block.get("content"))} for block in results]
+        failed = ("error: " if block.get("is_error") else "" for block in results)
+        texts = (_text(block.get("content")) for block in results)
+        found += [{"role": "tool", "content": error + text} for error, text in zip(failed, texts, strict=True)]
         texts = [block for block in blocks if block["type"] == "text"]
         calls = [_call(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
         if texts or calls or not results:

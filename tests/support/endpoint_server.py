@@ -172,7 +172,10 @@ async def served(
     events: list[tuple[str, str]] = []
     sessions = Sessions(engine.chat, settings, context_tokens, lambda name, detail: events.append((name, detail)))
     model = "models/tiny"
-    app = App(sessions, engine.chat, settings, model, context_tokens, adapters=adapters, now_s=lambda: 1_800_000_000.5)
+    app = App(
+        sessions, engine.chat, settings, model, context_tokens, adapters=adapters, now_s=lambda: 1_800_000_000.5,
+        on_event=lambda name, detail: events.append((name, detail)),
+    )  # fmt: skip
     async with serving(app, settings) as address:
         sessions.address = address
         yield Served(address, sessions, engine, sessions.open("7-0", engine, constraints=True), events)

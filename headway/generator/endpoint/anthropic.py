@@ -9,7 +9,7 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
-from headway.generator.endpoint.constraints import anthropic_tool_choice, constraint, text_format
+from headway.generator.endpoint.constraints import anthropic_tool_choice, constraint, placed_tools, text_format
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -113,8 +113,13 @@ class Messages(Dialect):
         }
 
     def request(self, values: Values) -> CallRequest:
+        paths: dict[str, str] = {}
+        found = openai_messages(values, paths)
+        with fields.renamed(paths):
+            messages = normal_messages(found)
         return CallRequest(
-            messages=normal_messages(openai_messages(values)),
+            messages=messages,
+            continues=messages[-1].role == "assistant",
             tools=openai_tools(values["tools"]),
             calls=values["tool_choice"].mode != "none",
             max_tokens=values["max_tokens"],
@@ -122,7 +127,8 @@ class Messages(Dialect):
         )
 
     def constraint(self, values: Values) -> Constraint | None:
-        return constraint(values, "input_schema", values["output_config"].get("format"))
+        tools, text = placed_tools(values["tools"], "input_schema"), values["output_config"].get("format")
+        return constraint(values["tool_choice"], tools, text, key="input_schema")
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         [turn] = answers(call)
@@ -136,11 +142,13 @@ def _refuse_thread(name: str, value: Any) -> None:
     raise RequestRefused(what, param=name, code="thread_unsupported_request")
 
 
-def openai_messages(values: Values) -> list[dict[str, Any]]:
-    """Convert a request's conversation to OpenAI's message format. Raises RequestRefused naming the field."""
+def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any]]:
+    """Convert a request's conversation to OpenAI's message format. ``paths``: takes the request's fields by the paths of
+    what they become. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     system = values["system"]
     if system:
+        paths["messages[0].content"] = "system"
         found.append({"role": "system", "content": system})
     messages = values["messages"]
     if not isinstance(messages, list) or not messages:
@@ -148,48 +156,81 @@ def openai_messages(values: Values) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         field = f"messages[{number}]"
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant"):
-            raise RequestRefused(f"{field}.role: valid are 'user' and 'assistant'", param=f"{field}.role")
+        if role not in ("user", "assistant", "system"):
+            raise RequestRefused(f"{field}.role: valid are 'user', 'assistant' and 'system'", param=f"{field}.role")
         content: Any = message.get("content")
         blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise RequestRefused(f"{field}.content: a text or a list of blocks is needed", param=f"{field}.content")
-        found += _assistant(blocks, field) if role == "assistant" else _user(blocks)
+        places = [f"{field}.content[{at}]" for at in range(len(blocks))] if blocks is content else [field]
+        if role == "assistant":
+            converted, their = _assistant(blocks, places)
+        else:
+            converted, their = _user(blocks, places, role)
+        for at, inner in enumerate(their):
+            here = f"messages[{len(found) + at}]"
+            paths |= {here: field} | {f"{here}.{ours}": place for ours, place in inner.items()}
+        found += converted
     return found
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str, Any]]:
+Converted = tuple[list[dict[str, Any]], list[dict[str, str]]]  # messages; of each, places by the names of its fields
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], places: Sequence[str]) -> Converted:
     texts: list[Mapping[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for number, block in enumerate(blocks):
+    paths: dict[str, str] = {}
+    for place, block in zip(places, blocks, strict=True):
         kind = block.get("type")
         if kind == "tool_use":
             given: Any = block.get("input")
             written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json_text(given)
+            ours = f"tool_calls[{len(calls)}]"
+            paths |= {ours: place, f"{ours}.function": place, f"{ours}.function.arguments": f"{place}.input"}
             calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": written}})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            paths["reasoning_content"] = f"{place}.thinking"
             thoughts.append(block["thinking"])
         elif kind == "text":
+            paths[f"content[{len(texts)}]"] = place
             texts.append(block)
         else:
-            where = f"{field}.content[{number}]"
-            what = f"{where}.type = {fields.shown(kind)}: valid are text, thinking and tool_use"
-            raise RequestRefused(what, param=where)
-    return [
-        {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)},
-    ]
+            what = f"{place}.type = {fields.shown(kind)}: valid are text, thinking and tool_use"
+            raise RequestRefused(what, param=place)
+    answer = {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+    return [answer], [paths]
 
 
-def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a user message: one tool message for each tool result, then a user message of the other blocks."""
-    rest = [block for block in blocks if block.get("type") != "tool_result"]
+def _user(blocks: Sequence[Mapping[str, Any]], places: Sequence[str], role: str) -> Converted:
+    """Convert a message of the user or the system: one tool message for each tool result, then one of its other
+    blocks."""
+    placed = list(zip(blocks, places, strict=True))
+    results = [(block, place) for block, place in placed if block.get("type") == "tool_result"]
+    rest = [(block, place) for block, place in placed if block.get("type") != "tool_result"]
     found: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
-        for block in blocks
-        if block.get("type") == "tool_result"
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, place)}
+        for block, place in results
     ]
-    return [*found, {"role": "user", "content": rest}] if rest or not found else found
+    paths = [{"content": f"{place}.content", "tool_call_id": f"{place}.tool_use_id"} for _, place in results]
+    if rest or not found:
+        found.append({"role": role, "content": [block for block, _ in rest]})
+        paths.append({f"content[{number}]": place for number, (_, place) in enumerate(rest)})
+    return found, paths
+
+
+def _result(block: Mapping[str, Any], place: str) -> Any:
+    """The content of a tool's result; one that is an error says so, as the model reads nothing else of it."""
+    content, failed = block.get("content") or "", block.get("is_error")
+    if failed is not None and not isinstance(failed, bool):
+        raise fields.refused(f"{place}.is_error", failed, "true or false")
+    if not failed:
+        return content
+    text = content if isinstance(content, str) else ""
+    if text.lower().startswith("error"):
+        return content
+    return f"error: {text}" if isinstance(content, str) else [{"type": "text", "text": "error:"}, *content]
 
 
 def openai_tools(raw: Any) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 
@@ -47,6 +47,7 @@ _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: it would block the event loop too long
+_MOST_TOLD = 64  # kinds of hosted tools that are reported
 _THREADS = 2  # for large requests
 _GRAMMAR_S = 20.0  # longest wait for a grammar that is compiled behind others ...
 _GRAMMAR_RETRY_S = 5  # ... and Retry-After of a request that waited so long
@@ -83,11 +84,12 @@ class App(HttpApp):
         now_s: Callable[[], float] = time.time,
         metrics: Callable[[Counted], bytes] | None = None,
         further: Mapping[str, Callable[[HttpExchange], Awaitable[None]]] = {},
+        on_event: Callable[[str, str], object] = lambda name, detail: None,
     ) -> None:
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
         ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
-        each checks its own keys."""
+        each checks its own keys. ``on_event(name, detail)``: reports what clients ask for and don't get, once for each."""
         super().__init__(settings)
         self._access = access
         self._chat = chat
@@ -98,6 +100,8 @@ class App(HttpApp):
         self._now_s = now_s
         self._metrics = metrics
         self._further = further
+        self._on_event = on_event
+        self._told: set[str] = set()
         self._threads = asyncio.Semaphore(_THREADS)
         self._grammars = Grammars(chat.tokenizer)
         self.compiling = 0  # requests that wait for their grammars
@@ -142,14 +146,16 @@ class App(HttpApp):
             raw = await exchange.body()
             body = decoded(raw)
             adapter = self._adapter_of(body)
-            asked = dialect.read(body, self._setting(session, exchange, adapter))
             fingerprint = _identity(exchange, raw)
-            planned: Planned | None = None
-            slow = len(raw) > _LARGE_BYTES or asked.constraint is not None
-            if slow and session.recorder.earlier(fingerprint) is None:
-                planned = await self._aside(session.recorder.plan, asked.request)
-                asked = await self._constrained(asked, dialect, planned.text)
-            answering = session.call(asked.request, asked.client, fingerprint, planned)
+            with fields.nesting_named(body), fields.renamed(dialect.names):
+                asked = dialect.read(body, self._setting(session, exchange, adapter))
+                self._report(asked.left_out)
+                planned: Planned | None = None
+                slow = len(raw) > _LARGE_BYTES or asked.constraint is not None
+                if slow and session.recorder.earlier(fingerprint) is None:
+                    planned = await self._aside(session.recorder.plan, asked.request)
+                    asked = await self._constrained(asked, dialect, planned.text)
+                answering = session.call(asked.request, asked.client, fingerprint, planned)
             if asked.stream:
                 await stream(exchange, dialect, asked, answering)
                 return
@@ -158,9 +164,18 @@ class App(HttpApp):
             if not answering.over:
                 raise ClientGone
             if answering.error is not None:
-                raise answering.error
+                with fields.renamed(dialect.names):
+                    raise answering.error
             await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call)))
             exchange.note_received(answering.note_received)
+
+    def _report(self, left_out: Sequence[str]) -> None:
+        """Report hosted tools that a request names and the model isn't offered, each once."""
+        for kind in dict.fromkeys(left_out):
+            if kind not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(kind)
+                what = f"a client offers the hosted tool {fields.shown(kind)}: this server has none, so it is left out; said once"
+                self._on_event("hosted_tool", what)
 
     async def _constrained(self, asked: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:
         """The request with the grammar of what its constraint wants behind ``prompt``, which was compiled once. Raises
@@ -205,13 +220,14 @@ class App(HttpApp):
         raw = await exchange.body()
         body = decoded(raw)
         adapter = self._adapter_of(body)
-        asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
         count = self._tokens_of
-        tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
+        with fields.nesting_named(body):
+            asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange, adapter))
+            tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
     def _tokens_of(self, request: CallRequest) -> int:
-        text = self._chat.render(request.messages, request.tools, request.variables)
+        text = self._chat.prompt(request.messages, request.tools, request.variables, continues=request.continues)
         return len(self._chat.tokenizer.encode(text))
 
     async def _reward(self, exchange: HttpExchange, rollout: str) -> None:

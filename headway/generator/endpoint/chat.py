@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
-from headway.generator.endpoint.constraints import constraint, text_format, tool_choice
+from headway.generator.endpoint.constraints import constraint, placed_tools, text_format, tool_choice
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
@@ -91,12 +91,16 @@ class ChatCompletions(Dialect):
             "stop": fields.stop(),
             "stream_options": fields.structure(include_usage=fields.flag()),
             "chat_template_kwargs": fields.structure(),
+            "continue_final_message": fields.flag(),
+            "add_generation_prompt": fields.flag(default=None),
         }
 
     def request(self, values: Values) -> CallRequest:
+        messages = normal_messages(values["messages"])
         return CallRequest(
             tools=normal_tools(values["tools"]),
-            messages=normal_messages(values["messages"]),
+            messages=messages,
+            continues=_continues(values),
             variables=_variables(values["chat_template_kwargs"]),
             calls=values["tool_choice"].mode != "none",
             choices=values["n"] or 1,
@@ -106,11 +110,29 @@ class ChatCompletions(Dialect):
         )
 
     def constraint(self, values: Values) -> Constraint | None:
-        return constraint(values, "parameters", values["response_format"])
+        tools, parallel = placed_tools(values["tools"], "parameters"), values["parallel_tool_calls"]
+        return constraint(values["tool_choice"], tools, values["response_format"], parallel=parallel)
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]
         return {**envelope("chatcmpl", "chat.completion", asked), "choices": choices, "usage": usage(call)}
+
+
+def _continues(values: Values) -> bool:
+    """Whether the last message is the beginning of the answer. Raises RequestRefused for demands that contradict each
+    other."""
+    asked, begins, given = values["continue_final_message"], values["add_generation_prompt"], values["messages"]
+    marked = [n for n, message in enumerate(given) if any(message.get(key) is True for key in ("prefix", "partial"))]
+    if marked and marked != [len(given) - 1]:
+        what = f"messages[{marked[0]}]: only the last message is a prefix of the answer"
+        raise RequestRefused(what, param=f"messages[{marked[0]}]")
+    if begins is asked is True:
+        what = "add_generation_prompt = true: valid beside continue_final_message = true is false"
+        raise RequestRefused(what, param="add_generation_prompt")
+    if begins is False and not asked and not marked:
+        what = "add_generation_prompt = false: valid is true, or continue_final_message = true beside it"
+        raise RequestRefused(what, param="add_generation_prompt")
+    return asked or bool(marked)
 
 
 def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headway.generator.endpoint.fields import Field, Values, refused, shown
+from headway.generator.endpoint.fields import Field, refused, shown
 from headway.records.conversations import RequestRefused
 from headway.tokens.tool_grammar import AskedSchema, CallableTool, Constraint
 
@@ -58,21 +58,21 @@ def tool_choice() -> Field:
         if isinstance(value, str) and value in _MODES:
             return Choice(mode=value)
         kind = value.get("type") if isinstance(value, Mapping) else None
-        if kind not in ("function", "allowed_tools"):
-            valid = "'none', 'auto', 'required', {'type': 'function', ...} and {'type': 'allowed_tools', ...}"
+        if kind not in ("function", "custom", "allowed_tools"):
+            valid = "'none', 'auto', 'required', and objects of the types 'function', 'custom' and 'allowed_tools'"
             raise RequestRefused(f"{name} = {shown(value)}: valid are {valid}", param=name)
         place, inner = _inner(name, value, kind)
-        if kind == "function":
+        if kind != "allowed_tools":
             return Choice(mode="required", names=(_name(place, inner),), single=True)
         mode, tools = inner.get("mode"), inner.get("tools")
         if mode not in ("auto", "required"):
             raise refused(f"{place}.mode", mode, "'auto' or 'required'")
         if not isinstance(tools, list) or not tools:
             raise refused(f"{place}.tools", tools, "a list of one or more tools")
-        named = (_inner(f"{place}.tools[{number}]", tool, "function") for number, tool in enumerate(tools))
+        named = [_inner(f"{place}.tools[{number}]", tool, "function") for number, tool in enumerate(tools)]
         return Choice(mode=mode, names=tuple(_name(*tool) for tool in named))
 
-    allowed = {**_TYPED, "properties": {"type": {"enum": ["function", "allowed_tools"]}}}
+    allowed = {**_TYPED, "properties": {"type": {"enum": ["function", "custom", "allowed_tools"]}}}
     return Field(checked, {"anyOf": [{"enum": list(_MODES)}, allowed]}, default=Choice())
 
 
@@ -103,16 +103,30 @@ def _name(place: str, value: Mapping[str, Any]) -> str:
     name = value.get("name")
     if not isinstance(name, str):
         raise refused(f"{place}.name", name, "the name of a tool")
-    return name
+    namespace = value.get("namespace")
+    return f"{namespace}.{name}" if namespace else name
 
 
-def constraint(values: Values, key: str, text: AskedSchema | None) -> Constraint | None:
-    """The constraint that a request puts on its answer; None: none. ``values``: of its fields ``tools`` (as
-    `CallRequest` took them, so each has a name), ``tool_choice`` and, where the API has it, ``parallel_tool_calls``;
-    ``key``: of a tool's schema. Raises RequestRefused: a tool that there isn't, a schema that is none."""
-    choice: Choice = values["tool_choice"]
-    tools = [_inner(f"tools[{number}]", tool, "function") for number, tool in enumerate(values["tools"] or ())]
-    names = [function["name"] for _, function in tools]
+PlacedTool = tuple[str, Mapping[str, Any], str]  # its place in the request, the function, the place of its schema
+
+
+def placed_tools(tools: Any, key: str) -> list[PlacedTool]:
+    """The functions of a request's tools, which `CallRequest` took, so that each has a name; ``key``: of a schema."""
+    found = (_inner(f"tools[{number}]", tool, "function") for number, tool in enumerate(tools or ()))
+    return [(place, function, f"{place}.{key}") for place, function in found]
+
+
+def constraint(
+    choice: Choice,
+    tools: Sequence[PlacedTool],
+    text: AskedSchema | None,
+    *,
+    key: str = "parameters",
+    parallel: bool = True,
+) -> Constraint | None:
+    """The constraint that a request puts on its answer; None: none. ``key``: of a tool's schema; ``parallel``: several
+    calls in an answer are allowed. Raises RequestRefused: a tool that there isn't, a schema that is none."""
+    names = [function["name"] for _, function, _ in tools]
     unknown = [name for name in choice.names or () if name not in names]
     if unknown or (choice.mode == "required" and not tools):
         what = shown(unknown[0]) if unknown else "a tool is to be called"
@@ -121,23 +135,23 @@ def constraint(values: Values, key: str, text: AskedSchema | None) -> Constraint
     allowed: list[CallableTool] = []
     demanding = "tool_choice" if choice.mode == "required" or choice.names is not None else ""
     optional = text is None and not demanding
-    for place, function in tools:
+    for place, function, param in tools:
         strict, schema = function.get("strict"), function.get(key)
         if strict is not None and not isinstance(strict, bool):
             raise refused(f"{place}.strict", strict, "true or false")
         if not isinstance(schema, Mapping | None):
-            raise refused(f"{place}.{key}", schema, "a JSON schema, an object")
+            raise refused(param, schema, "a JSON schema, an object")
         if choice.mode != "none" and (choice.names is None or function["name"] in choice.names):
-            arguments = AskedSchema(param=f"{place}.{key}", schema={**_OBJECT, **(schema or {})}, strict=bool(strict))
+            arguments = AskedSchema(param=param, schema={**_OBJECT, **(schema or {})}, strict=bool(strict))
             allowed.append(CallableTool(name=function["name"], arguments=arguments))
-            demanding = demanding or (f"{place}.strict" if strict else "")
+            demanding = demanding or (param.replace(f".{key}", ".strict") if strict else "")
     if text is None and not demanding:
         return None
     return Constraint(
         text=text if choice.mode != "required" else None,
         tools=tuple(allowed),
         forced=choice.mode == "required",
-        single=choice.single or values.get("parallel_tool_calls") is False,
+        single=choice.single or not parallel,
         calls_param=demanding,
         optional=optional,
     )

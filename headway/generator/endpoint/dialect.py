@@ -13,6 +13,7 @@ import msgspec
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
 from headway.generator.endpoint.fields import Field, Schema, Values
+from headway.generator.endpoint.foreign_fields import foreign_fields, foreign_sampling, require_no_foreign
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
@@ -45,6 +46,7 @@ class ParsedRequest:
     request: CallRequest
     client: ClientSampling
     constraint: Constraint | None = None  # on the answer; None: nothing
+    left_out: Sequence[str] = ()  # kinds of hosted tools that the model isn't offered
     stream: bool
     include_usage: bool = False  # OpenAI's streams end with the token counts
     logprobs: bool = False
@@ -104,6 +106,7 @@ class Dialect(ABC):
     """A model API: the fields of its requests, and how its answers are written."""
 
     parsed: ClassVar[bool] = True  # answers are parsed into messages; False: plain text
+    names: ClassVar[Mapping[str, str]] = {}  # its names of fields that OpenAI's chat API calls otherwise
     answer: ClassVar[Mapping[str, Schema]] = {}  # schemas of a whole answer's fields
     writer: ClassVar[type[AnswerWriter]]  # writes streamed answers
 
@@ -120,17 +123,30 @@ class Dialect(ABC):
         """Constraint on the answer, of the field values of a request that `request` took; None: none. Raises
         RequestRefused naming the field."""
 
+    def left_out(self, values: Values) -> Sequence[str]:
+        """Kinds of tools of a request that this server doesn't have and the model isn't offered."""
+        return ()
+
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """All fields of this API's requests that have an effect or are refused."""
         model = fields.raw({"type": "string"}, required=True)
-        return {"model": model, "stream": fields.flag(), **fields.sampling(), **self.fields(settings)}
+        return {
+            "model": model,
+            "stream": fields.flag(),
+            **foreign_fields(),
+            **fields.sampling(),
+            **self.fields(settings),
+        }
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         """Parse a request's body. Raises RequestRefused naming the field."""
-        values = fields.read(body, self.all_fields(setting.settings))
+        known = self.all_fields(setting.settings)
+        require_no_foreign(body, known)
+        values = fields.read(body, known)
         logprobs = values.get("logprobs")
-        client = fields.client_sampling(values, fixed=setting.fixed_sampling)
+        client = _client_sampling(values, fixed=setting.fixed_sampling)
         request, constraint = self.request(values), self.constraint(values)
+        _require_answerable(request, constraint, len(body.get(self.names.get("messages", "messages")) or ()))
         if constraint is not None and not setting.constraints:
             if not constraint.optional:
                 raise RequestRefused(f"{constraint.param}: {_UNTRAINED}", param=constraint.param)
@@ -140,6 +156,7 @@ class Dialect(ABC):
             request=dataclasses.replace(request, adapter=setting.adapter),
             client=client,
             constraint=constraint,
+            left_out=self.left_out(values),
             stream=values["stream"],
             include_usage=values.get("stream_options", {}).get("include_usage", False),
             logprobs=logprobs is not None and logprobs is not False,
@@ -149,6 +166,38 @@ class Dialect(ABC):
     @abstractmethod
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         """The response body of an answered call, as a mapping."""
+
+
+def _require_answerable(request: CallRequest, constraint: Constraint | None, given: int) -> None:
+    """Raise RequestRefused for a conversation that ends with the assistant, unless its last message is to be continued
+    and can be. ``given``: messages as the client counts them."""
+    place = f"messages[{given - 1}]"
+    if not request.messages or request.messages[-1].role != "assistant":
+        if request.continues:
+            what = f"{place}: there is no message to continue; valid is one of the assistant"
+            raise RequestRefused(what, param=place)
+        return
+    last = request.messages[-1]
+    if not request.continues:
+        what = "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
+        raise RequestRefused(f"{place}: {what}; valid is also another message behind it", param=place)
+    _, opened, thought = last.inline.rpartition("<think>")
+    if last.calls or not last.content.strip() or (opened and "</think>" not in thought):
+        what = "a text to be continued is needed, without calls or reasoning that is still open"
+        raise RequestRefused(f"{place}: {what}", param=place)
+    if constraint is not None and not constraint.optional:
+        what = f"{constraint.param}: a final message of the assistant is continued, which no format or choice of tools holds for"
+        raise RequestRefused(what, param=constraint.param)
+
+
+def _client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
+    """Convert the sampling fields. Raises RequestRefused: a bias of tokens, and other ways of sampling unless the
+    experiment's parameters hold anyway (``fixed``)."""
+    if values["logit_bias"]:
+        raise RequestRefused("logit_bias: this server has none; valid is an empty object", param="logit_bias")
+    names = ("temperature", "top_p", "top_k", "seed")
+    further = foreign_sampling(values, fixed=fixed)
+    return ClientSampling(**{name: values[name] for name in names}, further=further or None)
 
 
 def envelope(prefix: str, kind: str, asked: ParsedRequest) -> dict[str, Any]:

@@ -55,17 +55,18 @@ class HttpExchange:
 
     def header(self, name: str) -> str:
         """A request header's value; "" if absent."""
-        return self._headers.get(name.encode(), b"").decode("latin-1")
+        return self._headers.get(name.encode(), b"").decode("utf-8", "replace")
 
     @property
     def key(self) -> str:
-        """The request's API key, from `authorization` or `x-api-key`; "" if absent."""
-        kind, _, token = self.header("authorization").partition(" ")
-        return (token.strip() if kind.lower() == "bearer" else "") or self.header("x-api-key")
+        """The request's API key, from `authorization` or `x-api-key`, byte by byte; "" if absent."""
+        kind, _, token = self._headers.get(b"authorization", b"").partition(b" ")
+        key = (token.strip() if kind.lower() == b"bearer" else b"") or self._headers.get(b"x-api-key", b"")
+        return key.decode("utf-8", "surrogateescape")
 
     async def body(self, most_bytes: int | None = None) -> bytes:
-        """Read the request's body; ``most_bytes``: a limit below the server's. Raises HttpError 413 (too large) or 408
-        (too slow), and ClientGone."""
+        """Read the request's body; ``most_bytes``: a limit below the server's. Raises HttpError 413 (too large), 408
+        (too slow) or 415 (compressed), and ClientGone."""
         limit = min(self._settings.max_body_bytes, most_bytes or sys.maxsize)
         pieces: list[bytes] = []
         size, more = 0, True
@@ -85,6 +86,8 @@ class HttpExchange:
         except TimeoutError:
             what = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
             raise HttpError(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
+        if (coding := self.header("content-encoding").strip().lower()) not in ("", "identity"):
+            raise HttpError(415, f"content-encoding = {coding!r}: bodies are read as they are; send it uncompressed")
         if size > limit:
             what = f"the request's body is larger than {limit} bytes"
             raise HttpError(413, what, code="request_too_large", headers=((b"connection", b"close"),))

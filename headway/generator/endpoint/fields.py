@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from headway.records.conversations import ClientSampling, RequestRefused
+from headway.records.conversations import RequestRefused
 from headway.records.generation import LOWEST_TEMPERATURE
 
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
 _SEED = (-(1 << 63), (1 << 63) - 1)
 MOST_TOKENS = 1 << 31  # limit of max_tokens: no context is larger
+_MOST_LEVELS = 200  # of lists and objects in each other
+_CONVERSATION = ("messages", "input", "prompt")  # large, and flat
 _LARGEST_REWARD = 1e30  # of either sign: the squares and sums of larger ones may overflow, which would end a run
 
 Schema = Mapping[str, Any]
@@ -39,6 +42,46 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "")
             raise RequestRefused(f"{within}{name}: field required", param=within + name)
         values[name] = field.default if value is None else field.read(within + name, value)
     return values
+
+
+@contextmanager
+def nesting_named(body: Mapping[str, Any]) -> Iterator[None]:
+    """Raise RequestRefused for a schema that is nested too deeply, and with the deepest field of ``body`` where the block
+    meets Python's limit of nesting."""
+    try:
+        for name in (one for one in body if one not in _CONVERSATION):
+            if _levels(body[name]) > _MOST_LEVELS:
+                raise RecursionError
+        yield
+    except RecursionError:
+        levels, name = max((_levels(value), name) for name, value in body.items())
+        what = f"{name}: nested {levels} levels deep; valid are {_MOST_LEVELS}, and fewer where a template reads them"
+        raise RequestRefused(what, param=name) from None
+
+
+@contextmanager
+def renamed(paths: Mapping[str, str]) -> Iterator[None]:
+    """Raise a RequestRefused of the block under the client's own name of its field. ``paths``: that name by ours, or by
+    the beginning of ours."""
+    try:
+        yield
+    except RequestRefused as error:
+        ours, text = error.param or "", str(error)
+        known = [path for path in paths if ours == path or ours.startswith((f"{path}.", f"{path}["))]
+        if not known:
+            raise
+        longest = max(known, key=len)
+        name = paths[longest] + ours[len(longest) :]
+        text = name + text[len(ours) :] if text.startswith(ours) else text
+        raise RequestRefused(text, param=name, code=error.code) from None
+
+
+def _levels(value: Any) -> int:
+    levels, layer = 0, [value]
+    while layer := [one for one in layer if isinstance(one, dict | list)]:
+        levels += 1
+        layer = [part for one in layer for part in (one.values() if isinstance(one, dict) else one)]
+    return levels
 
 
 def schema_of(fields: Mapping[str, Field]) -> dict[str, Any]:
@@ -130,11 +173,16 @@ def only(*valid: Any, why: str) -> Field:
     """Field that allows just these values, or none; ``why`` ends the error."""
 
     def checked(name: str, value: Any) -> Any:
-        if not any(type(value) is type(known) and value == known for known in valid):
+        if not is_one_of(value, valid):
             raise RequestRefused(f"{name} = {shown(value)}: {why}", param=name)
         return value
 
     return Field(checked, {"enum": list(valid)} if valid else {"type": "null"})
+
+
+def is_one_of(value: Any, valid: Iterable[Any]) -> bool:
+    """Whether ``value`` equals one of these; a truth value is no number."""
+    return any(value == known and isinstance(value, bool) is isinstance(known, bool) for known in valid)
 
 
 def shown(value: Any) -> str:
@@ -154,24 +202,10 @@ def refused(name: str, value: Any, valid: str) -> RequestRefused:
 def sampling() -> dict[str, Field]:
     """Sampling fields that all APIs share."""
     return {
-        "frequency_penalty": number(-2, 2),
-        "presence_penalty": number(-2, 2),
-        "repetition_penalty": number(-2, 2),
+        **{f"{kind}_penalty": number(-2, 2) for kind in ("frequency", "presence", "repetition")},
         "logit_bias": structure(),
         "temperature": number(0, 2, LOWEST_TEMPERATURE),
         "top_p": number(0, 1),
         "top_k": integer(-1, 1 << 31),
         "seed": integer(*_SEED),
     }
-
-
-def client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
-    """Convert the sampling fields. Refuses penalties, which no engine supports, unless the experiment's sampling
-    parameters hold anyway (``fixed``)."""
-    for name, neutral in (("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)):
-        if values[name] not in (None, neutral) and not fixed:
-            raise RequestRefused(f"{name}: this server has no penalties; valid is {neutral:g}", param=name)
-    if values["logit_bias"]:
-        raise RequestRefused("logit_bias: this server has none; valid is an empty object", param="logit_bias")
-    names = ("temperature", "top_p", "top_k", "seed")
-    return ClientSampling(**{name: values[name] for name in names})

@@ -16,6 +16,7 @@ import msgspec
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
 from headway.generator.endpoint.refusals import HttpError, http_error
+from headway.runtime.addresses import is_loopback, is_loopback_host
 
 _log = logging.getLogger("headway.endpoint")
 _DECODER = msgspec.json.Decoder()
@@ -48,9 +49,13 @@ class HttpApp(ABC):
             return
         exchange = HttpExchange(scope, receive, send, self.settings, f"req_{next(self._numbers):012x}")
         try:
+            self._require_host(exchange)
             await self.answer(exchange)
         except ClientGone:
             pass
+        except OnlyHead:
+            with contextlib.suppress(ClientGone):
+                await exchange.reply(200, b"")
         except asyncio.CancelledError:
             await self._refuse(exchange, HttpError(503, STOPPING, code="server_stopping"))
             raise
@@ -59,6 +64,14 @@ class HttpApp(ABC):
         finally:
             self.responses[self.route(exchange.path), exchange.status] += 1
             exchange.close()
+
+    def _require_host(self, exchange: HttpExchange) -> None:
+        """Raise HttpError 421 where a server that only this machine reaches is asked for under another's name: a page
+        in a browser may have its own name resolve to 127.0.0.1."""
+        host = exchange.header("host")
+        if host and is_loopback(self.settings.address) and not is_loopback_host(host):
+            what = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1], as this machine alone is served"
+            raise HttpError(421, what, code="misdirected_request")
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Respond with an error, unless a response has begun."""
@@ -69,6 +82,10 @@ class HttpApp(ABC):
             return  # the server closes the connection, so the client sees a truncated response
         with contextlib.suppress(ClientGone):
             await exchange.reply(refused.status, self.error_body(exchange, refused), refused.headers)
+
+
+class OnlyHead(Exception):
+    """A HEAD request for a route that there is: it is answered with a status, and no more."""
 
 
 def decoded(raw: bytes) -> Mapping[str, Any]:
@@ -83,7 +100,9 @@ def decoded(raw: bytes) -> Mapping[str, Any]:
 
 
 def require_method(exchange: HttpExchange, method: str) -> None:
-    """Raise HttpError 405 for a request with another method."""
+    """Raise HttpError 405 for a request with another method, and OnlyHead for a HEAD."""
+    if exchange.method == "HEAD":
+        raise OnlyHead
     if exchange.method != method:
         headers = ((b"allow", method.encode()),)
         raise HttpError(

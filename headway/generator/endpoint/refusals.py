@@ -22,6 +22,8 @@ _TYPES = {
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("invalid_request_error", "invalid_request_error"),
     409: ("invalid_request_error", "conflict_error"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    421: ("invalid_request_error", "permission_error"),
     413: ("invalid_request_error", "request_too_large"),
     431: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_error"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
@@ -13,13 +14,13 @@ from headway.generator.endpoint.dialect import (
     Dialect,
     ParsedRequest,
     Piece,
-    Setting,
     answers,
     event,
     usage,
 )
 from headway.generator.endpoint.fields import Field, Values
 from headway.generator.endpoint.refusals import HttpError
+from headway.generator.endpoint.response_tools import ResponseTools, custom_arguments
 from headway.generator.endpoint.schemas import INPUT, OUTPUT, RESPONSE_TOOLS
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
@@ -59,16 +60,16 @@ class ResponseStream(AnswerWriter):
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         parts = [self.more(piece), self._shut()]
-        for item in _output(turn, self._setting):
-            if item["type"] != "function_call":
+        for item in _output(turn, self._asked):
+            if item["type"] not in ("function_call", "custom_tool_call"):
                 continue
             where = {"item_id": item["id"], "output_index": self._done}
-            added = {**item, "arguments": "", "status": "in_progress"}
+            key, named = ("arguments", {"name": item["name"]}) if item["type"] == "function_call" else ("input", {})
+            events = "response.function_call_arguments" if named else "response.custom_tool_call_input"
+            added = {**item, key: "", **({"status": "in_progress"} if named else {})}
             parts.append(self._event("response.output_item.added", output_index=self._done, item=added))
-            arguments = item["arguments"]
-            parts.append(self._event("response.function_call_arguments.delta", **where, delta=arguments))
-            name = item["name"]
-            parts.append(self._event("response.function_call_arguments.done", **where, arguments=arguments, name=name))
+            parts.append(self._event(f"{events}.delta", **where, delta=item[key]))
+            parts.append(self._event(f"{events}.done", **where, **{key: item[key]}, **named))
             parts.append(self._event("response.output_item.done", output_index=self._done, item=item))
             self._done += 1
         return b"".join(parts)
@@ -124,6 +125,7 @@ class ResponseStream(AnswerWriter):
 class Responses(Dialect):
     """``POST /v1/responses``."""
 
+    names: ClassVar = {"messages": "input"}
     answer: ClassVar = OUTPUT
     writer = ResponseStream
 
@@ -142,25 +144,38 @@ class Responses(Dialect):
         }
 
     def request(self, values: Values) -> CallRequest:
+        tools, paths = ResponseTools(values["tools"]), dict[str, str]()
+        found = _messages(values, tools, paths)
+        with fields.renamed(paths):
+            messages = normal_messages(found)
         return CallRequest(
-            messages=normal_messages(_messages(values)),
-            tools=normal_tools(_tools(values["tools"])),
+            messages=messages,
+            tools=normal_tools(tools.functions),
             calls=values["tool_choice"].mode != "none",
             max_tokens=values["max_output_tokens"],
         )
 
     def constraint(self, values: Values) -> Constraint | None:
-        return constraint(values, "parameters", values["text"].get("format"))
+        tools, choice = ResponseTools(values["tools"]), values["tool_choice"]
+        if choice.names is not None:
+            choice = replace(choice, names=tuple(tools.names.get(name, name) for name in choice.names))
+        parallel = values["parallel_tool_calls"]
+        return constraint(choice, list(tools.constrainable), values["text"].get("format"), parallel=parallel)
+
+    def left_out(self, values: Values) -> list[str]:
+        return ResponseTools(values["tools"]).left_out
 
     def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         return _response(asked, call)
 
 
-def _messages(values: Values) -> list[dict[str, Any]]:
-    """Convert a request's conversation to chat messages. Raises RequestRefused naming the field."""
+def _messages(values: Values, tools: ResponseTools, paths: dict[str, str]) -> list[dict[str, Any]]:
+    """Convert a request's conversation to chat messages. ``paths``: takes the request's fields by the paths of what they
+    become. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     instructions = values["instructions"]
     if instructions:
+        paths["messages[0].content"] = "instructions"
         found.append({"role": "system", "content": instructions})
     given = values["input"]
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -173,28 +188,34 @@ def _messages(values: Values) -> list[dict[str, Any]]:
             raise RequestRefused(f"{field}: an object is needed", param=field)
         kind = item.get("type", "message")
         begins = kind == "reasoning" or (kind == "message" and item.get("role") == "assistant")
-        if kind == "function_call_output":
+        here = f"messages[{len(found)}]"
+        if kind in ("function_call_output", "custom_tool_call_output"):
             answer = None
+            paths |= {here: field, f"{here}.content": f"{field}.output", f"{here}.tool_call_id": f"{field}.call_id"}
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "message" and not begins:
             answer = None
+            paths[here] = field
             found.append({"role": item.get("role"), "content": item.get("content")})
-        elif begins or kind == "function_call":
+        elif begins or kind in ("function_call", "custom_tool_call"):
             if answer is None or (begins and (answer["tool_calls"] or answer["content"])):
                 answer = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": []}
                 found.append(answer)
-            _add(answer, kind, item, field)
+            _add(answer, kind, item, field, tools)
+            here, calls = f"messages[{len(found) - 1}]", len(answer["tool_calls"])
+            paths |= {here: field, f"{here}.tool_calls[{calls - 1}].function": field} if calls else {here: field}
         else:
-            valid = "message, function_call, function_call_output and reasoning"
+            valid = "message, function_call, custom_tool_call, the outputs of both, and reasoning"
             raise RequestRefused(f"{field}.type = {fields.shown(kind)}: valid are {valid}", param=f"{field}.type")
     return found
 
 
-def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str) -> None:
+def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str, tools: ResponseTools) -> None:
     if kind == "message":
         answer["content"] = item.get("content")
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    elif kind != "reasoning":
+        arguments = item.get("arguments") if kind == "function_call" else custom_arguments(item.get("input"))
+        function = {"name": tools.named(item), "arguments": arguments}
         answer["tool_calls"].append({"id": item.get("call_id"), "function": function})
     else:
         parts: Any = item.get("content") or []
@@ -205,18 +226,6 @@ def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str)
         answer["reasoning_content"] = "\n".join(texts)
 
 
-def _tools(raw: Any) -> Any:
-    """Convert tools to the chat API's format; malformed ones stay as they are, for `normal_tools` to refuse."""
-    if not isinstance(raw, list):
-        return raw
-    return [
-        {"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
-        if isinstance(tool, Mapping)
-        else tool
-        for tool in raw
-    ]
-
-
 def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[str, Any]:
     """The response object; ``call``: the answered call, None while in progress."""
     body, setting, output = asked.body, asked.setting, list[dict[str, Any]]()
@@ -225,9 +234,10 @@ def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[st
     if call is not None:
         [turn] = answers(call)
         status = "incomplete" if turn.finish_reason == "length" else "completed"
-        output, used = _output(turn, setting), _usage(call)
+        output, used = _output(turn, asked), _usage(call)
     cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    tools = [{"strict": None, "parameters": None, "description": None, **tool} for tool in body.get("tools") or ()]
+    blank = {"strict": None, "parameters": None, "description": None}
+    tools = [{**(blank if tool.get("type") == "function" else {}), **tool} for tool in body.get("tools") or ()]
     return {
         "id": f"resp_{setting.answer_id}",
         "object": "response",
@@ -250,8 +260,9 @@ def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[st
     }
 
 
-def _output(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
-    """Output items of an answer: reasoning, message, function calls."""
+def _output(turn: RecordedTurn, asked: ParsedRequest) -> list[dict[str, Any]]:
+    """Output items of an answer: reasoning, message, calls."""
+    setting, tools = asked.setting, ResponseTools(asked.body.get("tools"))
     message, written = turn.message, setting.chat.written
     texts: Sequence[tuple[str, str]] = (
         ("reasoning", message.reasoning if written.reasoning else ""),
@@ -262,8 +273,7 @@ def _output(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
         if text:
             found.append(_item(kind, text, f"{setting.answer_id}_{len(found)}", "completed"))
     for call in message.calls:
-        asked = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments, "status": "completed"}
-        found.append({"id": f"fc_{setting.answer_id}_{len(found)}", "type": "function_call", **asked})
+        found.append(tools.item(call, f"{setting.answer_id}_{len(found)}"))
     return found
 
 

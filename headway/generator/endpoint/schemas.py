@@ -27,7 +27,7 @@ MESSAGES = _list(_object(("role",), role=_TEXT), 1)
 _STRICT: Part = {"type": ["boolean", "null"]}
 _FUNCTION = _object(("name",), name=_TEXT, parameters={"type": ["object", "null"]}, strict=_STRICT)
 TOOLS = _list(_object(("type", "function"), type={"const": "function"}, function=_FUNCTION))
-RESPONSE_TOOLS = _list(_object(("type", "name"), type={"const": "function"}, **_FUNCTION["properties"]))
+RESPONSE_TOOLS = _list(_object(("type",), type=_TEXT, **_FUNCTION["properties"]))
 ANTHROPIC_TOOLS = _list(_object(("name", "input_schema"), name=_TEXT, input_schema=_ANY_OBJECT, strict=_STRICT))
 INPUT: Part = {"anyOf": [_TEXT, _list(_ANY_OBJECT, 1)]}
 _IDS = _list(_COUNT, 1)

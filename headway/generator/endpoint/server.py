@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -19,6 +22,9 @@ from headway.runtime.addresses import BACKLOG, listening
 
 _HEAD_BYTES = 64 * 1024  # request line and headers
 _GRACE_S = 2  # for responses under way at shutdown
+_ACCEPTED = 8  # connections accepted at once: the loop would else take all that wait before one of them is closed
+_SPARED = 64  # of the descriptors that this process may open, for everything but connections; a quarter of few
+_log = logging.getLogger("headway.endpoint")
 
 
 def _refusal(status: bytes, error: HttpError) -> bytes:
@@ -36,10 +42,16 @@ _TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head 
 async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | None = None) -> AsyncIterator[str]:
     """Serve ``app`` inside the block on ``listener`` (closed at the end), or on a new socket at ``settings.address``.
     Yields the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
+    connections, files = min(settings.connections, _room()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if connections < settings.connections:
+        _log.warning(
+            "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those that "
+            "were never used are closed for others", settings.connections, files, connections,
+        )  # fmt: skip
     with closing(listener or listening(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
             app,
-            http=_protocol(settings.connections, settings.body_timeout_s),
+            http=_protocol(settings.connections, connections, settings.body_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -50,13 +62,14 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             proxy_headers=False,
             timeout_keep_alive=int(settings.keep_alive_s),  # longer than clients' own 5 s: equal ones race
             timeout_graceful_shutdown=_GRACE_S,
-            backlog=BACKLOG,
+            backlog=_ACCEPTED,
         )
         config.load()
         # The parts of Server.serve() without its handling of the process's signals.
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[listener])
+        listener.listen(BACKLOG)  # the kernel's queue, which startup has made as short as a turn of the loop's
         try:
             host, port = listener.getsockname()[:2]
             yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -64,7 +77,15 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             await asyncio.shield(server.shutdown(sockets=[listener]))
 
 
-def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
+def _room() -> int:
+    """How many connections this process can have open beside the files that it has, and those it may need."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, most - len(os.listdir("/proc/self/fd")) - min(_SPARED, most // 4))
+
+
+def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsProtocol]:
+    idle: dict[Protocol, None] = {}  # without a request under way, the longest first
+
     class Protocol(HttpToolsProtocol):
         """HTTP with limits that uvicorn lacks: concurrent connections, size of a request's head, time until a request
         is whole. The application itself waits for the body of a request that it answers."""
@@ -72,12 +93,19 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.in_head = True
+            idle[self] = None
             self.unfinished_bytes = 0  # of an incomplete head
             self.messages = 0  # complete requests so far
             self.unread: list[Connection] = []  # of exchanges whose responses may be unread
             self.deadline: asyncio.TimerHandle | None = self.loop.call_later(timeout_s, self.refuse_late)
             if len(self.connections) > connections:
                 transport.abort()
+            elif len(self.connections) > room:
+                written = [one for one in idle if one is not self and not one.transport.get_write_buffer_size()]
+                unused = (one for one in reversed(written) if not one.messages)
+                closed = next(unused, written[0] if written else self)
+                idle.pop(closed)
+                closed.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             messages = self.messages
@@ -94,6 +122,7 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
                 self.deadline = self.loop.call_later(timeout_s, self.refuse_late)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            idle.pop(self, None)
             if self.deadline is not None:
                 self.deadline.cancel()
             sock = self.transport.get_extra_info("socket")
@@ -106,6 +135,7 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self.in_head = False
+            idle.pop(self, None)
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
                 self.refuse_head()
                 raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
@@ -115,6 +145,11 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             extensions: Any = {CONNECTION: self.unread[-1]}
             self.scope["extensions"] = extensions
             super().on_headers_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():
+                idle[self] = None
 
         def on_message_complete(self) -> None:
             self.in_head = True

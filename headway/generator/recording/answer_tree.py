@@ -13,7 +13,7 @@ from headway.records.rollout import Branch
 from headway.records.token_block import TokenBlock
 from headway.records.tokens import LogprobSequence, TokenIds, TokenRows
 from headway.tokens.continuing import SampledAnswer
-from headway.tokens.messages import Message
+from headway.tokens.messages import Message, assistant_message
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -35,6 +35,7 @@ class RecordedTurn:
     grammar: str = ""  # that it was sampled by
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
+    begun: Message | None = None  # the beginning of the answer that its request gave, which carries no loss
     messages: int  # in the request and the answer: its place in a conversation that continues it
     adapter: str = ""  # that sampled it
     received: bool = False  # a client got every byte: only then its tokens carry loss
@@ -43,6 +44,15 @@ class RecordedTurn:
     @property
     def message(self) -> Message:
         return self.answer.message
+
+    @property
+    def sent(self) -> Message:
+        """The message as a client sends it back: with the beginning that it gave itself."""
+        begun, said = self.begun, self.message
+        if begun is None:
+            return said
+        reasoning = begun.reasoning or said.reasoning
+        return assistant_message(begun.content + said.content, reasoning, said.calls, said.name)
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -77,6 +87,7 @@ class CallRequest:
     tools: Sequence[Mapping[str, Any]] | None = None  # as chat templates take them
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of the chat template
     prompt: str | tuple[int, ...] | None = None  # in place of messages
+    continues: bool = False  # the last message, the assistant's, is the beginning of the answer
     calls: bool = True  # tools may be called: tool_choice isn't "none"
     choices: int = 1  # n
     max_tokens: int | None = None  # of each response; None: as many as are left

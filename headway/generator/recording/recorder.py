@@ -47,10 +47,11 @@ class Recorder:
     Several calls may be open at once; every method is synchronous and atomic.
     """
 
-    def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int) -> None:
+    def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int, name: str = "") -> None:
         """``settings``: limits on the calls, beyond which requests are refused. ``context_tokens``: limit of a call's
-        prompt and response."""
+        prompt and response. ``name``: of the rollout; the ids of its tool calls are no other's."""
         self.chat = chat
+        self._name = name
         self._settings = settings
         self._context_tokens = context_tokens
         self._turns: list[RecordedTurn] = []
@@ -218,7 +219,7 @@ class Recorder:
             text, candidates = request.prompt, self._raw_candidates(keys[0])
         else:
             messages = self._restored(request.messages, keys)
-            text = chat.render(messages, request.tools, request.variables)
+            text = chat.prompt(messages, request.tools, request.variables, continues=request.continues)
             candidates = self._candidates(messages, keys)
         rewritten = False
         for turn, answered in candidates:
@@ -288,7 +289,7 @@ class Recorder:
         for turn in self._answered.get(keys[length], []):
             ids, letters = 0, 0
             for earlier in turn.path:
-                ours, sent = earlier.message, messages[earlier.messages - 1]
+                ours, sent = earlier.sent, messages[earlier.messages - 1]
                 if ours.reasoning != sent.reasoning and not (missing and not sent.reasoning):
                     break
                 ids += sum(mine.call_id == theirs.call_id for mine, theirs in zip(ours.calls, sent.calls, strict=True))
@@ -309,7 +310,7 @@ class Recorder:
                 continue
             turn = self._match(messages, keys, place + 1, missing=True)
             for earlier in [] if turn is None else turn.path:
-                at, ours = earlier.messages - 1, earlier.message
+                at, ours = earlier.messages - 1, earlier.sent
                 if at not in settled and ours.reasoning and not messages[at].reasoning:
                     restored[at] = dataclasses.replace(messages[at], reasoning=ours.reasoning, written=ours.inline)
                 settled.add(at)
@@ -409,7 +410,7 @@ class Recorder:
                 planned.text,
                 calls=call.request.calls and bool(call.request.tools),
                 stop=call.request.stop,
-                call_prefix=f"call_{_digest(call.purposes[choice])}_",
+                call_prefix=f"call_{_digest(f'{self._name} {call.purposes[choice]}')}_",
             ),
             logprobs=response.logprobs,
             versions=response.versions,
@@ -417,7 +418,8 @@ class Recorder:
             grammar=call.request.grammar,
             finish_reason=finish_reason,
             own_limit=len(response.ids) == call.request.max_tokens,
-            messages=len(call.request.messages) + 1,
+            begun=call.request.messages[-1] if call.request.continues else None,
+            messages=len(call.request.messages) + (not call.request.continues),
             adapter=call.request.adapter,
         )
         if ids_to(turn) != TokenIds.joined((call.prompt_ids, response.ids)):
@@ -428,7 +430,8 @@ class Recorder:
         if not isinstance(call.request.prompt, tuple):
             self._asked.setdefault(planned.keys[-1], []).append(turn)
         if call.request.prompt is None:
-            self._answered.setdefault(next_key(planned.keys[-1], turn.message), []).append(turn)
+            before = planned.keys[-2 if call.request.continues else -1]
+            self._answered.setdefault(next_key(before, turn.sent), []).append(turn)
         return turn
 
 

@@ -218,7 +218,7 @@ class Sessions:
         key = _new_key()
         session = Session(
             rollout,
-            Recorder(self._chat, self._settings, self._context_tokens),
+            Recorder(self._chat, self._settings, self._context_tokens, rollout),
             sample,
             self._settings.call_timeout_s,
             key=key,
@@ -260,7 +260,9 @@ class Sessions:
             self._sealed.popitem(last=False)
 
     def _note(self, client: ClientSampling) -> None:
-        for name, value in msgspec.structs.asdict(client).items():
+        given = msgspec.structs.asdict(client)
+        further = given.pop("further") or {}
+        for name, value in (given | further).items():
             if value is not None and name not in (*self._told, "seed"):  # a client's seed is used
                 self._told.add(name)
                 self._on_event(

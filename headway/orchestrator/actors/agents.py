@@ -35,7 +35,7 @@ async def open_agents(
     chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)
-    app = App(sessions, chat, endpoint, experiment.model.path, context_tokens)
+    app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, on_event=on_event)
     async with serving(app, endpoint) as address:
         sessions.address = address
         function, settings = environment.agent, None

@@ -45,7 +45,7 @@ async def open_remote(
     host = RemoteHost(environment=experiment.environment, endpoint=endpoint, conversations=sessions, desk=desk)
     books = (None, None) if directory is None else (directory.buffer, directory.demonstrations)
     api = BufferApi(host, ApiKeys(keys), chat.tokenizer, *books)
-    app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, further=api.routes)
+    app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, further=api.routes, on_event=on_event)
     async with serving(app, endpoint) as address:
         sessions.address = address
         on_event(EVENT_SERVICE, f"workers lease members at {address}")

@@ -16,7 +16,7 @@ from headway.config.load import validate_experiment
 from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session
 from headway.generator.routing.limiter import Place
-from headway.records.conversations import ClientSampling, RecordedConversation
+from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.tokens import restored
@@ -83,7 +83,7 @@ def test_calls_of_one_key_and_one_name_are_a_rollout() -> None:
         for key in ("", "a-key-of-16-byte"):
             with pytest.raises(KeyRefused):
                 access.session(key, "x")
-        with pytest.raises(KeyRefused, match="256 characters"):
+        with pytest.raises(RequestRefused, match="256 characters"):
             access.session(KEYS[0], "x" * 257)
         for name in ("y", ""):
             with pytest.raises(NoSuchRollout):

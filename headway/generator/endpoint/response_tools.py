@@ -1,0 +1,160 @@
+"""Tools of the Responses API: functions, those of namespaces, custom ones, and hosted ones, which are left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.generator.endpoint.fields import refused, shown
+from headway.records.conversations import RequestRefused
+from headway.tokens.messages import ToolCall, json_text
+
+_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
+_KINDS = ("function", "custom", "namespace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseTool:
+    """A tool as the model sees it, a function with a name of its own, and as its client calls it."""
+
+    place: str  # in the request
+    name: str  # the model's
+    own_name: str
+    namespace: str = ""
+    custom: bool = False  # takes a text, and no arguments
+    function: Mapping[str, Any]  # as chat templates take it
+    schema: Mapping[str, Any] | None = None  # of arguments, where calls are constrained further than the function says
+
+    @property
+    def called(self) -> dict[str, str]:
+        """Fields that name it in the client's calls."""
+        return {"name": self.own_name} | ({"namespace": self.namespace} if self.namespace else {})
+
+
+class ResponseTools:
+    """The tools of one request."""
+
+    def __init__(self, raw: Any) -> None:
+        """``raw``: the field. Raises RequestRefused naming what is wrong with it."""
+        if not isinstance(raw, list | None):
+            raise refused("tools", raw, "a list")
+        self.left_out: list[str] = []
+        self.tools: list[ResponseTool] = []
+        plain = (tool for tool in raw or () if isinstance(tool, Mapping) and tool.get("type") != "namespace")
+        self._taken = {name for tool in plain if isinstance(name := tool.get("name"), str)}
+        self._add(raw or [], "tools", "", "")
+
+    def _add(self, raw: Sequence[Any], field: str, namespace: str, about: str) -> None:
+        for number, tool in enumerate(raw):
+            place = f"{field}[{number}]"
+            kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, Mapping) else (None, None)
+            if kind not in _KINDS and isinstance(kind, str) and not namespace and name is None:
+                self.left_out.append(kind)
+            elif kind not in _KINDS or not isinstance(name, str) or (namespace and kind == "namespace"):
+                valid = "an object with a name and type = 'function', 'custom' or, outside of one, 'namespace'"
+                raise refused(place, tool, f"{valid}, or a hosted tool, which has no name")
+            elif kind == "namespace":
+                if not isinstance(inner := tool.get("tools"), list):
+                    raise refused(f"{place}.tools", inner, "a list of functions")
+                self._add(inner, f"{place}.tools", name, tool.get("description") or "")
+            else:
+                self.tools.append(self._tool(tool, place, namespace, about))
+
+    def _tool(self, tool: Mapping[str, Any], place: str, namespace: str, about: str) -> ResponseTool:
+        own_name, custom = tool["name"], tool["type"] == "custom"
+        name = _joined(namespace, own_name)
+        while namespace and name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        function = {
+            key: value for key, value in tool.items() if key not in ("type", "strict", "format", "defer_loading")
+        }
+        schema, asked = None, ""
+        if custom:
+            text: dict[str, Any] = {"type": "string"}
+            function["parameters"] = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
+            schema, asked = _constrained(tool.get("format") or {"type": "text"}, f"{place}.format")
+        texts = [text for text in (about, tool.get("description"), asked) if text]
+        described = {"description": "\n".join(map(str, texts))} if texts else {}
+        return ResponseTool(
+            place=place, name=name, own_name=own_name, namespace=namespace, custom=custom, schema=schema,
+            function={**function, **described, "name": name} | ({"strict": tool["strict"]} if "strict" in tool else {}),
+        )  # fmt: skip
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The model's names of tools, by those that a request's ``tool_choice`` gives."""
+        return {".".join(filter(None, (tool.namespace, tool.own_name))): tool.name for tool in self.tools}
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """As chat templates take them."""
+        stripped = ({key: value for key, value in tool.function.items() if key != "strict"} for tool in self.tools)
+        return [{"type": "function", "function": function} for function in stripped]
+
+    @property
+    def constrainable(self) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        """(place, function with its schema, the schema's place) of each."""
+        for tool in self.tools:
+            if tool.schema is None:
+                yield tool.place, tool.function, f"{tool.place}.parameters"
+            else:
+                constrained = {"parameters": tool.schema, "strict": True}
+                yield tool.place, {**tool.function, **constrained}, f"{tool.place}.format.definition"
+
+    def named(self, item: Mapping[str, Any]) -> Any:
+        """The model's name of what a call of the client's conversation names."""
+        name, namespace = item.get("name"), item.get("namespace") or ""
+        found = [tool.name for tool in self.tools if (tool.own_name, tool.namespace) == (name, namespace)]
+        return found[0] if found else _joined(namespace, name) if isinstance(name, str) else name
+
+    def item(self, call: ToolCall, identity: str) -> dict[str, Any]:
+        """The output item of a call by the model."""
+        tool = next((tool for tool in self.tools if tool.name == call.name), None)
+        named = {"name": call.name} if tool is None else tool.called
+        if tool is not None and tool.custom:
+            text = _text(call.arguments)
+            return {
+                "id": f"ctc_{identity}",
+                "type": "custom_tool_call",
+                "call_id": call.call_id,
+                **named,
+                "input": text,
+            }
+        asked = {"call_id": call.call_id, **named, "arguments": call.arguments, "status": "completed"}
+        return {"id": f"fc_{identity}", "type": "function_call", **asked}
+
+
+def custom_arguments(text: Any) -> str:
+    """Arguments of a custom tool's call with this input."""
+    return json_text({_INPUT: text})
+
+
+def _joined(namespace: str, name: str) -> str:
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+def _text(arguments: str) -> str:
+    """The input that a custom tool's call gives; arguments of another form as they are."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get(_INPUT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _constrained(wanted: Any, place: str) -> tuple[Mapping[str, Any] | None, str]:
+    """(schema of the arguments, None where any text is valid; what the model is told of it) by a tool's format."""
+    kind, syntax = (wanted.get("type"), wanted.get("syntax")) if isinstance(wanted, Mapping) else (None, None)
+    definition = wanted.get("definition") if isinstance(wanted, Mapping) else None
+    if kind == "text":
+        return None, ""
+    if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
+        valid = "{'type': 'text'} and {'type': 'grammar', 'syntax': 'lark' or 'regex', 'definition': a text}"
+        raise RequestRefused(f"{place} = {shown(wanted)}: valid are {valid}", param=place)
+    text = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {"x-lark": definition})}
+    schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    return schema, f"Its {_INPUT} matches this {syntax} grammar:\n{definition}"
