@@ -1,0 +1,698 @@
+"""Requests in the manners of other servers' clients: what isn't done is refused by name, what is neutral is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endpoint_server import CALL, TOOLS, USER, Served, chat, events_of, request, served
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "headway", "messages": [USER]},
+    COMPLETIONS: {"model": "headway", "prompt": "1+2?", "max_tokens": 100},
+    RESPONSES: {"model": "headway", "input": "1+2?"},
+    MESSAGES: {"model": "headway", "messages": [USER], "max_tokens": 100},
+}
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def play(test: Callable[[Served], Awaitable[Any]], says: Any = "hello", kind: str = "qwen2.5", **options: Any) -> Any:
+    async def main() -> Any:
+        async with served(says, kind, **{"context_tokens": 100_000, **options}) as server:
+            return await test(server)
+
+    return asyncio.run(main())
+
+
+def posted(path: str, extra: dict[str, Any], *, fixed: bool = True, **options: Any) -> tuple[int, Any]:
+    """``fixed``: the experiment's sampling holds, as in a run."""
+
+    async def test(server: Served) -> tuple[int, Any]:
+        server.session.fixed_sampling = fixed
+        status, _, answer = await server.post(path, {**BODIES[path], **extra})
+        return status, answer
+
+    return play(test, **options)
+
+
+def prompts(path: str, body: dict[str, Any], says: str = "hello", kind: str = "qwen2.5") -> tuple[int, Any, str]:
+    """(status, answer, the text of the prompt that was sampled after)."""
+
+    async def test(server: Served) -> tuple[int, Any, str]:
+        status, _, answer = await server.post(path, body)
+        ids = server.engine.asked[0].prompt_ids if server.engine.asked else ()
+        return status, answer, chat(kind).tokenizer.decode(ids, keep_special=True)
+
+    return play(test, says, kind)
+
+
+# --- fields of other servers ------------------------------------------------------------------------------------------
+
+FORM: list[tuple[str, Any]] = [
+    ("guided_json", OBJECT),
+    ("guided_regex", "[0-9]+"),
+    ("guided_choice", ["yes", "no"]),
+    ("guided_grammar", 'root ::= "a"'),
+    ("structured_outputs", {"json": OBJECT}),
+    ("structured_outputs", {"choice": ["a", "b"]}),
+    ("stop_token_ids", [13]),
+    ("bad_words", ["no"]),
+    ("return_token_ids", True),
+    ("echo", True),
+    ("prompt_logprobs", 1),
+    ("ignore_eos", True),
+    ("min_tokens", 5),
+    ("truncate_prompt_tokens", 10),
+    ("return_tokens_as_token_ids", True),
+    ("include_stop_str_in_output", True),
+    ("skip_special_tokens", False),
+    ("regex", "[0-9]+"),
+    ("ebnf", 'root ::= "a"'),
+    ("json_schema", OBJECT),
+    ("grammar", 'root ::= "a"'),
+    ("allowed_token_ids", [1, 2]),
+    ("logits_processors", ["x"]),
+    ("use_beam_search", True),
+]
+NEUTRAL: list[tuple[str, Any]] = [
+    *((name, None) for name in ("guided_json", "guided_choice", "structured_outputs", "bad_words", "prompt_logprobs")),
+    *((name, []) for name in ("stop_token_ids", "bad_words")),
+    *((name, False) for name in ("echo", "return_token_ids", "ignore_eos", "use_beam_search")),
+    *((name, None) for name in ("regex", "ebnf", "json_schema", "min_p", "typical_p")),
+    *((name, False) for name in ("include_stop_str_in_output", "return_tokens_as_token_ids")),
+    ("min_p", 0),
+    ("min_p", 0.0),
+    ("min_tokens", 0),
+    ("skip_special_tokens", True),
+    ("user", "someone"),
+    ("metadata", {"a": "b"}),
+    ("store", False),
+    ("service_tier", "auto"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FORM, ids=[f"{name}-{number}" for number, (name, _) in enumerate(FORM)])
+@pytest.mark.parametrize("fixed", [True, False], ids=["run", "serve"])
+def test_fields_that_change_the_answers_form_are_refused_by_name(name: str, value: Any, fixed: bool) -> None:
+    status, answer = posted(CHAT, {name: value}, fixed=fixed)
+    assert status == 400, answer
+    assert name in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    ("name", "value"), [("guided_json", OBJECT), ("stop_token_ids", [13]), ("bad_words", ["no"]), ("ignore_eos", True)]
+)
+def test_such_fields_are_refused_in_every_api(path: str, name: str, value: Any) -> None:
+    status, answer = posted(path, {name: value})
+    assert status == 400, answer
+    assert name in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL, ids=[f"{name}={value}" for name, value in NEUTRAL])
+def test_neutral_and_harmless_fields_are_accepted(name: str, value: Any) -> None:
+    assert posted(CHAT, {name: value}, fixed=False)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_p", 0.1), ("typical_p", 0.5), ("length_penalty", 2.0), ("mirostat", 1)]
+)
+def test_sampling_fields_are_refused_by_serve_and_overridden_in_a_run(name: str, value: Any) -> None:
+    status, answer = posted(CHAT, {name: value}, fixed=False)
+    assert (status, name in str(answer)) == (400, True), answer
+    assert posted(CHAT, {name: value})[0] == 200
+
+
+# --- a final message of the assistant ----------------------------------------------------------------------------------
+
+BEGUN: Any = {"role": "assistant", "content": "The sum is"}
+TURN = "<|im_start|>assistant\n"
+CONTINUED: dict[str, tuple[str, dict[str, Any]]] = {
+    "anthropic": (MESSAGES, {**BODIES[MESSAGES], "messages": [USER, BEGUN]}),
+    "anthropic, blocks": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "The sum is"}]}],
+        },
+    ),
+    "anthropic, several turns": (MESSAGES, {**BODIES[MESSAGES], "messages": [USER, BEGUN, USER, BEGUN]}),
+    "anthropic, JSON": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "messages": [USER, {"role": "assistant", "content": '{"sum": '}]},
+    ),
+    "continue_final_message": (
+        CHAT,
+        {**BODIES[CHAT], "messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": False},
+    ),
+    "continue_final_message alone": (CHAT, {**BODIES[CHAT], "messages": [USER, BEGUN], "continue_final_message": True}),
+    "prefix": (CHAT, {**BODIES[CHAT], "messages": [USER, {**BEGUN, "prefix": True}]}),
+    "partial": (CHAT, {**BODIES[CHAT], "messages": [USER, {**BEGUN, "partial": True}]}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), CONTINUED.values(), ids=CONTINUED)
+def test_a_final_message_of_the_assistant_is_continued_or_refused(path: str, body: dict[str, Any]) -> None:
+    status, answer, prompt = prompts(path, body, " 3")
+    if status == 400:
+        return
+    content = body["messages"][-1]["content"]
+    text = content if isinstance(content, str) else content[0]["text"]
+    assert status == 200, answer
+    assert prompt.rstrip().endswith(text.rstrip())
+    assert prompt.count(TURN) == sum(message["role"] == "assistant" for message in body["messages"])
+
+
+@pytest.mark.parametrize("extra", [{"add_generation_prompt": True}, {"continue_final_message": False}, {}])
+def test_a_users_final_message_is_answered(extra: dict[str, Any]) -> None:
+    status, _, prompt = prompts(CHAT, {**BODIES[CHAT], **extra})
+    assert (status, prompt.endswith(TURN)) == (200, True)
+
+
+# --- schemas -----------------------------------------------------------------------------------------------------------
+
+ACCEPTED: dict[str, Any] = {
+    "names that are texts": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
+    "any names": {"type": "object", "propertyNames": True},
+    "names of any kind": {"type": "object", "propertyNames": {}},
+    "lists that may repeat": {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+    "a format that nobody knows": {"type": "string", "format": "phone"},
+    "another format": {"type": "integer", "format": "int64"},
+    "a number's format": {"type": "number", "format": "double"},
+    "a format of OpenAPI": {"type": "string", "format": "password"},
+    "no least length": {"type": "string", "minLength": 0},
+    "annotations": {"type": "string", "readOnly": True, "writeOnly": False, "examples": ["a"], "$comment": "x"},
+    "a deprecated one": {"type": "object", "properties": {"a": {"type": "string", "deprecated": True}}},
+    "a text's content": {"type": "string", "contentMediaType": "text/html"},
+    "no unevaluated ones": {"type": "object", "properties": {"a": {"type": "string"}}, "unevaluatedProperties": True},
+    "few properties": {"type": "object", "minProperties": 0},
+    "an identity": {"$id": "https://example.com/a", "type": "object", "properties": {"a": {"type": "string"}}},
+    "sets": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    "decimals": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+    "email by its pattern": {
+        "type": "string",
+        "format": "email",
+        "pattern": (
+            r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+        ),
+    },
+}
+
+
+def wants(schema: Any) -> dict[str, Any]:
+    whole = {"type": "object", "properties": {"it": schema}, "required": ["it"], "additionalProperties": False}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": whole, "strict": True}}}
+
+
+@pytest.mark.parametrize("schema", ACCEPTED.values(), ids=ACCEPTED)
+def test_vacuous_and_annotating_keywords_are_accepted(schema: Any) -> None:
+    status, answer = posted(CHAT, wants(schema))
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize("schema", ACCEPTED.values(), ids=ACCEPTED)
+def test_strict_tools_may_have_them(schema: Any) -> None:
+    parameters = {"type": "object", "properties": {"it": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    status, answer = posted(CHAT, {"tools": [tool]})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize("schema", [{"type": "nothing"}, {"type": "string", "pattern": "("}, {"enum": []}])
+def test_schemas_that_nothing_fits_are_still_refused(schema: Any) -> None:
+    status, answer = posted(CHAT, wants(schema))
+    assert (status, "response_format" in answer["error"]["message"]) == (400, True)
+
+
+# --- small ones --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/openapi.json", "/v1/models", "/v1/models/headway"])
+def test_head_is_get_without_a_body(path: str) -> None:
+    async def test(server: Served) -> None:
+        status, headers, body = await server.raw(path, None, method="HEAD")
+        assert (status, body) == (200, b"")
+        assert (await server.raw(path, None, method="GET"))[0] == 200
+        assert "content-type" in headers
+
+    play(test)
+
+
+def test_head_of_no_route_is_not_found() -> None:
+    async def test(server: Served) -> None:
+        assert (await server.raw("/v1/nothing", None, method="HEAD"))[0] == 404
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    ("host", "right"),
+    [
+        ("evil.example", False),
+        ("evil.example:80", False),
+        ("rebound.attacker.test:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost", True),
+        ("localhost:1234", True),
+        ("127.0.0.1", True),
+        ("[::1]:80", True),
+    ],
+)
+def test_hosts_of_others_are_refused_on_loopback(host: str, right: bool) -> None:
+    async def test(server: Served) -> None:
+        status, _, _ = await server.post(CHAT, BODIES[CHAT], headers={"host": host})
+        assert (status == 200) if right else (status in (403, 421)), status
+
+    play(test)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZIP", "gzip, gzip"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_encoded_bodies_are_refused_by_name(encoding: str, path: str) -> None:
+    plain = json.dumps(BODIES[path]).encode()
+    data = zlib.compress(plain) if encoding == "deflate" else gzip.compress(plain)
+
+    async def test(server: Served) -> None:
+        status, _, _ = await server.post(path, data, headers={"content-encoding": encoding})
+        assert status == 415
+
+    play(test)
+
+
+def test_a_body_that_says_it_is_plain_is_read() -> None:
+    async def test(server: Served) -> None:
+        assert (await server.post(CHAT, BODIES[CHAT], headers={"content-encoding": "identity"}))[0] == 200
+
+    play(test)
+
+
+BARE: list[dict[str, Any]] = [
+    {"name": "now"},
+    {"name": "now", "description": "The time."},
+    {"name": "now", "parameters": None},
+    {"name": "now", "parameters": {}},
+    {"name": "now", "description": None},
+]
+READS = (
+    "{%- for tool in tools or [] %}{{- tool.function.name + tool.function.description + '(' }}"
+    "{%- for name, p in tool.function.parameters.properties.items() %}{{- name + ': ' + p.type }}{% endfor %}"
+    "{{- ')' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("function", BARE, ids=[json.dumps(one) for one in BARE])
+@pytest.mark.parametrize("api", [CHAT, RESPONSES])
+def test_what_tools_leave_out_is_filled_in(function: dict[str, Any], api: str) -> None:
+    import recorded_agent
+
+    recorded_agent.KINDS["reads parameters"] = ("qwen", READS + recorded_agent.QWEN25)
+    tool = {"type": "function", **function} if api == RESPONSES else {"type": "function", "function": function}
+    status, answer, prompt = prompts(api, {**BODIES[api], "tools": [tool]}, kind="reads parameters")
+    assert (status, "now" in prompt) == (200, True), answer
+
+
+def nested(depth: int, leaf: Any) -> Any:
+    for _ in range(depth):
+        leaf = {"type": "object", "properties": {"a": leaf}}
+    return leaf
+
+
+def listed(depth: int) -> Any:
+    leaf: Any = {"type": "string"}
+    for _ in range(depth):
+        leaf = {"type": "array", "items": leaf}
+    return leaf
+
+
+@pytest.mark.parametrize("schema", [nested(400, {"type": "string"}), listed(900), {"anyOf": [nested(600, {})]}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_tools_nested_too_deep_are_the_clients_mistake(schema: Any, strict: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": strict, "parameters": nested(1, schema)}}
+    status, answer = posted(CHAT, {"tools": [tool]})
+    assert status == 400, answer
+
+
+def test_arguments_nested_too_deep_are_the_clients_mistake() -> None:
+    deep = "[" * 900 + "]" * 900
+    call = {"id": "1", "type": "function", "function": {"name": "bash", "arguments": f'{{"a": {deep}}}'}}
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    status, answer = posted(CHAT, {"messages": [*history, {"role": "tool", "tool_call_id": "1", "content": "x"}]})
+    assert status in (200, 400), answer
+
+
+PATHS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "anthropic tool without a name": (MESSAGES, {"tools": [{"input_schema": {"type": "object"}}]}, "tools[0]"),
+    "responses tool without a name": (RESPONSES, {"tools": [{"type": "function"}]}, "tools[0]"),
+    "instructions that are a number": (RESPONSES, {"instructions": 3}, "instructions"),
+    "instructions that are an object": (RESPONSES, {"instructions": {"a": 1}}, "instructions"),
+    "system that is a number": (MESSAGES, {"system": 3}, "system"),
+    "system with an unknown block": (MESSAGES, {"system": [{"type": "image"}]}, "system"),
+    "a later input's content": (
+        RESPONSES,
+        {"instructions": "Be brief.", "input": [{"role": "user", "content": "a"}, {"role": "user", "content": 3}]},
+        "input[1]",
+    ),
+    "an input's role": (RESPONSES, {"instructions": "x", "input": [{"role": "nobody", "content": "a"}]}, "input[0]"),
+    "an output that is a number": (
+        RESPONSES,
+        {
+            "input": [
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": 3},
+            ]
+        },
+        "input[1]",
+    ),
+    "a later message's content": (
+        MESSAGES,
+        {"system": "x", "messages": [USER, BEGUN, {"role": "user", "content": [{"type": "text", "text": 3}]}]},
+        "messages[2]",
+    ),
+    "a message after tool results": (
+        MESSAGES,
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 2},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}] * 2
+                    + [{"type": "text", "text": "go"}],
+                },
+                BEGUN,
+                {"role": "user", "content": [{"type": "document"}]},
+            ]
+        },
+        "messages[4]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "extra", "named"), PATHS.values(), ids=PATHS)
+def test_errors_name_the_field_that_the_client_sent(path: str, extra: dict[str, Any], named: str) -> None:
+    status, answer = posted(path, extra)
+    assert status == 400, answer
+    assert named in answer["error"]["message"]
+
+
+def test_ids_of_calls_differ_between_sessions() -> None:
+    async def test(server: Served) -> None:
+        ids = list[str]()
+        for number in range(4):
+            session = server.open(f"9-{number}")
+            for path in (CHAT, CHAT):
+                _, _, answer = await server.post(path, {**BODIES[path], "tools": TOOLS}, key=session.key)
+                ids += [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]]
+        assert len(set(ids)) == len(ids) == 8
+
+    play(test, CALL)
+
+
+@pytest.mark.parametrize(
+    ("path", "places"),
+    [(MESSAGES, lambda a: a["content"]), (RESPONSES, lambda a: a["output"])],
+    ids=["messages", "responses"],
+)
+def test_ids_of_calls_differ_in_the_other_apis(path: str, places: Any) -> None:
+    tool: Any = {"name": "bash", "input_schema": {"type": "object"}} if path == MESSAGES else {
+        "type": "function",
+        "name": "bash",
+        "parameters": {"type": "object"},
+    }  # fmt: skip
+
+    async def test(server: Served) -> None:
+        ids = list[str]()
+        for number in range(3):
+            session = server.open(f"9-{number}")
+            _, _, answer = await server.post(path, {**BODIES[path], "tools": [tool]}, key=session.key)
+            ids += [
+                one.get("call_id", one["id"]) for one in places(answer) if one["type"] in ("tool_use", "function_call")
+            ]
+        assert len(set(ids)) == len(ids) == 3
+
+    play(test, CALL)
+
+
+RESULTS: dict[str, Any] = {
+    "a text": "no such file",
+    "blocks": [{"type": "text", "text": "no such file"}],
+    "nothing": None,
+    "two blocks": [{"type": "text", "text": "no such file: "}, {"type": "text", "text": "a"}],
+}
+
+
+@pytest.mark.parametrize("content", RESULTS.values(), ids=RESULTS)
+def test_a_result_that_is_an_error_is_told_as_one(content: Any) -> None:
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "bash", "input": {}}]}
+
+    def told(**is_error: Any) -> str:
+        result = {"type": "tool_result", "tool_use_id": "a", **is_error}
+        if content is not None:
+            result["content"] = content
+        status, answer, prompt = prompts(
+            MESSAGES, {**BODIES[MESSAGES], "messages": [USER, use, {"role": "user", "content": [result]}]}
+        )
+        assert status == 200, answer
+        return prompt
+
+    assert "error" in told(is_error=True).lower()
+    assert told(is_error=False) == told()
+    assert "error" not in told().lower()
+
+
+# --- connections -------------------------------------------------------------------------------------------------------
+
+
+SERVING = """
+import asyncio, resource, sys
+sys.path[:0] = sys.argv[2:]
+from endpoint_server import served
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+async def main():
+    async with served() as server:
+        print(server.address, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("files", [100, 200, 256, 300])
+def test_more_idle_connections_than_files_are_closed_and_fill_no_log(files: int, tmp_path: Path) -> None:
+    said, tests = tmp_path / "said", Path(__file__).parents[2]
+    with said.open("wb") as log:
+        argv = [sys.executable, "-c", SERVING, str(files), str(tests / "support"), str(tests.parent)]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log)
+    held = list[socket.socket]()
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().decode().strip()
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        for _ in range(2 * files):
+            held.append(socket.create_connection((host, int(port)), 5))
+        late = socket.create_connection((host, int(port)), 5)
+        held.append(late)
+        late.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        try:
+            answered = late.recv(100)  # b"": closed
+        except ConnectionError:
+            answered = b""
+        assert answered == b"" or answered.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))
+        held[0].sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert held[0].recv(100).startswith(b"HTTP/1.1 200")
+        for one in held:
+            one.close()
+        status = asyncio.run(request(address, "GET", "/health", b"", {}))[0]
+        assert status == 200
+    finally:
+        process.kill()
+        process.communicate()
+    lines = said.read_text().splitlines()
+    assert (lines.count("Traceback (most recent call last):"), len(lines) <= 5) == (0, True), lines[:10]
+
+
+# --- tools of the Responses API that aren't functions -------------------------------------------------------------------
+
+FILES: Any = {
+    "type": "namespace",
+    "name": "files",
+    "description": "Files.",
+    "tools": [
+        {"type": "function", "name": "read", "description": "Read.", "parameters": OBJECT},
+        {"type": "function", "name": "write", "description": "Write.", "parameters": OBJECT},
+    ],
+}
+OTHER: Any = {**FILES, "name": "other"}
+BASH: Any = {"type": "function", "name": "bash", "description": "Run.", "parameters": OBJECT}
+HOSTED: list[Any] = [
+    {"type": "web_search"},
+    {"type": "web_search_preview"},
+    {"type": "image_generation"},
+    {"type": "code_interpreter", "container": {"type": "auto"}},
+    {"type": "file_search", "vector_store_ids": ["a"]},
+]
+
+
+def names_in(prompt: str) -> list[str]:
+    return [
+        json.loads(line)["function"]["name"]
+        for line in prompt.replace("Tools: [", "\n").splitlines()
+        if line.startswith('{"type": "function"')
+    ]
+
+
+def called_first(tools: list[Any], which: int, *, stream: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the first call's item as a client gets it, the tool as the model is told of it)."""
+    found: dict[str, Any] = {}
+
+    def says(wanted: Any) -> str:
+        prompt = chat().tokenizer.decode(wanted.prompt_ids, keep_special=True)
+        text = prompt[prompt.index("Tools: ") + len("Tools: ") :]
+        shown, _ = json.JSONDecoder().raw_decode(text)
+        found["tool"] = shown[which]["function"]
+        found["all"] = [one["function"]["name"] for one in shown]
+        return f'<tool_call>\n{{"name": "{shown[which]["function"]["name"]}", "arguments": {{"a": 1}}}}\n</tool_call>'
+
+    async def test(server: Served) -> Any:
+        body = {**BODIES[RESPONSES], "tools": tools, "stream": stream}
+        status, _, answer = await server.post(RESPONSES, body)
+        assert status == 200, answer
+        if stream:
+            answer = events_of(answer)[-1][1]["response"]
+        return next(item for item in answer["output"] if item["type"] == "function_call")
+
+    return play(test, says), found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("tools", "which", "name", "namespace"),
+    [
+        ([BASH, FILES], 0, "bash", None),
+        ([BASH, FILES], 1, "read", "files"),
+        ([BASH, FILES], 2, "write", "files"),
+        ([FILES, OTHER], 2, "read", "other"),
+        ([FILES, {**BASH, "name": "read"}], 2, "read", None),
+        ([FILES, {"type": "web_search"}, BASH], 2, "bash", None),
+    ],
+    ids=["beside one", "its first", "its second", "equal names", "a function of an equal name", "a hosted one between"],
+)
+def test_a_namespaces_functions_go_to_the_model_and_back(
+    tools: list[Any], which: int, name: str, namespace: str | None, stream: bool
+) -> None:
+    item, found = called_first(tools, which, stream=stream)
+    assert (item["name"], item.get("namespace")) == (name, namespace)
+    assert json.loads(item["arguments"]) == {"a": 1}
+    assert len(set(found["all"])) == len(found["all"])
+
+
+@pytest.mark.parametrize("hosted", HOSTED, ids=[one["type"] for one in HOSTED])
+def test_hosted_tools_are_left_out_and_said_once_by_name(hosted: Any) -> None:
+    async def test(server: Served) -> None:
+        for _ in range(2):
+            status, _, answer = await server.post(RESPONSES, {**BODIES[RESPONSES], "tools": [BASH, hosted]})
+            assert status == 200, answer
+        prompt = chat().tokenizer.decode(server.engine.asked[0].prompt_ids, keep_special=True)
+        assert ("bash" in prompt, hosted["type"] in prompt) == (True, False)
+        assert len([1 for event in server.events if hosted["type"] in str(event)]) == 1
+
+    play(test)
+
+
+def test_history_of_a_namespaces_calls_is_read() -> None:
+    item, found = called_first([FILES, OTHER], 3)
+    call = {key: item[key] for key in ("type", "call_id", "name", "arguments", "namespace") if key in item}
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
+    status, answer, prompt = prompts(
+        RESPONSES,
+        {**BODIES[RESPONSES], "tools": [FILES, OTHER], "input": [{"role": "user", "content": "x"}, call, output]},
+    )
+    assert status == 200, answer
+    assert f'"name": "{found["tool"]["name"]}", "arguments"' in prompt
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "namespace", "name": "files"}],
+        [{"type": "namespace", "tools": FILES["tools"]}],
+        [{"type": "namespace", "name": "files", "tools": "read"}],
+        [{"type": "namespace", "name": "files", "tools": [{"type": "function"}]}],
+        [{"type": "no such kind"}],
+        [{"name": "bash"}],
+    ],
+)
+def test_tools_that_are_none_are_refused_with_their_place(tools: list[Any]) -> None:
+    status, answer = posted(RESPONSES, {"tools": [BASH, *tools]})
+    assert (status, "tools[1]" in answer["error"]["message"]) == (400, True), answer
+
+
+CUSTOM: Any = {"type": "custom", "name": "apply_patch", "description": "Apply a patch."}
+CUSTOMS: dict[str, Any] = {
+    "text": CUSTOM,
+    "text by its format": {**CUSTOM, "format": {"type": "text"}},
+    "a grammar in Lark": {
+        **CUSTOM,
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z*]+/"},
+    },
+    "a regex": {**CUSTOM, "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z*]+"}},
+}
+
+
+@pytest.mark.parametrize("tool", CUSTOMS.values(), ids=CUSTOMS)
+def test_custom_tools_reach_the_model(tool: Any) -> None:
+    status, answer, prompt = prompts(RESPONSES, {**BODIES[RESPONSES], "tools": [BASH, tool]})
+    assert (status, "apply_patch" in prompt) == (200, True), answer
+
+
+@pytest.mark.parametrize("tool", CUSTOMS.values(), ids=CUSTOMS)
+def test_calls_of_custom_tools_come_back_as_texts(tool: Any) -> None:
+    """Whatever the one argument is called that the model is told of."""
+
+    def says(wanted: Any) -> str:
+        prompt = chat().tokenizer.decode(wanted.prompt_ids, keep_special=True)
+        text = prompt[prompt.index("Tools: ") + len("Tools: ") :]
+        shown, _ = json.JSONDecoder().raw_decode(text)
+        function = shown[0]["function"]
+        [key] = function["parameters"]["properties"]
+        return f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {{"{key}": "abc*"}}}}\n</tool_call>'
+
+    async def test(server: Served) -> None:
+        status, _, answer = await server.post(RESPONSES, {**BODIES[RESPONSES], "tools": [tool]})
+        assert status == 200, answer
+        [item] = [one for one in answer["output"] if "call" in one["type"]]
+        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "abc*")
+        call = {key: item[key] for key in ("type", "call_id", "name", "input")}
+        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "patched"}
+        given = [{"role": "user", "content": "x"}, call, output]
+        status, _, answer = await server.post(RESPONSES, {**BODIES[RESPONSES], "tools": [tool], "input": given})
+        assert status == 200, answer
+        prompt = chat().tokenizer.decode(server.engine.asked[1].prompt_ids, keep_special=True)
+        assert ("abc*" in prompt, "patched" in prompt) == (True, True)
+
+    play(test, says)
+
+
+@pytest.mark.parametrize(
+    "format_",
+    [
+        {"type": "grammar", "syntax": "lark", "definition": "start: ("},
+        {"type": "grammar", "syntax": "regex", "definition": "("},
+        {"type": "grammar", "syntax": "yacc", "definition": "a"},
+        {"type": "grammar", "syntax": "lark"},
+        {"type": "nothing"},
+    ],
+)
+def test_grammars_of_custom_tools_that_are_none_are_refused(format_: Any) -> None:
+    status, answer = posted(RESPONSES, {"tools": [{**CUSTOM, "format": format_}]})
+    assert (status, "tools[0]" in answer["error"]["message"]) == (400, True), answer
