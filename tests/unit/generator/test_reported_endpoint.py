@@ -1,20 +1,14 @@
-"""Requests in the manners of other servers' clients: what isn't done is refused by name, what is neutral is accepted."""
+"""Requests in the manners of other servers' clients: what isn't done is refused by name, what is neutral isn't."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
-import socket
-import subprocess
-import sys
-import zlib
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from endpoint_server import CALL, TOOLS, USER, Served, chat, events_of, request, served
+from endpoint_server import CALL, TOOLS, USER, Served, chat, served
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
@@ -56,7 +50,7 @@ def prompts(path: str, body: dict[str, Any], says: str = "hello", kind: str = "q
     return play(test, says, kind)
 
 
-# --- fields of other servers ------------------------------------------------------------------------------------------
+# --- fields of other servers -----------------------------------------------------------------------------------------
 
 FORM: list[tuple[str, Any]] = [
     ("guided_json", OBJECT),
@@ -133,7 +127,7 @@ def test_sampling_fields_are_refused_by_serve_and_overridden_in_a_run(name: str,
     assert posted(CHAT, {name: value})[0] == 200
 
 
-# --- a final message of the assistant ----------------------------------------------------------------------------------
+# --- a final message of the assistant --------------------------------------------------------------------------------
 
 BEGUN: Any = {"role": "assistant", "content": "The sum is"}
 TURN = "<|im_start|>assistant\n"
@@ -179,7 +173,7 @@ def test_a_users_final_message_is_answered(extra: dict[str, Any]) -> None:
     assert (status, prompt.endswith(TURN)) == (200, True)
 
 
-# --- schemas -----------------------------------------------------------------------------------------------------------
+# --- schemas ---------------------------------------------------------------------------------------------------------
 
 ACCEPTED: dict[str, Any] = {
     "names that are texts": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
@@ -234,68 +228,7 @@ def test_schemas_that_nothing_fits_are_still_refused(schema: Any) -> None:
     assert (status, "response_format" in answer["error"]["message"]) == (400, True)
 
 
-# --- small ones --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/openapi.json", "/v1/models", "/v1/models/headway"])
-def test_head_is_get_without_a_body(path: str) -> None:
-    async def test(server: Served) -> None:
-        status, headers, body = await server.raw(path, None, method="HEAD")
-        assert (status, body) == (200, b"")
-        assert (await server.raw(path, None, method="GET"))[0] == 200
-        assert "content-type" in headers
-
-    play(test)
-
-
-def test_head_of_no_route_is_not_found() -> None:
-    async def test(server: Served) -> None:
-        assert (await server.raw("/v1/nothing", None, method="HEAD"))[0] == 404
-
-    play(test)
-
-
-@pytest.mark.parametrize(
-    ("host", "right"),
-    [
-        ("evil.example", False),
-        ("evil.example:80", False),
-        ("rebound.attacker.test:8000", False),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example", False),
-        ("localhost", True),
-        ("localhost:1234", True),
-        ("127.0.0.1", True),
-        ("[::1]:80", True),
-    ],
-)
-def test_hosts_of_others_are_refused_on_loopback(host: str, right: bool) -> None:
-    async def test(server: Served) -> None:
-        status, _, _ = await server.post(CHAT, BODIES[CHAT], headers={"host": host})
-        assert (status == 200) if right else (status in (403, 421)), status
-
-    play(test)
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZIP", "gzip, gzip"])
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_encoded_bodies_are_refused_by_name(encoding: str, path: str) -> None:
-    plain = json.dumps(BODIES[path]).encode()
-    data = zlib.compress(plain) if encoding == "deflate" else gzip.compress(plain)
-
-    async def test(server: Served) -> None:
-        status, _, _ = await server.post(path, data, headers={"content-encoding": encoding})
-        assert status == 415
-
-    play(test)
-
-
-def test_a_body_that_says_it_is_plain_is_read() -> None:
-    async def test(server: Served) -> None:
-        assert (await server.post(CHAT, BODIES[CHAT], headers={"content-encoding": "identity"}))[0] == 200
-
-    play(test)
-
+# --- small ones ------------------------------------------------------------------------------------------------------
 
 BARE: list[dict[str, Any]] = [
     {"name": "now"},
@@ -469,230 +402,3 @@ def test_a_result_that_is_an_error_is_told_as_one(content: Any) -> None:
     assert "error" in told(is_error=True).lower()
     assert told(is_error=False) == told()
     assert "error" not in told().lower()
-
-
-# --- connections -------------------------------------------------------------------------------------------------------
-
-
-SERVING = """
-import asyncio, resource, sys
-sys.path[:0] = sys.argv[2:]
-from endpoint_server import served
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
-async def main():
-    async with served() as server:
-        print(server.address, flush=True)
-        await asyncio.sleep(60)
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("files", [100, 200, 256, 300])
-def test_more_idle_connections_than_files_are_closed_and_fill_no_log(files: int, tmp_path: Path) -> None:
-    said, tests = tmp_path / "said", Path(__file__).parents[2]
-    with said.open("wb") as log:
-        argv = [sys.executable, "-c", SERVING, str(files), str(tests / "support"), str(tests.parent)]
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log)
-    held = list[socket.socket]()
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().decode().strip()
-        host, _, port = address.removeprefix("http://").rpartition(":")
-        for _ in range(2 * files):
-            held.append(socket.create_connection((host, int(port)), 5))
-        late = socket.create_connection((host, int(port)), 5)
-        held.append(late)
-        late.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        try:
-            answered = late.recv(100)  # b"": closed
-        except ConnectionError:
-            answered = b""
-        assert answered == b"" or answered.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))
-        held[0].sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        assert held[0].recv(100).startswith(b"HTTP/1.1 200")
-        for one in held:
-            one.close()
-        status = asyncio.run(request(address, "GET", "/health", b"", {}))[0]
-        assert status == 200
-    finally:
-        process.kill()
-        process.communicate()
-    lines = said.read_text().splitlines()
-    assert (lines.count("Traceback (most recent call last):"), len(lines) <= 5) == (0, True), lines[:10]
-
-
-# --- tools of the Responses API that aren't functions -------------------------------------------------------------------
-
-FILES: Any = {
-    "type": "namespace",
-    "name": "files",
-    "description": "Files.",
-    "tools": [
-        {"type": "function", "name": "read", "description": "Read.", "parameters": OBJECT},
-        {"type": "function", "name": "write", "description": "Write.", "parameters": OBJECT},
-    ],
-}
-OTHER: Any = {**FILES, "name": "other"}
-BASH: Any = {"type": "function", "name": "bash", "description": "Run.", "parameters": OBJECT}
-HOSTED: list[Any] = [
-    {"type": "web_search"},
-    {"type": "web_search_preview"},
-    {"type": "image_generation"},
-    {"type": "code_interpreter", "container": {"type": "auto"}},
-    {"type": "file_search", "vector_store_ids": ["a"]},
-]
-
-
-def names_in(prompt: str) -> list[str]:
-    return [
-        json.loads(line)["function"]["name"]
-        for line in prompt.replace("Tools: [", "\n").splitlines()
-        if line.startswith('{"type": "function"')
-    ]
-
-
-def called_first(tools: list[Any], which: int, *, stream: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the first call's item as a client gets it, the tool as the model is told of it)."""
-    found: dict[str, Any] = {}
-
-    def says(wanted: Any) -> str:
-        prompt = chat().tokenizer.decode(wanted.prompt_ids, keep_special=True)
-        text = prompt[prompt.index("Tools: ") + len("Tools: ") :]
-        shown, _ = json.JSONDecoder().raw_decode(text)
-        found["tool"] = shown[which]["function"]
-        found["all"] = [one["function"]["name"] for one in shown]
-        return f'<tool_call>\n{{"name": "{shown[which]["function"]["name"]}", "arguments": {{"a": 1}}}}\n</tool_call>'
-
-    async def test(server: Served) -> Any:
-        body = {**BODIES[RESPONSES], "tools": tools, "stream": stream}
-        status, _, answer = await server.post(RESPONSES, body)
-        assert status == 200, answer
-        if stream:
-            answer = events_of(answer)[-1][1]["response"]
-        return next(item for item in answer["output"] if item["type"] == "function_call")
-
-    return play(test, says), found
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize(
-    ("tools", "which", "name", "namespace"),
-    [
-        ([BASH, FILES], 0, "bash", None),
-        ([BASH, FILES], 1, "read", "files"),
-        ([BASH, FILES], 2, "write", "files"),
-        ([FILES, OTHER], 2, "read", "other"),
-        ([FILES, {**BASH, "name": "read"}], 2, "read", None),
-        ([FILES, {"type": "web_search"}, BASH], 2, "bash", None),
-    ],
-    ids=["beside one", "its first", "its second", "equal names", "a function of an equal name", "a hosted one between"],
-)
-def test_a_namespaces_functions_go_to_the_model_and_back(
-    tools: list[Any], which: int, name: str, namespace: str | None, stream: bool
-) -> None:
-    item, found = called_first(tools, which, stream=stream)
-    assert (item["name"], item.get("namespace")) == (name, namespace)
-    assert json.loads(item["arguments"]) == {"a": 1}
-    assert len(set(found["all"])) == len(found["all"])
-
-
-@pytest.mark.parametrize("hosted", HOSTED, ids=[one["type"] for one in HOSTED])
-def test_hosted_tools_are_left_out_and_said_once_by_name(hosted: Any) -> None:
-    async def test(server: Served) -> None:
-        for _ in range(2):
-            status, _, answer = await server.post(RESPONSES, {**BODIES[RESPONSES], "tools": [BASH, hosted]})
-            assert status == 200, answer
-        prompt = chat().tokenizer.decode(server.engine.asked[0].prompt_ids, keep_special=True)
-        assert ("bash" in prompt, hosted["type"] in prompt) == (True, False)
-        assert len([1 for event in server.events if hosted["type"] in str(event)]) == 1
-
-    play(test)
-
-
-def test_history_of_a_namespaces_calls_is_read() -> None:
-    item, found = called_first([FILES, OTHER], 3)
-    call = {key: item[key] for key in ("type", "call_id", "name", "arguments", "namespace") if key in item}
-    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
-    status, answer, prompt = prompts(
-        RESPONSES,
-        {**BODIES[RESPONSES], "tools": [FILES, OTHER], "input": [{"role": "user", "content": "x"}, call, output]},
-    )
-    assert status == 200, answer
-    assert f'"name": "{found["tool"]["name"]}", "arguments"' in prompt
-
-
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [{"type": "namespace", "name": "files"}],
-        [{"type": "namespace", "tools": FILES["tools"]}],
-        [{"type": "namespace", "name": "files", "tools": "read"}],
-        [{"type": "namespace", "name": "files", "tools": [{"type": "function"}]}],
-        [{"type": "no such kind"}],
-        [{"name": "bash"}],
-    ],
-)
-def test_tools_that_are_none_are_refused_with_their_place(tools: list[Any]) -> None:
-    status, answer = posted(RESPONSES, {"tools": [BASH, *tools]})
-    assert (status, "tools[1]" in answer["error"]["message"]) == (400, True), answer
-
-
-CUSTOM: Any = {"type": "custom", "name": "apply_patch", "description": "Apply a patch."}
-CUSTOMS: dict[str, Any] = {
-    "text": CUSTOM,
-    "text by its format": {**CUSTOM, "format": {"type": "text"}},
-    "a grammar in Lark": {
-        **CUSTOM,
-        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z*]+/"},
-    },
-    "a regex": {**CUSTOM, "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z*]+"}},
-}
-
-
-@pytest.mark.parametrize("tool", CUSTOMS.values(), ids=CUSTOMS)
-def test_custom_tools_reach_the_model(tool: Any) -> None:
-    status, answer, prompt = prompts(RESPONSES, {**BODIES[RESPONSES], "tools": [BASH, tool]})
-    assert (status, "apply_patch" in prompt) == (200, True), answer
-
-
-@pytest.mark.parametrize("tool", CUSTOMS.values(), ids=CUSTOMS)
-def test_calls_of_custom_tools_come_back_as_texts(tool: Any) -> None:
-    """Whatever the one argument is called that the model is told of."""
-
-    def says(wanted: Any) -> str:
-        prompt = chat().tokenizer.decode(wanted.prompt_ids, keep_special=True)
-        text = prompt[prompt.index("Tools: ") + len("Tools: ") :]
-        shown, _ = json.JSONDecoder().raw_decode(text)
-        function = shown[0]["function"]
-        [key] = function["parameters"]["properties"]
-        return f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {{"{key}": "abc*"}}}}\n</tool_call>'
-
-    async def test(server: Served) -> None:
-        status, _, answer = await server.post(RESPONSES, {**BODIES[RESPONSES], "tools": [tool]})
-        assert status == 200, answer
-        [item] = [one for one in answer["output"] if "call" in one["type"]]
-        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "abc*")
-        call = {key: item[key] for key in ("type", "call_id", "name", "input")}
-        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "patched"}
-        given = [{"role": "user", "content": "x"}, call, output]
-        status, _, answer = await server.post(RESPONSES, {**BODIES[RESPONSES], "tools": [tool], "input": given})
-        assert status == 200, answer
-        prompt = chat().tokenizer.decode(server.engine.asked[1].prompt_ids, keep_special=True)
-        assert ("abc*" in prompt, "patched" in prompt) == (True, True)
-
-    play(test, says)
-
-
-@pytest.mark.parametrize(
-    "format_",
-    [
-        {"type": "grammar", "syntax": "lark", "definition": "start: ("},
-        {"type": "grammar", "syntax": "regex", "definition": "("},
-        {"type": "grammar", "syntax": "yacc", "definition": "a"},
-        {"type": "grammar", "syntax": "lark"},
-        {"type": "nothing"},
-    ],
-)
-def test_grammars_of_custom_tools_that_are_none_are_refused(format_: Any) -> None:
-    status, answer = posted(RESPONSES, {"tools": [{**CUSTOM, "format": format_}]})
-    assert (status, "tools[0]" in answer["error"]["message"]) == (400, True), answer

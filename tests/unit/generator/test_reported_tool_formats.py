@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +43,10 @@ HEAD = (
     "{{- '<|im_end|>\\n' }}{% endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{{- message.content or '' }}{%- if message.tool_calls %}"
 )
-TAIL = "{%- endif %}{{- '<|im_end|>\\n' }}{% endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+TAIL = (
+    "{%- endif %}{{- '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+)
 EACH = "{%- for call in message.tool_calls %}{%- set f = call.function %}"
 TEXT = "(v if v is string else v | tojson)"
 
@@ -303,7 +303,7 @@ def test_a_complete_call_before_a_cut_survives(manner: Manner) -> None:
     assert ONE in called(answer), answer
 
 
-# --- templates whose way of writing calls nobody knows -----------------------------------------------------------------
+# --- templates whose way of writing calls nobody knows ---------------------------------------------------------------
 
 UNKNOWN = {
     "no calls at all": HEAD + TAIL,
@@ -327,7 +327,7 @@ def test_without_tools_such_templates_serve(template: str) -> None:
     assert (status, content_of(answer)) == (200, "hello")
 
 
-# --- JSON that merely looks like a call --------------------------------------------------------------------------------
+# --- JSON that merely looks like a call ------------------------------------------------------------------------------
 
 
 def llama(says: str, **body: Any) -> Any:
@@ -396,7 +396,7 @@ def test_no_more_calls_are_given_out_than_the_template_renders(text: str) -> Non
     asyncio.run(main())
 
 
-# --- arguments that are no object --------------------------------------------------------------------------------------
+# --- arguments that are no object ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,60 +443,3 @@ def test_arguments_that_are_no_object_make_no_call(arguments: str, format_: str)
 def test_arguments_that_are_an_object_make_a_call(arguments: str, meant: Any) -> None:
     _, answer, _ = posted("qwen2.5", f'<tool_call>\n{{"name": "run", "arguments": {arguments}}}\n</tool_call>')
     assert called(answer) == [("run", meant)]
-
-
-# --- templates that are published ---------------------------------------------------------------------------------------
-
-
-_MARKS = re.compile(r"<[|｜][^\s'\"<>{}]{1,40}>|<[^\s'\"<>{}|｜]{1,40}[|｜]>|\[/?[A-Z_]{3,}\]|<\|\"\|>")
-
-
-@cache
-def published() -> dict[str, str]:
-    """TRL's templates that write calls."""
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
-        return {}
-    folder = Path(found.origin).parent / "chat_templates"
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
-    return {name: text for name, text in texts.items() if "tool_calls" in text}
-
-
-def wrong_of(template: str, calls: list[tuple[str, Any]]) -> str:
-    """How a published template's own calls aren't given back; "": they are."""
-    text = written(template, calls)
-    known = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
-    marks = tuple(sorted({mark for mark in _MARKS.findall(template)} - known, key=len, reverse=True))
-    status, answer, _ = posted(kind_of(template, marks), marked(text, (*marks, *known)))
-    if status == 200 and called(answer) == calls:
-        return ""
-    return f"{text[:120]!r}: {str(answer)[:160]}"
-
-
-PUBLISHED: dict[str, tuple[list[tuple[str, Any]], int]] = {  # calls, templates and twins of which they can't come back
-    "one call": ([ONE], 2),
-    "newlines and quotes": (CALLS["newlines and quotes"], 8),  # one family writes texts between quotes as they are
-    "newlines": ([("run", {"code": "if x < 1:\n    y = 2\n"})], 2),
-    "no arguments": (CALLS["no arguments"], 2),
-    "values of each type": (
-        [("get_weather", {"tags": ["a", "b, c"], "place": {"x": 1}, "wind": 1.5, "detail": True})],
-        2,
-    ),
-}
-
-
-@pytest.mark.parametrize(("calls", "most"), PUBLISHED.values(), ids=PUBLISHED)
-def test_published_templates_give_their_own_calls_back(calls: list[tuple[str, Any]], most: int) -> None:
-    if not published():
-        pytest.skip("trl isn't installed")
-    wrong, tried = dict[str, str](), 0
-    for name, template in published().items():
-        try:
-            written(template, [ONE])
-        except Exception:
-            continue
-        tried += 1
-        if why := wrong_of(template, calls):
-            wrong[name] = why
-    assert tried >= 20
-    assert len(wrong) <= most, "\n".join(f"{name}: {why}" for name, why in wrong.items())
