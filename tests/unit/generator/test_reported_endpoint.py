@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import recorded_agent
 from endpoint_server import CALL, TOOLS, USER, Served, chat, served
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -247,33 +248,50 @@ READS = (
 @pytest.mark.parametrize("function", BARE, ids=[json.dumps(one) for one in BARE])
 @pytest.mark.parametrize("api", [CHAT, RESPONSES])
 def test_what_tools_leave_out_is_filled_in(function: dict[str, Any], api: str) -> None:
-    import recorded_agent
-
     recorded_agent.KINDS["reads parameters"] = ("qwen", READS + recorded_agent.QWEN25)
     tool = {"type": "function", **function} if api == RESPONSES else {"type": "function", "function": function}
     status, answer, prompt = prompts(api, {**BODIES[api], "tools": [tool]}, kind="reads parameters")
     assert (status, "now" in prompt) == (200, True), answer
 
 
-def nested(depth: int, leaf: Any) -> Any:
-    for _ in range(depth):
-        leaf = {"type": "object", "properties": {"a": leaf}}
-    return leaf
+WALKS = (
+    "{%- macro walk(p) %}{%- if p is mapping %}{%- for name, part in p.items() %}{{- name + ':' }}"
+    "{{- walk(part) }}{% endfor %}{%- elif p is iterable and p is not string %}{%- for part in p %}"
+    "{{- walk(part) }}{% endfor %}{%- else %}{{- p }}{% endif %}{% endmacro %}"
+    "{%- for tool in tools or [] %}{{- walk(tool.function.parameters) }}{% endfor %}"
+)
+DEEP: dict[str, tuple[str, str, str, int]] = {  # the schema's beginning, leaf and end, depth
+    "objects": ('{"type":"object","properties":{"a":', "{}", "}}", 400),
+    "lists": ('{"type":"array","items":', "{}", "}", 600),
+    "alternatives": ('{"anyOf":[', "{}", "]}", 400),
+    "values": ('{"default":[', "1", "]}", 400),
+}
 
 
-def listed(depth: int) -> Any:
-    leaf: Any = {"type": "string"}
-    for _ in range(depth):
-        leaf = {"type": "array", "items": leaf}
-    return leaf
+def deep_body(path: str, schema: str) -> bytes:
+    tool: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "properties": {"it": "@"}}}
+    if path == MESSAGES:
+        tool["input_schema"] = tool.pop("parameters")
+    whole = {"type": "function", "function": tool} if path == CHAT else tool if path == MESSAGES else {
+        "type": "function", **tool
+    }  # fmt: skip
+    return json.dumps({**BODIES[path], "tools": [whole]}).replace('"@"', schema).encode()
 
 
-@pytest.mark.parametrize("schema", [nested(400, {"type": "string"}), listed(900), {"anyOf": [nested(440, {})]}])
-@pytest.mark.parametrize("strict", [False, True])
-def test_tools_nested_too_deep_are_the_clients_mistake(schema: Any, strict: bool) -> None:
-    tool = {"type": "function", "function": {"name": "f", "strict": strict, "parameters": nested(1, schema)}}
-    status, answer = posted(CHAT, {"tools": [tool]})
-    assert status == 400, answer
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(("opening", "leaf", "closing", "depth"), DEEP.values(), ids=DEEP)
+def test_tools_nested_too_deep_for_the_template_are_the_clients_mistake(
+    opening: str, leaf: str, closing: str, depth: int, path: str
+) -> None:
+    recorded_agent.KINDS["walks"] = ("qwen", WALKS + recorded_agent.QWEN25)
+
+    async def test(server: Served) -> None:
+        for levels, right in ((3, 200), (depth, 400)):
+            schema = opening * levels + leaf + closing * levels
+            status, _, answer = await server.post(path, deep_body(path, schema))
+            assert status == right, str(answer)[:300]
+
+    play(test, kind="walks")
 
 
 def test_arguments_nested_too_deep_are_the_clients_mistake() -> None:
