@@ -56,6 +56,7 @@ class ChatTemplates:
         self._origin = origin
         self._renders: dict[tuple[str, bool], Callable[..., str]] = {}  # source, with marks or without -> template
         self._habits: dict[str, _Habits] = {}
+        self.rendered: set[Any] = set()  # tools and sequences of roles that `require_rendered` found in their text
 
     def source(self, tools: Sequence[Any] | None) -> str:
         """The template of a conversation with ``tools`` or without, chosen among named ones as transformers does.

@@ -161,26 +161,27 @@ class Tokenizer:
     def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
         """Token ids of ``text`` that follows the token ``before`` (None: at the beginning), as the joint text has them;
         no token crosses the border. ``most``: as in `encode`."""
-        if not text or before is None:
-            return self.encode(text, most=most)
-        if before in self.special_ids and (token := self.token(before)):
+        if before is not None and before in self.special_ids and (token := self.token(before)):
             ids = self.encode(token + text, most=most)
-            return ids[1:] if ids and ids[0] == before else self.encode(text, most=most)
-        return self.encode_with_spans(text, behind=True)[0] if self._marks_beginnings else self.encode(text, most=most)
+            if ids and ids[0] == before:
+                return ids[1:]
+        marked = before is not None and self._marks_beginnings and 0 < len(text) <= _PIECE
+        return self.encode_with_spans(text, before)[0] if marked else self.encode(text, most=most)
 
-    def encode_with_spans(self, text: str, *, behind: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_spans(self, text: str, before: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of ``text`` (no special tokens added), and each one's span of characters: [first, behind).
-        ``behind``: without a mark of its beginning, as another text precedes it.
+        ``before``: the token that it follows, as in `encode_behind`.
 
         Blanks that a token swallows without counting them belong to it; tokens for the bytes of one character all
         span that character.
         """
-        if behind and self._marks_beginnings:
-            for anchor in ("\n", ".", "a", "0"):  # the first that no token joins with the text
-                ids, spans = self.encode_with_spans(anchor + text)
-                inside = next((place for place, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
-                if all(end <= len(anchor) for _, end in spans[:inside]):
-                    return ids[inside:], [(first - len(anchor), end - len(anchor)) for first, end in spans[inside:]]
+        # behind a special token, a beginning is marked or not as the tokenizer does there; behind any other it isn't
+        special = (self.token(before) or "",) if before in self.special_ids and before is not None else ()
+        for anchor in special or (("\n", ".", "a", "0") if before is not None and self._marks_beginnings else ()):
+            ids, spans = self.encode_with_spans(anchor + text)
+            inside = next((place for place, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
+            if all(end <= len(anchor) for _, end in spans[:inside]):  # no token joins it with the text
+                return ids[inside:], [(first - len(anchor), end - len(anchor)) for first, end in spans[inside:]]
         encoding = self._backend.encode(text, add_special_tokens=False)
         spans: list[tuple[int, int]] = []
         reached = 0
