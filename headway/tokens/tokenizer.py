@@ -303,6 +303,12 @@ class Tokenizer:
             self.stop_ids += (first[0],)
             self.added_stops += (self.token(first[0]) or "",)
 
+    @property
+    def added_text(self) -> str:
+        """A sentence for people about ``added_stops``."""
+        ends = ", ".join(map(repr, self.added_stops))
+        return f"{ends} ends a response too, as the chat template ends turns so; eos_token_id doesn't name it"
+
     def is_open(self, token_id: int) -> bool:
         """Whether the text of this token may change with the next: it is part of a character."""
         token = self._backend.id_to_token(token_id) or ""

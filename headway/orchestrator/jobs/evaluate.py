@@ -40,7 +40,7 @@ class Scorer:
         self._scratch = ScratchFolder("headway-eval-")  # of pixel arrays
         run = experiment.run.model_copy(update={"directory": str(self._scratch.path)})
         experiment = self._experiment = experiment.model_copy(update={"run": run})
-        self._tokenizer = Tokenizer.load(experiment.model.path)
+        self._tokenizer = Tokenizer.of(experiment)
         self._launcher = launcher = machines.launcher
         self._pictures = open_pictures(experiment, {split: self._tasks}, launcher, self._clock)
         self._prompts = Prompts(self._tokenizer, experiment.model.template, self._pictures)

@@ -34,9 +34,11 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
+from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.tokenizer import Tokenizer
+from headway.tokens.trace import require_rendered
 
 
 @dataclass
@@ -170,9 +172,11 @@ def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
     if not folder.is_dir():
         return  # said already
     with findings.refused("model.path"):
-        inputs.tokenizer = Tokenizer.load(folder)
+        inputs.tokenizer = Tokenizer.of(inputs.experiment, RunDirectory(inputs.experiment.run.directory).started())
     if (tokenizer := inputs.tokenizer) is None:
         return
+    if tokenizer.added_stops:
+        findings.info("model.path", tokenizer.added_text)
     if inputs.model is not None and tokenizer.vocabulary_size > inputs.model.vocabulary_size:
         findings.error(
             "model.path",
@@ -259,7 +263,16 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         tasks = [task for task in found if not task.pictures]  # theirs are tried by `picture_findings`
         if not tasks:
             continue
-        lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
+        lengths, dropped = list[int](), set[str]()
+        for task in tasks:
+            try:
+                lengths.append(len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)))
+                if task.messages:
+                    dropped |= require_rendered(inputs.tokenizer, task.messages, None, (), add_generation_prompt=True)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"task {task.task_id}, {_shortened(task.prompt)!r}: {error}") from None
+        if dropped:
+            findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped))}")
         too_long = sum(length > limit for length in lengths)
         if too_long:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
