@@ -61,7 +61,7 @@ def _encode_chat_pair(tokenizer: Tokenizer, prompt: str, solution: str, train_on
             raise
     # reasoning that the prompt begins and the template doesn't keep: it is learned as it would be sampled
     said["content"] = PROBE
-    end = tokenizer.render_messages([asked, said], add_generation_prompt=False).rpartition(PROBE)[2]
+    end = tokenizer.render_messages([asked, said], add_generation_prompt=False).rpartition(PROBE)[2].rstrip()
     body = _without_end(tokenizer, solution).lstrip().removeprefix("<think>").lstrip("\n")
     start = 0 if train_on == "all" else len(before)
     return _masked(tokenizer, before + body + end, [(start, len(before + body + end))])
@@ -100,7 +100,8 @@ def encode_conversation(
         left_out = [number for number in chosen if number not in wanted]
         made = _masked_but(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in left_out])
     elif not marked:
-        made = _masked(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in wanted])
+        spans = [_span_of(tokenizer, used, number, tools, text) for number in wanted]
+        made = _masked(tokenizer, text, spans, calls=bool(used[-1].get("tool_calls")))
     else:
         if len(wanted) < len([number for number in turns if number < len(used)]):  # a turn may have several marks
             first = {
@@ -191,7 +192,8 @@ def _rewritten(number: int) -> ConfigurationError:
     )
 
 
-def _masked(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstration:
+def _masked(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, calls: bool = False) -> Demonstration:
+    """Tokens of ``text``, those in ``spans`` with loss; ``calls``: the last turn ends with some."""
     ids, covers = tokenizer.encode_with_spans(text)
     edges = {edge for span in spans for edge in span}
     if any(start < edge < end for edge in edges for start, end in covers):
@@ -204,7 +206,12 @@ def _masked(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstra
     learned = [False] * len(ids)
     for number, span in enumerate(spans):
         last = _learn(tokenizer, ids, covers, learned, span)
-        if number == len(spans) - 1 and last is not None and ids[last] not in tokenizer.stop_ids:
+        mark = tokenizer.next_marks.get(calls)
+        if number < len(spans) - 1 or last is None or ids[last] in tokenizer.stop_ids:
+            continue
+        if mark is not None and last == len(ids) - 1:  # the next message would end the turn
+            ids, learned = [*ids, mark], [*learned, True]
+        else:
             stops, end = ", ".join(repr(tokenizer.token(i)) for i in tokenizer.stop_ids), tokenizer.token(ids[last])
             raise ConfigurationError(
                 f"the chat template ends the assistant's turn with {end!r}, and generation stops "

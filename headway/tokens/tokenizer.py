@@ -59,6 +59,7 @@ class Tokenizer:
         self.chat_template = named.get("default") or next(iter(named.values()), None)  # its source; None: there is none
         variables = {**(special_tokens or {}), **(arguments or {})}
         self.templates = ChatTemplates(named, variables, started or datetime.now(), origin)
+        self.next_marks: dict[bool, int] = {}  # of turns without an end of their own, with calls or not: what ends them
         self.added_stops: tuple[str, ...] = ()  # tokens that end a response because the chat template ends turns so
         self.eos_id = eos_ids[0]
         self.stop_ids = tuple(dict.fromkeys(eos_ids))  # every id that ends a response; eos_id first
@@ -291,6 +292,8 @@ class Tokenizer:
             ):
                 own = own if ended else []  # its last token is the call's, which another call may follow
             first = (own[-1:] if end.calls else own[:1]) or following[:1]
+            if first and not own:
+                self.next_marks[end.calls] = first[0]
             if not first or first[0] in self.stop_ids or (ended and (end.calls or first[0] not in self.special_ids)):
                 continue
             if first[0] not in self.special_ids:

@@ -92,7 +92,7 @@ class _Tags:
             function |= {"name": self.text(function["name"], place), "arguments": self.value(arguments, place)}
         if calls:
             entry["tool_calls"] = calls
-        beside = "name beside a tool_call_id" if entry.get("tool_call_id") else ""
+        beside = "the name of a tool's answer" if entry["role"] == "tool" else ""
         return entry | ({"name": self.text(entry["name"], f"{name}.name", beside)} if "name" in entry else {})
 
 
@@ -106,7 +106,7 @@ def require_rendered(
 ) -> set[str]:
     """Raise ConfigurationError where the chat template drops a text of the conversation, puts it before an earlier
     message, or renders a role as another one. Reasoning may be dropped but in the messages that are ``learned``, and so
-    may a ``name`` beside a ``tool_call_id``: returns what of these is."""
+    may the ``name`` of a tool's answer: returns what of these is."""
     templates, tags = tokenizer.templates, _Tags()
     source, known = templates.source(tools), templates.rendered
     for number in learned:
