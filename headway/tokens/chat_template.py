@@ -41,7 +41,7 @@ class TurnEnd(NamedTuple):
 
     calls: bool  # which is the argument of a call
     own: str  # where the conversation ends there
-    following: str  # beyond that, where another message follows
+    followed: str  # where another message follows
     between: str  # between two calls; "": none, or the template takes one alone
 
 
@@ -112,8 +112,7 @@ class ChatTemplates:
             if PROBE in own:
                 own, whole = (text.rpartition(PROBE)[2].strip() for text in (own, whole))
                 between = twice.rpartition(PROBE)[0].rpartition(PROBE)[0].rpartition(PROBE)[2]
-                following = whole.removeprefix(own).strip() if whole.startswith(own) else ""
-                yield TurnEnd("tool_calls" in turn, own, following, between)
+                yield TurnEnd("tool_calls" in turn, own, whole, between)
 
     def _habits_of(self, source: str) -> _Habits:
         if source not in self._habits:

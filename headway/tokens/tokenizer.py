@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -285,22 +286,25 @@ class Tokenizer:
         """End responses where the chat template ends the assistant's turns: at a turn's own end, or at the mark of the
         next one. Raises ConfigurationError where that is no special token."""
         for end in self.templates.turn_ends():
-            own, following = self.encode(end.own), self.encode(end.following)
+            own, followed = self.encode(end.own), self.encode(end.followed)
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(own, followed, strict=False))
+            shared = [i for i, _ in alike]  # what closes a conversation isn't its last turn's
+            following = followed[len(shared) :] if shared or not own else []
+            own = shared or own
             ended = any(i in self.stop_ids for i in own)
-            if end.calls and (
-                ended or not own or own[-1] not in self.special_ids or own[-1] in self.encode(end.between)
-            ):
-                own = own if ended else []  # its last token is the call's, which another call may follow
-            first = (own[-1:] if end.calls else own[:1]) or following[:1]
+            if end.calls and not ended and not ({*own[-1:]} & self.special_ids - {*self.encode(end.between)}):
+                own = []  # its last token is the call's, which another call may follow
+            marks = (i for i in following if self.decode([i], keep_special=True).strip())
+            first = (own[-1:] if end.calls else own[:1]) or [*islice(marks, 1)]
             if first and not own:
                 self.next_marks[end.calls] = first[0]
-            if not first or first[0] in self.stop_ids or (ended and (end.calls or first[0] not in self.special_ids)):
+            if not first or ended or first[0] in self.stop_ids:
                 continue
             if first[0] not in self.special_ids:
                 known = ", ".join(repr(self.token(i)) for i in self.stop_ids)
                 raise ConfigurationError(
                     f"{self._origin}: the chat template ends the assistant's turn{' with calls' * end.calls} with "
-                    f"{(end.own or end.following)[:40]!r}, where no special token is, and generation stops only at "
+                    f"{(end.own or end.followed)[:40]!r}, where no special token is, and generation stops only at "
                     f"{known}: end turns with a token that is there"
                 )
             self.stop_ids += (first[0],)
