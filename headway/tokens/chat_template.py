@@ -37,7 +37,7 @@ class _Habits(NamedTuple):
 
 
 class TurnEnd(NamedTuple):
-    """What a template writes behind an assistant's last word, stripped."""
+    """The text that a template writes behind an assistant's last word, stripped."""
 
     calls: bool  # which is the argument of a call
     own: str  # where the conversation ends there

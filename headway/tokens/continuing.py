@@ -41,7 +41,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, tools: ToolFormat = "auto") -> None:
         self.tokenizer = tokenizer
-        self.written = output_format(tokenizer.chat_template, tools)
+        self.written = output_format(tokenizer.templates.named.get("tool_use", tokenizer.chat_template), tools)
         self._pieces = PieceEncoder(tokenizer)
         self._endings = [text for i in tokenizer.stop_ids if (text := tokenizer.token(i))]
         self._closing: str | None = None  # cache of `_closer`

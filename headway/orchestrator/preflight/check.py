@@ -28,7 +28,13 @@ from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.preflight.verifier import verifier_findings
-from headway.orchestrator.task_sets import SPLITS, generated_apart, require_seeing, require_template
+from headway.orchestrator.task_sets import (
+    SPLITS,
+    generated_apart,
+    require_rendered_tasks,
+    require_seeing,
+    require_template,
+)
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
@@ -38,7 +44,6 @@ from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.tokenizer import Tokenizer
-from headway.tokens.trace import require_rendered
 
 
 @dataclass
@@ -263,16 +268,9 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         tasks = [task for task in found if not task.pictures]  # theirs are tried by `picture_findings`
         if not tasks:
             continue
-        lengths, dropped = list[int](), set[str]()
-        for task in tasks:
-            try:
-                lengths.append(len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)))
-                if task.messages:
-                    dropped |= require_rendered(inputs.tokenizer, task.messages, None, (), add_generation_prompt=True)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"task {task.task_id}, {_shortened(task.prompt)!r}: {error}") from None
-        if dropped:
+        if dropped := require_rendered_tasks(inputs.tokenizer, tasks):
             findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped))}")
+        lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
         too_long = sum(length > limit for length in lengths)
         if too_long:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
