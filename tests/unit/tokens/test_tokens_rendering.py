@@ -14,8 +14,11 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from headway.records.conversations import RequestRefused
 from headway.records.errors import ConfigurationError
+from headway.tokens.continuing import Chat
 from headway.tokens.conversation import encode_conversation
+from headway.tokens.messages import normal_messages
 from headway.tokens.tokenizer import Tokenizer
 
 _FOUND = importlib.util.find_spec("trl")
@@ -63,7 +66,6 @@ class Writer:
             messages.append(self.message("user"))
             if tools and draw() < 0.7:
                 calls = [self.call(tools, number) for number in range(self.random.randint(1, 2))]
-                texts = self.said[-1] if not calls else []
                 entry = self.message("assistant", content=draw() < 0.3, reasoning=draw() < 0.4)
                 entry["tool_calls"] = []
                 for name, call in calls:
@@ -73,7 +75,6 @@ class Writer:
                 messages.append(entry)
                 for _, call in calls:
                     messages.append(self.message("tool") | {"tool_call_id": call["id"]})
-                del texts
             messages.append(self.message("assistant", reasoning=draw() < 0.3))
         return messages, tools
 
@@ -132,3 +133,24 @@ def test_every_text_is_found_in_order_or_the_row_is_refused(name: str, tmp_path:
             assert made is not None
             require_found(tokenizer.decode(made.ids, keep_special=True), writer, made.dropped)
     print(f"{name}: {found} found, {refused} refused; stops {tokenizer.added_stops}")
+
+
+@pytest.mark.skipif(not NAMES, reason="needs the package trl: its folder of templates")
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_requests_are_rendered_alike(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, (FOLDER / f"{name}.jinja").read_text()), chat=True)
+    chat, compared = Chat(tokenizer), 0
+    for seed in range(40):
+        messages, tools = Writer(f"{name} {seed}").conversation()
+        texts: list[str] = []
+        for render in (
+            lambda: tokenizer.render_messages(messages[:-1], tools=tools),  # noqa: B023
+            lambda: chat.render(normal_messages(messages[:-1]), tools),  # noqa: B023
+        ):
+            try:
+                texts.append(render())
+            except (ConfigurationError, RequestRefused) as error:
+                texts.append(str(error))
+        assert texts[0] == texts[1]
+        compared += "the chat template fails" not in texts[0]
+    assert compared
