@@ -116,19 +116,17 @@ class ChatTemplates:
 
     def _habits_of(self, source: str) -> _Habits:
         if source not in self._habits:
-            asked, parts = {"role": "user", "content": PROBE}, [{"type": "text", "text": PROBE}]
-            listed = PROBE not in self._tried(source, asked) and PROBE in self._tried(
-                source, {**asked, "content": parts}
-            )
-            ask = {"role": "user", "content": [{"type": "text", "text": "?"}] if listed else "?"}
+
+            def shown(*messages: Mapping[str, Any], text: str = PROBE) -> bool:
+                return text in self._tried(source, *messages)
+
+            ask, parts = {"role": "user", "content": PROBE}, [{"type": "text", "text": PROBE}]
+            listed, value = not shown(ask) and shown({**ask, "content": parts}), {PROBE: "?"}
+            ask = {**ask, "content": [{"type": "text", "text": "?"}] if listed else "?"}
             said = {**ask, "role": "assistant", **dict.fromkeys(REASONING, PROBE)}
-            reads = any(
-                PROBE in self._tried(source, ask, one) for one in (said, _called({}, said), _called("{}", said))
-            )
-            as_object, as_text = (
-                self._tried(source, ask, _called(value)) for value in ({PROBE: "?"}, f'{{"{PROBE}": "?"}}')
-            )
-            worded = PROBE in as_text and (PROBE not in as_object or repr({PROBE: "?"}) in as_object)
+            reads = any(shown(ask, one) for one in (said, _called({}, said), _called("{}", said)))
+            spelled = not shown(ask, _called(value)) or shown(ask, _called(value), text=repr(value))
+            worded = spelled and shown(ask, _called(json_text(value)))
             self._habits[source] = _Habits(reasoning=reads, parts=listed, worded=worded)
         return self._habits[source]
 

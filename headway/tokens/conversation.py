@@ -91,25 +91,25 @@ def encode_conversation(
     empty = [number for number in wanted if number in turns and not _says_something(messages[number])]
     wanted = [number for number in wanted if number not in empty]
     learned = [number for number in wanted if number in turns]
-    if not learned and (train_on != "all" or not wanted or empty):
+    if not learned:
         return None
     # messages behind the last turn that is learned teach nothing
     used = [_ended(tokenizer, one) for one in (messages if train_on == "all" else messages[: wanted[-1] + 1])]
-    text, marked = tokenizer.render_marked(used, tools=tools)
+    text, spans = tokenizer.render_marked(used, tools=tools)
+
+    def marks(count: int) -> int:
+        """Number of marks in the first messages: a turn may have several."""
+        return len(tokenizer.render_marked(used[:count], tools=tools)[1]) if count else 0
+
     if train_on == "all":
         left_out = [number for number in chosen if number not in wanted]
         made = _masked_but(tokenizer, text, [_span_of(tokenizer, used, number, tools, text) for number in left_out])
-    elif not marked:
-        spans = [_span_of(tokenizer, used, number, tools, text) for number in wanted]
-        made = _masked(tokenizer, text, spans, calls=bool(used[-1].get("tool_calls")))
     else:
-        if len(wanted) < len([number for number in turns if number < len(used)]):  # a turn may have several marks
-            first = {
-                n: len(tokenizer.render_marked(used[:n], tools=tools)[1]) if n else 0 for n in (*wanted, wanted[-1])
-            }
-            first |= {n + 1: len(tokenizer.render_marked(used[: n + 1], tools=tools)[1]) for n in wanted}
-            marked = [span for n in wanted for span in marked[first[n] : first[n + 1]]]
-        made = _masked(tokenizer, text, marked)
+        if not spans:
+            spans = [_span_of(tokenizer, used, number, tools, text) for number in wanted]
+        elif {number for number in turns if number < len(used)} - {*wanted}:
+            spans = [span for number in wanted for span in spans[marks(number) : marks(number + 1)]]
+        made = _masked(tokenizer, text, spans, calls=bool(used[-1].get("tool_calls")))
     dropped = require_rendered(tokenizer, used, tools, learned)
     return replace(made, empty_turns=len(empty), dropped=frozenset(dropped))
 
@@ -127,9 +127,8 @@ def _weighs(message: Mapping[str, Any], number: int, default: bool) -> bool:
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    return bool(content.strip() if isinstance(content, str) else content) or bool(
-        message.get("tool_calls") or reasoning_of(message)
-    )
+    content = content.strip() if isinstance(content, str) else content
+    return bool(content or message.get("tool_calls") or reasoning_of(message))
 
 
 def _without_end(tokenizer: Tokenizer, text: str) -> str:
@@ -142,19 +141,18 @@ def _without_end(tokenizer: Tokenizer, text: str) -> str:
 
 def _ended(tokenizer: Tokenizer, message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
-    ends = message["role"] == "assistant" and isinstance(content, str)
-    return {**message, "content": _without_end(tokenizer, content)} if ends else message
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    return {**message, "content": _without_end(tokenizer, content)}
 
 
 def _span_of(tokenizer: Tokenizer, messages: Messages, number: int, tools: Tools, text: str) -> Span:
     """Span of turn ``number`` in ``text``, with its end of turn and the template's text behind it."""
     prompts = messages[number]["role"] == "assistant"
-    if not prompts and not number:
-        before = ""
-    else:
+    before = ""
+    if number or prompts:
         before = tokenizer.render_messages(messages[:number], tools=tools, add_generation_prompt=prompts)
-    if not prompts:
-        before = _shared_beginning(text, before)
+    before = before if prompts else _shared_beginning(text, before)
     if number == len(messages) - 1:
         until = text
     else:

@@ -443,7 +443,7 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
         return found
     value = _json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     listed = [{"name": "default", "template": value}] if isinstance(value, str) else value or []
-    named = {str(one.get("name")): one.get("template") for one in listed if isinstance(one, dict)}
+    named: dict[str, Any] = {str(one.get("name")): one.get("template") for one in listed if isinstance(one, dict)}
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in named.values()):
         raise ConfigurationError(f"{folder}: chat_template: valid is a text, or a list of objects of name and template")
     return named

@@ -13,6 +13,8 @@ from headway.tokens.messages import canonical_value
 from headway.tokens.tokenizer import Tokenizer
 
 _THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>\s*)(.*)", re.DOTALL)  # closed, opened or not
+_HEAD = re.compile(r"\s*(?:<[^<>\s]{1,40}>\s*)*")
+_TAIL = re.compile(r"(?:\s*<[^<>\s]{1,40}>)*\s*\Z")
 _OTHER_ROLE = {"user": "assistant"}  # that a role's text is compared with; of any other: user
 
 
@@ -27,7 +29,11 @@ class _Tags:
         if not isinstance(text, str) or not text.strip():
             return text
         self.placed.append((name, droppable))
-        return f"xQ{len(self.placed)}bQx{text}xQ{len(self.placed)}eQx"
+        # inside its own markup: templates look at the beginning and end of a text for <tool_response>, say
+        head = found.end() if (found := _HEAD.match(text)) and found.end() < len(text) else 0
+        tail = found.start() if (found := _TAIL.search(text, max(head, len(text) - 200))) else len(text)
+        number, tail = len(self.placed), tail if tail > head else len(text)
+        return f"{text[:head]}xQ{number}bQx{text[head:tail]}xQ{number}eQx{text[tail:]}"
 
     def value(self, value: Any, name: str) -> Any:
         """A JSON value with all its texts tagged, names of fields too."""
@@ -43,21 +49,14 @@ class _Tags:
             return value
         named = properties if isinstance(properties := value.get("properties"), Mapping) else {}
         tagged = {key: self.text(key, f"{name} parameter {key!r}") for key in named}
-        made: dict[str, Any] = {}
-        for key, one in value.items():
-            if key == "properties" and named:
-                made[key] = {tagged[of]: self.schema(schema, name) for of, schema in named.items()}
-            elif key == "required" and isinstance(one, list):
-                made[key] = [tagged.get(of, of) for of in one]
-            elif key in ("name", "description", "enum"):
-                made[key] = (
-                    [self.text(of, f"{name} {key}") for of in one]
-                    if isinstance(one, list)
-                    else self.text(one, f"{name} {key}")
-                )
-            else:
-                made[key] = self.schema(one, name)
-        return made
+        chosen = {
+            key: self.value(value[key], f"{name} {key}") for key in ("name", "description", "enum") if key in value
+        }
+        if named:
+            chosen["properties"] = {tagged[key]: self.schema(one, name) for key, one in named.items()}
+        if isinstance(required := value.get("required"), list):
+            chosen["required"] = [tagged.get(key, key) for key in required]
+        return {key: self.schema(one, name) for key, one in value.items() if key not in chosen} | chosen
 
     def message(self, message: Mapping[str, Any], name: str, learned: bool) -> dict[str, Any]:
         """A message with tags around its texts. Raises ConfigurationError for a call without an object of arguments."""
@@ -79,9 +78,9 @@ class _Tags:
         for number, call in enumerate(calls):
             place, function = (
                 f"{name}.tool_calls[{number}]",
-                call.get("function", {}) if isinstance(call, Mapping) else {},
+                call.get("function") if isinstance(call, Mapping) else None,
             )
-            arguments = function.get("arguments")
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
             if (
                 not isinstance(arguments, Mapping)
                 or not _is_json(arguments)
