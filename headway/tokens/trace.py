@@ -76,19 +76,15 @@ class _Tags:
             entry["content"] = self.text(content, f"{name}.content")
         calls = [normal_call(call) for call in entry.get("tool_calls") or ()]
         for number, call in enumerate(calls):
-            place, function = (
-                f"{name}.tool_calls[{number}]",
-                call.get("function") if isinstance(call, Mapping) else None,
-            )
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if (
-                not isinstance(arguments, Mapping)
-                or not _is_json(arguments)
-                or not isinstance(function.get("name"), str)
-            ):
+            place = f"{name}.tool_calls[{number}]"
+            function: Any = call.get("function") if isinstance(call, Mapping) else None
+            arguments: Any = function.get("arguments") if isinstance(function, Mapping) else None
+            named = isinstance(arguments, Mapping) and isinstance(function.get("name"), str)
+            if not named or not _is_json(arguments):
                 valid = "valid is a function with its name and its arguments, a JSON object"
                 raise ConfigurationError(f"{place} = {str(call)[:80]}: {valid}")
-            function |= {"name": self.text(function["name"], place), "arguments": self.value(arguments, place)}
+            tagged = {"name": self.text(function["name"], place), "arguments": self.value(arguments, place)}
+            calls[number] = {**call, "function": {**function, **tagged}}
         if calls:
             entry["tool_calls"] = calls
         beside = "the name of a tool's answer" if entry["role"] == "tool" else ""
