@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -16,6 +16,7 @@ class ModelConfig(Section):
     path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
     # Tune: "chat" for models that were tuned on conversations, and for tools; "raw" for base models
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
+    chat_template_kwargs: dict[str, Any] = {}  # further arguments of the chat template, say enable_thinking = false
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
     # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
     adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are
@@ -23,6 +24,14 @@ class ModelConfig(Section):
     # Tune: leave it unset; "transformers" for a family whose config.json has what Headway's own doesn't compute
     implementation: Implementation | None = None  # unset: Headway's own where it has the family: docs/models.md
     trust_remote_code: bool = False  # with transformers: code that lies in the model's folder is run, with your rights
+
+    @model_validator(mode="after")
+    def _templates_own(self) -> ModelConfig:
+        for name in self.chat_template_kwargs:
+            if name in ("messages", "tools", "documents", "add_generation_prompt") or not name.isidentifier():
+                what = "valid are names that only the template knows, say enable_thinking"
+                raise ValueError(f"chat_template_kwargs.{name}: {what}")
+        return self
 
     @model_validator(mode="after")
     def _frozen_if_quantized(self) -> ModelConfig:

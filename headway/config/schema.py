@@ -415,6 +415,11 @@ class Experiment(Section):
         return min(limits, default=None)
 
     @property
+    def chats(self) -> bool:
+        """Whether responses are turns of the chat template."""
+        return self.model.template == "chat" or self.environment.name != "single_turn"
+
+    @property
     def kept_sets(self) -> int:
         """`SamplingParameters.kept_sets` of what is trained on, where top_p, top_k or a grammar truncate it; 0: they
         mayn't."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,9 +140,16 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
     config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
     if tokenizer_source is not None:
-        for name in TOKENIZER_FILES:
-            if (file := Path(tokenizer_source) / name).is_file():
-                shutil.copyfile(file, folder / name)
+        copy_tokenizer(Path(tokenizer_source), folder)
+
+
+def copy_tokenizer(source: Path, folder: Path, further: Sequence[str] = ()) -> None:
+    """Copy the tokenizer's files of a model folder, its chat templates among them, and ``further`` ones."""
+    named = [file.relative_to(source) for file in source.glob("additional_chat_templates/*.jinja")]
+    for name in (*TOKENIZER_FILES, *further, *named):
+        if (file := source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / name)
 
 
 def require_finite_tensors(where: str, tensors: Mapping[str, Tensor]) -> None:

@@ -16,9 +16,12 @@ from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.rollout.verification.verifiers import PRUNER_KEY, VERIFIERS
 from headway.runtime.devices import parse_device
+from headway.tasks.rows import short
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
 from headway.telemetry.ledger import EVENT_RESUME, EVENT_START
 from headway.telemetry.summary import last_event
+from headway.tokens.tokenizer import Tokenizer
+from headway.tokens.trace import require_rendered
 
 SPLITS = ("train", "validation", "test")
 
@@ -60,6 +63,19 @@ def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) 
             f"tasks.{split}: the prompts of {conversation.source} are conversations, and model.template = "
             f"{experiment.model.template!r} takes texts: set model.template = 'chat'"
         )
+
+
+def require_rendered_tasks(tokenizer: Tokenizer, tasks: Sequence[Task]) -> set[str]:
+    """Raise ConfigurationError, naming the task, where the chat template drops what a conversation holds; returns what
+    it drops by design. Those with pictures aren't looked at."""
+    dropped = set[str]()
+    for task in tasks:
+        try:
+            if task.messages and not task.pictures:
+                dropped |= require_rendered(tokenizer, task.messages, None, (), add_generation_prompt=True)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{task.source}, {short(task.prompt)} ({task.task_id}): {error}") from None
+    return dropped
 
 
 def require_seeing(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:

@@ -312,7 +312,7 @@ async def wire(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
-        tokenizer=Tokenizer.load(experiment.model.path),
+        tokenizer=Tokenizer.of(experiment, directory.started()),
         pictures=pictures,
         train_tasks=sets.pop("train"),
         evaluation_tasks=sets,

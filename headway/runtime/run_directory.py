@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.waits = self.path / "waits.json"
         self.placement = self.path / "placement.json"
+        self.start = self.path / "started"
         self.lock = self.path / "lock"
         self._lock = FileLock(self.lock, "run.directory", self.path)
         self._books_lock: FileLock | None = None  # where the books lie elsewhere: a copy may be held there
@@ -96,6 +98,8 @@ class RunDirectory:
                 folder.mkdir(exist_ok=True)
             if books != self.path:
                 self._lock_books(books)
+            if not self.start.is_file():
+                write_whole(self.start, f"{self.started().isoformat()}\n".encode())
             self.write_json(self.config, json.loads(experiment.model_dump_json()))
         except BaseException:
             self.release()
@@ -142,6 +146,16 @@ class RunDirectory:
     def withdraw(self) -> None:
         """Undo ``begin`` of a new run that failed before it did anything: the folder then has no run."""
         self.config.unlink(missing_ok=True)
+        self.start.unlink(missing_ok=True)
+
+    def started(self) -> datetime:
+        """When the run here was started, on the clock of that machine; now, where it is yet to be."""
+        try:
+            return datetime.fromisoformat(self.start.read_text(encoding="utf-8").strip())
+        except FileNotFoundError:
+            return datetime.now()
+        except ValueError:
+            raise ConfigurationError(f"{self.start} is damaged: the time of the run's start is needed") from None
 
     def acquire(self) -> None:
         """Take the lock, making the folder if needed. Raises RunLocked naming the process that holds it."""

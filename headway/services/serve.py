@@ -93,7 +93,7 @@ def serving_of(
         raise ConfigurationError(f"--context {wanted}: valid are 2 to {most}, the context of {model}")
     raw: dict[str, Any] = {
         "run": {"directory": "none"},
-        "model": {"path": model},
+        "model": {"path": model, "template": "chat"},
         "tasks": {"train": {"path": "none"}},
         "rollout": {"max_prompt_tokens": wanted - 1, "max_response_tokens": 1},  # a call may divide their sum freely
         "generator": {"slots": _SLOTS},
@@ -143,7 +143,9 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
     experiment, clock = wanted.experiment, RealClock()
     async with until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(experiment.endpoint.address, "endpoint.address")))
-        tokenizer = Tokenizer.load(experiment.model.path)
+        tokenizer = Tokenizer.of(experiment)
+        if tokenizer.added_stops:
+            on_event("stops", tokenizer.added_text)
 
         def worker_event(name: str, detail: str, /, **_: object) -> None:
             on_event(name, detail)

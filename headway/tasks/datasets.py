@@ -38,7 +38,9 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
             rows = _open_path(package, source)
         else:  # all splits are prepared at once; asking for one alone would still download the others' files
             rows = _split_of(_load(package, source, source.name, revision=source.revision or None), source)
-        yield from ((f"{name} row {number}", dict(row)) for number, row in enumerate(rows))
+        features: Mapping[str, Any] = getattr(rows, "features", None) or {}
+        for number, row in enumerate(rows):
+            yield f"{name} row {number}", {key: _structs(value, features.get(key)) for key, value in row.items()}
     except ConfigurationError:
         raise
     except ConnectionError as error:  # also what the package raises for a name that isn't in its cache
@@ -49,6 +51,29 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
         ) from error
     except Exception as error:  # boundary to a foreign package and its files: whatever it raises is bad input here
         raise ConfigurationError(f"{name} can't be read: {type(error).__name__}: {_first_line(error)}") from error
+
+
+class ArrowStruct(dict[str, Any]):
+    """An object of a column whose objects all have the same fields: a null may stand for one that its row lacks."""
+
+
+def without_nulls(value: Any) -> Any:
+    """A value in which objects have the fields that hold something, wherever a null may stand for none."""
+    if isinstance(value, dict):
+        lacks = isinstance(value, ArrowStruct)
+        return {key: without_nulls(one) for key, one in value.items() if one is not None or not lacks}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _structs(value: Any, feature: Any) -> Any:
+    """The value of a column with its lists' structs marked; JSON columns hold what their rows do."""
+    inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else None)
+    if isinstance(value, list) and (inner is not None or feature is None):
+        return [_structs(one, inner) for one in value]
+    if isinstance(value, dict) and (isinstance(feature, Mapping) or feature is None):
+        fields: Mapping[str, Any] = feature or {}
+        return ArrowStruct({key: _structs(one, fields.get(key)) for key, one in value.items()})
+    return value
 
 
 def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from headway.config.sources import SftSource
 from headway.records.errors import ConfigurationError
+from headway.tasks.datasets import without_nulls
 from headway.tasks.rows import Rows, require_messages, short
 
 
@@ -35,7 +36,7 @@ def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Convers
     """
     columns = source.columns
     for where, raw in Rows(source):
-        if columns.messages in raw:
+        if raw.get(columns.messages) is not None:
             messages = require_messages(raw[columns.messages], columns.messages, where)
             tools = _tools_from(raw.get(columns.tools), columns.tools, where)
             yield where, Conversation(messages=messages, tools=tools)
@@ -59,7 +60,7 @@ def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
 def _tools_from(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
-    items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    items = cast("list[Any]", without_nulls(value if isinstance(value, list) else [value]))
     if not all(isinstance(item, dict) for item in items):
         valid = "must be a list of objects; 'convert' can make one"
         raise ConfigurationError(f'{where}: "{key}" = {short(value)}: {valid}')

@@ -13,7 +13,7 @@ import msgspec
 from headway.config.sources import SftSource, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_function
-from headway.tasks.datasets import read_dataset
+from headway.tasks.datasets import read_dataset, without_nulls
 from headway.tokens.pictures import require_parts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -134,7 +134,7 @@ def require_messages(value: Any, key: str, where: str, pictures: Path | None = N
     if not isinstance(value, list) or not value:
         raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a list of {{"role", "content"}}')
     messages: list[dict[str, Any]] = []
-    for number, raw in enumerate(cast("list[Any]", value)):
+    for number, raw in enumerate(cast("list[Any]", without_nulls(value))):
         place = f'{where}: "{key}"[{number}]'
         if not isinstance(raw, dict):
             raise ConfigurationError(f'{place} = {short(raw)}: must be {{"role", "content"}}')

@@ -41,7 +41,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, tools: ToolFormat = "auto") -> None:
         self.tokenizer = tokenizer
-        self.written = output_format(tokenizer.chat_template, tools)
+        self.written = output_format(tokenizer.templates.named.get("tool_use", tokenizer.chat_template), tools)
         self._pieces = PieceEncoder(tokenizer)
         self._endings = [text for i in tokenizer.stop_ids if (text := tokenizer.token(i))]
         self._closing: str | None = None  # cache of `_closer`
@@ -57,7 +57,7 @@ class Chat:
         """The text of a prompt. Raises RequestRefused where the template refuses the messages."""
         try:
             text = self.tokenizer.render_messages(
-                template_form(messages, reasoning_field=self.written.reasoning_field),
+                template_form(messages, reasoning_field=self.tokenizer.templates.reads_reasoning(tools)),
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
@@ -151,16 +151,5 @@ class Chat:
         return self._pieces.encode(text, most)
 
     def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
-        """Token ids of ``text`` that follows the token ``before`` (None: at the beginning); ``most``: as
-        `Tokenizer.encode` has it.
-
-        Some tokenizers mark the beginning of a text, or of the text behind a special token, and would mark every piece
-        encoded by itself: behind a special token, the piece is encoded together with that token.
-        """
-        if not text:
-            return []
-        if before is not None and before in self.tokenizer.special_ids and (token := self.tokenizer.token(before)):
-            ids = self.tokenizer.encode(token + text, most=most)
-            if ids and ids[0] == before:
-                return ids[1:]
-        return self.tokenizer.encode(text, most=most)
+        """Token ids of ``text`` that follows the token ``before``: `Tokenizer.encode_behind`."""
+        return self.tokenizer.encode_behind(before, text, most)

@@ -27,7 +27,7 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
 }
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
 
 
@@ -101,7 +101,7 @@ def assistant_message(
     """An assistant's message; without ``reasoning``, it is taken from a ``<think>`` block that ``content`` begins with.
     ``written``: the text with the reasoning inside, where it is known."""
     reasoning = reasoning.strip()
-    if not reasoning and (thought := _THOUGHT.fullmatch(content)) is not None:
+    if not reasoning and (thought := THOUGHT.fullmatch(content)) is not None:
         written = written or content
         reasoning, content = thought[1].strip(), thought[2]
     elif reasoning and not written:
@@ -144,7 +144,7 @@ def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]
             {
                 "id": call.call_id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _object_or_text(call.arguments)},
+                "function": {"name": call.name, "arguments": object_or_text(call.arguments)},
             }
             for call in message.calls
         ]
@@ -255,7 +255,7 @@ def _call(raw: Any, field: str) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, call_id=_optional_text(entry, "id", field))
 
 
-def _object_or_text(arguments: str) -> Any:
+def object_or_text(arguments: str) -> Any:
     if not arguments.strip():
         return {}
     try:

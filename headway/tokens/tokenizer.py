@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import TokenIds
-from headway.tokens.messages import json_text
+from headway.tokens.chat_template import CLOSE, MARK, OPEN, ChatTemplates
 
 Template = Literal["raw", "chat"]
 _LONG_TOKEN = 16  # characters; the average token of a text is shorter
@@ -42,10 +42,13 @@ class Tokenizer:
         eos_ids: Sequence[int],
         *,
         pad_id: int | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         origin: str = "tokenizer",
+        arguments: Mapping[str, Any] | None = None,
+        started: datetime | None = None,
     ) -> None:
+        """``chat_template``: its source, or several by name; ``arguments``, ``started``: as in `load`."""
         if not eos_ids:
             where = "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json"
             raise ConfigurationError(f"{origin}: no end-of-sequence token; set {where}")
@@ -53,8 +56,12 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._origin = origin
-        self.chat_template = chat_template  # its source; None: the folder has none
-        self._special_tokens = dict(special_tokens or {})
+        named = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        self.chat_template = named.get("default") or next(iter(named.values()), None)  # its source; None: there is none
+        variables = {**(special_tokens or {}), **(arguments or {})}
+        self.templates = ChatTemplates(named, variables, started or datetime.now(), origin)
+        self.next_marks: dict[bool, int] = {}  # of turns without an end of their own, with calls or not: what ends them
+        self.added_stops: tuple[str, ...] = ()  # tokens that end a response because the chat template ends turns so
         self.eos_id = eos_ids[0]
         self.stop_ids = tuple(dict.fromkeys(eos_ids))  # every id that ends a response; eos_id first
         self.pad_id = eos_ids[0] if pad_id is None else pad_id
@@ -65,14 +72,30 @@ class Tokenizer:
             raise ConfigurationError(
                 f"{origin}: end or padding token {outside[0]} is outside the vocabulary of {self.vocabulary_size}"
             )
-        self._renders: dict[bool, Callable[..., str]] = {}  # with marks around generation blocks or without -> template
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and, for eos, generation_config.json and config.json.
+    def of(cls, experiment: Experiment, started: datetime | None = None) -> Tokenizer:
+        """The tokenizer of an experiment's model, as every party of it has it. ``started``: as in `load`."""
+        model = experiment.model
+        return cls.load(model.path, chat=experiment.chats, arguments=model.chat_template_kwargs, started=started)
 
-        tokenizer.json alone defines how text is split and joined, whatever class tokenizer_config.json names. Raises
-        ConfigurationError for a missing or unreadable file and when no eos is defined.
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        chat: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+        started: datetime | None = None,
+    ) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json, the chat templates and, for eos, generation_config.json and
+        config.json.
+
+        tokenizer.json alone defines how text is split and joined, whatever class tokenizer_config.json names.
+        ``chat``: responses are turns of the chat template, so what ends its turns ends a response. ``arguments``:
+        further variables of the template. ``started``: when the run started, for templates that tell the date; None:
+        now. Raises ConfigurationError for a missing or unreadable file, when no eos is defined, and when a turn
+        (``chat``) has no end at which generation could stop.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -90,14 +113,19 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             eos_ids += _id_list(_json_object(folder / name).get("eos_token_id"), folder / name)
         pad = _token_id(backend, special.get("pad_token"), file)
-        return cls(
+        made = cls(
             backend,
             eos_ids,
             pad_id=pad[0] if pad else None,
-            chat_template=_chat_template(folder, settings),
+            chat_template=_chat_templates(folder, settings),
             special_tokens=special,
             origin=str(folder),
+            arguments=arguments,
+            started=started,
         )
+        if chat and made.chat_template is not None:
+            made._stop_at_turn_ends()
+        return made
 
     def encode(self, text: str, *, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos).
@@ -111,12 +139,51 @@ class Tokenizer:
                     return ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_prompt(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a prompt's whole text, with those that the tokenizer's post-processor puts before a text (a
+        bos), unless it begins with them, and without any behind it: a response follows. ``most``: as in `encode`."""
+        ids = self.encode(text, most=most)
+        return ids if ids[: len(self._begins)] == self._begins else self._begins + ids
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Ids that the post-processor puts before a text."""
+        bare, whole = self.encode("a"), self.encode("a", add_special_tokens=True)
+        places = range(len(whole) - len(bare) + 1)
+        return whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)]
+
+    @cached_property
+    def _marks_beginnings(self) -> bool:
+        """Whether a text that is encoded by itself has a mark of its beginning (SentencePiece's blank)."""
+        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
+        text = "a" if normalizer is None else normalizer.normalize_str("a")
+        pieces = [(text, (0, 1))] if splitter is None else splitter.pre_tokenize_str(text)
+        return bool(pieces) and pieces[0][0] != "a"
+
+    def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
+        """Token ids of ``text`` that follows the token ``before`` (None: at the beginning), as the joint text has them;
+        no token crosses the border. ``most``: as in `encode`."""
+        if before is not None and before in self.special_ids and (token := self.token(before)):
+            ids = self.encode(token + text, most=most)
+            if ids and ids[0] == before:
+                return ids[1:]
+        marked = before is not None and self._marks_beginnings and 0 < len(text) <= _PIECE
+        return self.encode_with_spans(text, before)[0] if marked else self.encode(text, most=most)
+
+    def encode_with_spans(self, text: str, before: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of ``text`` (no special tokens added), and each one's span of characters: [first, behind).
+        ``before``: the token that it follows, as in `encode_behind`.
 
         Blanks that a token swallows without counting them belong to it; tokens for the bytes of one character all
         span that character.
         """
+        # behind a special token, a beginning is marked or not as the tokenizer does there; behind any other it isn't
+        special = (self.token(before) or "",) if before in self.special_ids and before is not None else ()
+        for anchor in special or (("\n", ".", "a", "0") if before is not None and self._marks_beginnings else ()):
+            ids, spans = self.encode_with_spans(anchor + text)
+            inside = next((place for place, (start, _) in enumerate(spans) if start >= len(anchor)), len(ids))
+            if all(end <= len(anchor) for _, end in spans[:inside]):  # no token joins it with the text
+                return ids[inside:], [(first - len(anchor), end - len(anchor)) for first, end in spans[inside:]]
         encoding = self._backend.encode(text, add_special_tokens=False)
         spans: list[tuple[int, int]] = []
         reached = 0
@@ -170,7 +237,7 @@ class Tokenizer:
         if template == "raw":
             if not isinstance(prompt, str):
                 raise ConfigurationError("template = 'raw' takes texts; a conversation needs 'chat'")
-            return TokenIds(self.encode(prompt, add_special_tokens=True))
+            return TokenIds(self.encode_prompt(prompt))
         if template != "chat":
             raise ConfigurationError(f"template = {template!r}: valid are 'raw' and 'chat'")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -187,29 +254,8 @@ class Tokenizer:
     ) -> str:
         """The chat template's text for ``messages``; ``variables``: additional template variables; ``marks``: around
         its ``{% generation %}`` blocks. Raises ConfigurationError when there is no template or it fails."""
-        if self.chat_template is None:
-            raise ConfigurationError(
-                f"{self._origin}: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja); "
-                "use template 'raw'"
-            )
-        try:
-            if marks not in self._renders:
-                self._renders[marks] = _environment(marks).from_string(self.chat_template).render
-            return self._renders[marks](
-                {
-                    **self._special_tokens,
-                    **(variables or {}),
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            message = f"{self._origin}: the chat template fails: {error}"
-            if "strftime_now" in str(error):
-                message += "; templates get no date, or a resumed run's prompts would differ: write a fixed one into it"
-            raise ConfigurationError(message) from None
+        given = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        return self.templates.render(messages, tools, given, marks)
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -217,24 +263,58 @@ class Tokenizer:
         """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
         [first character, behind the last). Without blocks: an empty list."""
         text = self.render_messages(messages, tools=tools, add_generation_prompt=False)
-        if "generation" not in (self.chat_template or ""):
+        if "generation" not in self.templates.source(tools):
             return text, []
         marked = self.render_messages(messages, tools=tools, add_generation_prompt=False, marks=True)
         spans: list[tuple[int, int]] = []
         plain, opened = 0, -1
-        for piece in _MARK.split(marked):
-            if piece == _OPEN:
+        for piece in MARK.split(marked):
+            if piece == OPEN:
                 opened = plain
-            elif piece == _CLOSE:
+            elif piece == CLOSE:
                 spans.append((opened, plain))
             else:
                 plain += len(piece)
-        if _MARK.sub("", marked) != text:
+        if MARK.sub("", marked) != text:
             raise ConfigurationError(
                 f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
                 "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
             )
         return text, [span for span in spans if span[0] < span[1]]
+
+    def _stop_at_turn_ends(self) -> None:
+        """End responses where the chat template ends the assistant's turns: at a turn's own end, or at the mark of the
+        next one. Raises ConfigurationError where that is no special token."""
+        for end in self.templates.turn_ends():
+            own, followed = self.encode(end.own), self.encode(end.followed)
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(own, followed, strict=False))
+            shared = [i for i, _ in alike]  # what closes a conversation isn't its last turn's
+            following = followed[len(shared) :] if shared or not own else []
+            own = shared or own
+            ended = any(i in self.stop_ids for i in own)
+            if end.calls and not ended and not ({*own[-1:]} & self.special_ids - {*self.encode(end.between)}):
+                own = []  # its last token is the call's, which another call may follow
+            marks = (i for i in following if self.decode([i], keep_special=True).strip())
+            first = (own[-1:] if end.calls else own[:1]) or [*islice(marks, 1)]
+            if first and not own:
+                self.next_marks[end.calls] = first[0]
+            if not first or ended or first[0] in self.stop_ids:
+                continue
+            if first[0] not in self.special_ids:
+                known = ", ".join(repr(self.token(i)) for i in self.stop_ids)
+                raise ConfigurationError(
+                    f"{self._origin}: the chat template ends the assistant's turn{' with calls' * end.calls} with "
+                    f"{(end.own or end.followed)[:40]!r}, where no special token is, and generation stops only at "
+                    f"{known}: end turns with a token that is there"
+                )
+            self.stop_ids += (first[0],)
+            self.added_stops += (self.token(first[0]) or "",)
+
+    @property
+    def added_text(self) -> str:
+        """A sentence for people about ``added_stops``."""
+        ends = ", ".join(map(repr, self.added_stops))
+        return f"{ends} ends a response too, as the chat template ends turns so; eos_token_id doesn't name it"
 
     def is_open(self, token_id: int) -> bool:
         """Whether the text of this token may change with the next: it is part of a character."""
@@ -354,56 +434,16 @@ def _id_list(value: Any, file: Path) -> list[int]:
     return list(ids)
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The folder's chat template: a separate file wins over tokenizer_config.json, whose value is a text or a list of
-    named texts."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The folder's chat templates by name, as transformers takes them: files of their own stand for all of
+    tokenizer_config.json, whose value is a text or a list of named texts."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}:
+        return found
     value = _json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default") or next(iter(named.values()), None)
-    return value if isinstance(value, str) else None
-
-
-# Marks around a generation block's content: private-use characters, which no text has by accident.
-_OPEN, _CLOSE = "\U0010f8a1\U0010f8a2", "\U0010f8a2\U0010f8a1"
-_MARK = re.compile(f"({_OPEN}|{_CLOSE})")
-
-
-class _Generation(Extension):
-    """``{% generation %}`` encloses the assistant's text; plain rendering outputs its content alone."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _MarkedGeneration(_Generation):
-    """``{% generation %}`` with marks in the text at its beginning and end, wherever a macro or a loop puts it."""
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        content = super().parse(parser)
-        first, last = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_OPEN, _CLOSE))
-        return [first, *content, last]
-
-
-def _environment(marks: bool) -> ImmutableSandboxedEnvironment:
-    """The Jinja sandbox that chat templates expect: block trimming, loop controls, plain-JSON ``tojson``.
-
-    Without ``strftime_now``: a prompt must be the same when its run resumes on another day. Templates with a default
-    date (Llama 3's) use that. ``marks``: generation blocks are marked in the text.
-    """
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_MarkedGeneration if marks else _Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = json_text
-    environment.globals["raise_exception"] = refuse
-    return environment
+    listed = [{"name": "default", "template": value}] if isinstance(value, str) else value or []
+    named: dict[str, Any] = {str(one.get("name")): one.get("template") for one in listed if isinstance(one, dict)}
+    if not isinstance(listed, list) or not all(isinstance(text, str) for text in named.values()):
+        raise ConfigurationError(f"{folder}: chat_template: valid is a text, or a list of objects of name and template")
+    return named

@@ -59,10 +59,17 @@ class Learner:
     """
 
     def __init__(
-        self, chosen: ModelConfig, settings: TrainerConfig, device: torch.device, ranks: Ranks, seed: int = 0
+        self,
+        chosen: ModelConfig,
+        settings: TrainerConfig,
+        device: torch.device,
+        ranks: Ranks,
+        seed: int = 0,
+        *,
+        chat: bool = False,
     ) -> None:
-        """``seed``: of a new adapter's weights."""
-        self._chosen, self._folder = chosen, chosen.path
+        """``seed``: of a new adapter's weights. ``chat``: as in `Tokenizer.load`."""
+        self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.model, self.lora = open_policy(chosen, device, seed)
         self.model.checkpoints_layers = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
@@ -179,7 +186,7 @@ class Learner:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(Tokenizer.load(self._folder), self.model.config.vocabulary_size, patient=True)
+        return Grammars(Tokenizer.load(self._folder, chat=self._chat), self.model.config.vocabulary_size, patient=True)
 
     def forget_sets(self) -> None:
         """Forget the last batch, whose kept sets several passes may have asked for."""

@@ -54,7 +54,7 @@ class ModelService:
         self.experiment = experiment
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
-        self.learner = Learner(experiment.model, settings, device, self.ranks, seed)
+        self.learner = Learner(experiment.model, settings, device, self.ranks, seed, chat=experiment.chats)
         self.version = 0  # completed steps
         self._run_id = run_id
         folder = experiment.run.directory

@@ -106,7 +106,7 @@ def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
 
 def _tokenizer(settings: EngineSettings) -> Tokenizer | None:
     path = settings.model_path
-    return Tokenizer.load(path) if (Path(path) / "tokenizer.json").is_file() else None
+    return Tokenizer.load(path, chat=settings.chat) if (Path(path) / "tokenizer.json").is_file() else None
 
 
 def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:

@@ -15,6 +15,7 @@ class EngineSettings:
     """Settings of one replica's engine, out of `[generator]` and related sections."""
 
     model_path: str
+    chat: bool = False  # as in `Tokenizer.load`
     implementation: Implementation | None = None  # of the model; None: by its family
     trust_remote_code: bool = False  # run Python code of the model folder
     quantization: Quantization | None = None

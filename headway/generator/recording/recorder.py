@@ -239,7 +239,7 @@ class Recorder:
                 continue
             ids = TokenIds(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
             return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
-        whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
+        whole = chat.tokenizer.encode_prompt(text, most) if raw else chat.encode(text, most)
         return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _continued_ids(self, prompt: TokenIds, adapter: str) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:

@@ -151,6 +151,7 @@ def replica_spec(
         factory=_FACTORY,
         arguments={
             "model_path": model.path,
+            "chat": experiment.chats,
             "implementation": model.implementation,
             "trust_remote_code": model.trust_remote_code,
             "quantization": model.quantization,

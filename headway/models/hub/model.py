@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import shutil
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +29,7 @@ from headway.models.hub.attention import PACKED, packing
 from headway.models.hub.configuration import HubConfig, ropes_by_length
 from headway.models.hub.pixels import Pixels
 from headway.models.kernels import UnpadDocuments
-from headway.models.loading import TOKENIZER_FILES, parse_dtype, require_finite_tensors
+from headway.models.loading import copy_tokenizer, parse_dtype, require_finite_tensors
 from headway.models.packed_model import PackedModel
 from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
@@ -209,10 +208,9 @@ class HubModel(PackedModel):
         finally:
             if self._router_logits:
                 self.module.config.output_router_logits = False
-        found = [] if source is None else [Path(source) / name for name in (*TOKENIZER_FILES, *_PROCESSOR_FILES)]
-        for file in [*found, *(sorted(Path(source).glob("*.py")) if source is not None else ())]:
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+        if source is not None:
+            code = sorted(file.name for file in Path(source).glob("*.py"))
+            copy_tokenizer(Path(source), folder, (*_PROCESSOR_FILES, *code))
 
 
 class _Given(BaseModelOutputWithPast):

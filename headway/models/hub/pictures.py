@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,20 @@ _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 class PictureWorker:
     """Worker class: the processor of a model folder. ``folder``: of the run's pixel arrays."""
 
-    def __init__(self, context: Any, *, model_path: str, trust: bool, folder: str) -> None:
+    def __init__(
+        self,
+        context: Any,
+        *,
+        model_path: str,
+        trust: bool,
+        folder: str,
+        template_arguments: Mapping[str, Any] | None = None,
+        started: str = "",
+    ) -> None:
         """Raises ConfigurationError where transformers can make no processor of the model folder."""
         self._path = model_path
-        self._tokenizer = Tokenizer.load(model_path)
+        when = datetime.fromisoformat(started) if started else None
+        self._tokenizer = Tokenizer.load(model_path, arguments=template_arguments, started=when)
         self._processor = load_processor(model_path, trust)
         self._store = PixelStore(folder)
 

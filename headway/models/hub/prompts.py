@@ -40,7 +40,13 @@ class Pictures:
         spec = WorkerSpec(
             name="pictures",
             factory="headway.models.hub.pictures:PictureWorker",
-            arguments={"model_path": model.path, "trust": model.trust_remote_code, "folder": str(folder)},
+            arguments={
+                "model_path": model.path,
+                "trust": model.trust_remote_code,
+                "folder": str(folder),
+                "template_arguments": model.chat_template_kwargs,
+                "started": RunDirectory(run).started().isoformat(),
+            },
             device=every_core(),
             preload=SCORING,  # verifiers' server: one of its own would take the trainer's and the replicas' place
             log_path=logs / "pictures.log" if logs.is_dir() else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 
 from headway.config.schema import Experiment
@@ -18,11 +19,11 @@ from headway.tokens.tokenizer import Tokenizer
 
 @asynccontextmanager
 async def open_agents(
-    experiment: Experiment, on_event: EventCallback, logs: Path | None = None
+    experiment: Experiment, on_event: EventCallback, logs: Path | None = None, started: datetime | None = None
 ) -> AsyncIterator[Agents | None]:
     """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the
-    folder of what agents print. Raises ConfigurationError: an address that isn't free, a function that can't be
-    imported."""
+    folder of what agents print. ``started``: the run's start, which templates may tell. Raises ConfigurationError: an
+    address that isn't free, a function that can't be imported."""
     environment, endpoint = experiment.environment, experiment.endpoint
     if environment.name == "single_turn":
         yield None
@@ -32,7 +33,7 @@ async def open_agents(
 
     # a call may take as long as its rollout: one that ended before would count as the agent's failure
     endpoint = endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
-    chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
+    chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)
     app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, on_event=on_event)

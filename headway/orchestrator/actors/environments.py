@@ -37,15 +37,15 @@ async def open_multi_turn_host(
         async with open_remote(experiment, clock, on_event, directory, waits) as remote:
             yield remote
         return
-    logs = None if directory is None else directory.logs
+    logs, started = (None, None) if directory is None else (directory.logs, directory.started())
     if not experiment.environment.replies:
-        async with open_agents(experiment, on_event, None if logs is None else logs / "agents") as agents:
+        async with open_agents(experiment, on_event, None if logs is None else logs / "agents", started) as agents:
             yield agents
         return
     require_shares(experiment)
     # an answer may take as long as its rollout
     endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
-    chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
+    chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
     conversations = Sessions(chat, endpoint, experiment.max_sequence_tokens, on_event)
     pool = EnvironmentPool(
         launcher,

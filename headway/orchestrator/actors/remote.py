@@ -38,7 +38,7 @@ async def open_remote(
     at = experiment.endpoint.address
     keys = service_keys(service.keys, "buffer.service.keys =", at, f"endpoint.address = {at!r}")
     endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
-    chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
+    chat = Chat(Tokenizer.of(experiment, None if directory is None else directory.started()), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)
     desk = LeaseDesk(service.lease_s, clock, waits, on_event)

@@ -14,7 +14,7 @@ from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.preflight.functions import require_kernel_services
-from headway.orchestrator.task_sets import load_task_sets, named_verifiers
+from headway.orchestrator.task_sets import load_task_sets, named_verifiers, require_rendered_tasks
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
@@ -40,7 +40,9 @@ class Scorer:
         self._scratch = ScratchFolder("headway-eval-")  # of pixel arrays
         run = experiment.run.model_copy(update={"directory": str(self._scratch.path)})
         experiment = self._experiment = experiment.model_copy(update={"run": run})
-        self._tokenizer = Tokenizer.load(experiment.model.path)
+        self._tokenizer = Tokenizer.of(experiment)
+        if experiment.environment.name == "single_turn":
+            require_rendered_tasks(self._tokenizer, self._tasks)
         self._launcher = launcher = machines.launcher
         self._pictures = open_pictures(experiment, {split: self._tasks}, launcher, self._clock)
         self._prompts = Prompts(self._tokenizer, experiment.model.template, self._pictures)

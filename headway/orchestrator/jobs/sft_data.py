@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,8 @@ from headway.tasks.demonstrations import Conversation, Pair, read_demonstrations
 from headway.tokens.conversation import Demonstration, encode_conversation, encode_pair
 from headway.tokens.tokenizer import Tokenizer
 
+_RARE = ("empty_turns", "stops_added", "template_drops")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SftTokens:
@@ -21,7 +25,9 @@ class SftTokens:
     token_ids_n: npt.NDArray[np.int32]
     learned_n: npt.NDArray[np.bool_]  # its prediction carries loss
     lengths_s: npt.NDArray[np.int64]
-    counts: dict[str, float]  # kept, dropped_too_long, dropped_empty, too_long_share, longest, mean, learned_share
+    # kept, dropped_too_long, dropped_empty, too_long_share, longest, mean, learned_share; where there are some
+    # empty_turns, stops_added and template_drops, a text
+    counts: dict[str, Any]
 
 
 def read_sft_tokens(experiment: Experiment) -> SftTokens:
@@ -33,12 +39,13 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
     settings = experiment.sft
     assert settings.data is not None
     try:
-        tokenizer = Tokenizer.load(experiment.model.path)
+        tokenizer = Tokenizer.of(experiment)
     except ConfigurationError as error:
         raise ConfigurationError(f"model.path, which sft begins with: {error}") from None
     kept_ids: list[npt.NDArray[np.int32]] = []  # arrays: lists of Python integers would take ten times the memory
     kept_learned: list[npt.NDArray[np.bool_]] = []
-    too_long = empty = longest = 0
+    too_long = empty = empty_turns = longest = 0
+    drops = Counter[str]()
     for where, row in read_demonstrations(settings.data):
         try:
             demonstration = _encode(row, tokenizer, experiment)
@@ -48,6 +55,8 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
             empty += 1
             continue
         longest = max(longest, len(demonstration.ids))
+        empty_turns += demonstration.empty_turns
+        drops.update(demonstration.dropped)
         if len(demonstration.ids) > settings.max_tokens:
             too_long += 1
             continue
@@ -62,7 +71,7 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         raise ConfigurationError(f"sft.data = {settings.data.called!r}: {what}")
     lengths_s = np.fromiter(map(len, kept_ids), np.int64, len(kept_ids))
     learned_n = np.concatenate(kept_learned)
-    counts = {
+    counts: dict[str, Any] = {
         "kept": len(kept_ids),
         "dropped_too_long": too_long,
         "dropped_empty": empty,
@@ -70,7 +79,11 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         "longest": longest,
         "mean": float(lengths_s.mean()),
         "learned_share": float(learned_n.mean()),
+        "empty_turns": empty_turns,
+        "stops_added": ", ".join(tokenizer.added_stops),
+        "template_drops": ", ".join(f"{what} ({count} rows)" for what, count in sorted(drops.items())),
     }
+    counts = {key: value for key, value in counts.items() if value or key not in _RARE}
     return SftTokens(token_ids_n=np.concatenate(kept_ids), learned_n=learned_n, lengths_s=lengths_s, counts=counts)
 
 

@@ -125,7 +125,7 @@ class _Calibrating:
         self._trainer = TrainerClient(launcher, experiment, identity, host_of=machines.host_of)
         named = named_verifiers(experiment, {"train": tasks})
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=0)
-        tokenizer = Tokenizer.load(experiment.model.path)
+        tokenizer = Tokenizer.of(experiment)
         self._load = Load(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_s = 0.0

@@ -28,12 +28,19 @@ from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.preflight.verifier import verifier_findings
-from headway.orchestrator.task_sets import SPLITS, generated_apart, require_seeing, require_template
+from headway.orchestrator.task_sets import (
+    SPLITS,
+    generated_apart,
+    require_rendered_tasks,
+    require_seeing,
+    require_template,
+)
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
+from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.tokenizer import Tokenizer
@@ -170,9 +177,11 @@ def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
     if not folder.is_dir():
         return  # said already
     with findings.refused("model.path"):
-        inputs.tokenizer = Tokenizer.load(folder)
+        inputs.tokenizer = Tokenizer.of(inputs.experiment, RunDirectory(inputs.experiment.run.directory).started())
     if (tokenizer := inputs.tokenizer) is None:
         return
+    if tokenizer.added_stops:
+        findings.info("model.path", tokenizer.added_text)
     if inputs.model is not None and tokenizer.vocabulary_size > inputs.model.vocabulary_size:
         findings.error(
             "model.path",
@@ -259,6 +268,8 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
         tasks = [task for task in found if not task.pictures]  # theirs are tried by `picture_findings`
         if not tasks:
             continue
+        if dropped := require_rendered_tasks(inputs.tokenizer, tasks):
+            findings.info(f"tasks.{split}", f"the chat template leaves out: {', '.join(sorted(dropped))}")
         lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
         too_long = sum(length > limit for length in lengths)
         if too_long:

@@ -26,7 +26,7 @@ KEY = "hooks.rollout"
 class Codec(TextCodec, Protocol):
     """Encodes and decodes text for a user's function."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode_behind(self, before: int | None, text: str) -> list[int]: ...
 
 
 class RolloutOver(Exception):
@@ -119,8 +119,11 @@ class Attempt:
         return sampler.text(turn)
 
     def observe(self, text: str) -> None:
-        """Append the environment's reply: tokens without loss. Raises RolloutOver where they don't fit."""
-        self.observe_ids(cast("Codec", self._sampler.tokenizer).encode(storable(text)))
+        """Append the environment's reply: tokens without loss, as the joint text has them. Raises RolloutOver where
+        they don't fit."""
+        before = self.response_ids or self.group.prompt_ids
+        ids = cast("Codec", self._sampler.tokenizer).encode_behind(before[-1] if before else None, storable(text))
+        self.observe_ids(ids)
 
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append the environment's reply as token ids; like `observe`."""

@@ -314,7 +314,8 @@ def test_pixel_arrays_are_stored_once_and_checked(tmp_path: Path) -> None:
 
 def test_pixel_arrays_go_when_nobody_has_needed_them_twice(tmp_path: Path) -> None:
     experiment: Any = SimpleNamespace(
-        run=SimpleNamespace(directory=str(tmp_path)), model=SimpleNamespace(path="", trust_remote_code=False)
+        run=SimpleNamespace(directory=str(tmp_path)),
+        model=SimpleNamespace(path="", trust_remote_code=False, chat_template_kwargs={}),
     )
     nothing: Any = SimpleNamespace(now=lambda: 0.0)
     pictures, store = Pictures(nothing, nothing, experiment), PixelStore(tmp_path / FOLDER)

@@ -245,7 +245,7 @@ def calibrated(
             monkeypatch.setattr(calibration, name, lambda *a, actor=actor, **k: made.update(k) or actor)
         monkeypatch.setattr(calibration, "RealClock", lambda: clock)
         tasks = [Task(task_id=str(i), prompt=str(i), verifier="numeric") for i in range(9)]
-        monkeypatch.setattr(calibration, "Tokenizer", type("Folder", (), {"load": lambda path: PlainTokenizer()}))
+        monkeypatch.setattr(calibration, "Tokenizer", type("Folder", (), {"of": lambda experiment: PlainTokenizer()}))
         try:
             measured, lengths = await calibration._calibrate(experiment, tasks, 10.0, say, "test")
         finally:

@@ -30,7 +30,7 @@ from tests.support.simulated_run import experiment_of, simulate
 
 
 class Codec(Letters):
-    def encode(self, text: str) -> list[int]:
+    def encode_behind(self, before: int | None, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
 

@@ -602,6 +602,7 @@ BEGINS = {"llama2": "<s>", "metaspace": "<s>", "llama3": "<|begin_of_text|>", "g
 def test_a_prompt_begins_once(tmp_path: Path, kind: str, prompt: str) -> None:
     tokenizer = real(tmp_path, kind)
     bos = tokenizer.token_id(BEGINS[kind])
+    assert bos is not None
     ids = list(tokenizer.render(BEGINS[kind] + prompt, "raw"))
     assert (ids.count(bos), ids[0]) == (1, bos)
     assert list(tokenizer.render(prompt, "raw")).count(bos) == 1

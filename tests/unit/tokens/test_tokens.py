@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -194,13 +195,12 @@ def test_errors_name_bad_folders_and_templates(folder, tmp_path):
         Tokenizer.load(tmp_path).render("x", "cooked")  # type: ignore[arg-type]
 
 
-def test_prompts_do_not_depend_on_the_day(folder, tmp_path):
-    fallback = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}"
-    rewrite(tmp_path, folder, chat_template=fallback)
-    assert Tokenizer.load(tmp_path).render_messages([]) == "26 Jul 2024"
-    rewrite(tmp_path, folder, chat_template="{{ strftime_now('%Y') }}")
-    with pytest.raises(ConfigurationError, match=r"strftime_now.*write a fixed one"):
-        Tokenizer.load(tmp_path).render_messages([])
+def test_templates_tell_the_date_at_which_the_run_started(folder, tmp_path):
+    rewrite(tmp_path, folder, chat_template="{{ strftime_now('%d %b %Y') }}")
+    started = datetime(2025, 2, 3)
+    for _ in range(2):  # as a resumed run does, on another day
+        assert Tokenizer.load(tmp_path, started=started).render_messages([]) == "03 Feb 2025"
+    assert Tokenizer.load(tmp_path).render_messages([]) == f"{datetime.now():%d %b %Y}"
 
 
 STOPS = st.lists(st.sampled_from(["4", "\n", "ans", "is 4", "é", "你好", "<|", "er i", "��"]), max_size=3)
