@@ -45,7 +45,11 @@ def quoted_lark(text: str) -> str:
             return ""
         if kind == "text":
             plain, folded = json.loads(written.removesuffix("i")), written.endswith("i")
-            return f"/{_regex(re.escape(plain), re.IGNORECASE)}/" if folded else json.dumps(_json(plain), ensure_ascii=False)
+            return (
+                f"/{_regex(re.escape(plain), re.IGNORECASE)}/"
+                if folded
+                else json.dumps(_json(plain), ensure_ascii=False)
+            )
         if kind == "range":
             first, last = (json.loads(end.strip()) for end in re.split(r"(?<=\")\s*\.\.\s*(?=\")", written))
             return f"/{_characters([(ord(first), ord(last))])}/"
@@ -154,7 +158,9 @@ def _folded(ranges: _Ranges, flags: int) -> _Ranges:
     """The ranges, with the other case of ASCII's letters where case doesn't count."""
     if not flags & re.IGNORECASE:
         return ranges
-    swapped = [(max(low, a) + by, min(high, z) + by) for low, high in ranges for a, z, by in ((65, 90, 32), (97, 122, -32))]
+    swapped = [
+        (max(low, a) + by, min(high, z) + by) for low, high in ranges for a, z, by in ((65, 90, 32), (97, 122, -32))
+    ]
     return [*ranges, *(one for one in swapped if one[0] <= one[1])]
 
 
