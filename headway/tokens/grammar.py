@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from headway.tokens.grammar_schemas import readable
 from headway.tokens.grammar_trial import TRIAL_S, grammar_trial
+from headway.tokens.quoted_lark import quoted_lark
 from headway.tokens.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 17  # of a grammar: what the library takes for one with thousands of properties is quadratic
@@ -53,6 +54,7 @@ _DEAD_END = "no token of the vocabulary goes on as the grammar wants"
 _MOST_THREADS = 8
 _ANY = {"type": "object"}
 _LIMIT = re.compile("fuel|too (big|large|complex)|max is|Unable to determine|limit")
+LARK = "x-lark"  # keyword of a text that matches a grammar, where it is all that an object has
 _SHARED = ("$defs", "definitions")  # of the whole schema: its parts refer to them
 _SCHEMAS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
@@ -82,10 +84,26 @@ def json_part(schema: Mapping[str, Any] | bool | None = None, *, lenient: bool =
         raise GrammarRefused(f"a JSON schema is an object or a boolean, not {type(schema).__name__}")
     if not isinstance(schema, bool) and "x-guidance" not in schema:
         schema = {**schema, "x-guidance": {"whitespace_pattern": _SPACES, **({"lenient": True} if lenient else {})}}
+    if lark := _lark_of(schema):
+        return lark
     try:
         return f"%json {json.dumps(_narrowed(schema), allow_nan=False, separators=(',', ':'))}"
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarRefused(f"the JSON schema is no JSON: {error}") from None
+
+
+def _lark_of(schema: Any) -> str:
+    """The grammar of an object whose one text matches a grammar in Lark; "": the schema is of another kind."""
+    names = schema.get("properties") if isinstance(schema, Mapping) else None
+    for name, text in names.items() if isinstance(names, Mapping) and len(names) == 1 else ():
+        if isinstance(text, Mapping) and isinstance(text.get(LARK), str):
+            try:
+                inner = quoted_lark(text[LARK])
+            except ValueError as error:
+                raise GrammarRefused(f"grammar: {error}") from None
+            opening = json.dumps(f'{{{json.dumps(name)}: "')
+            return f'{opening} %lark {{\n{inner}\n}} "\\"}}"'
+    return ""
 
 
 def _narrowed(schema: Any) -> Any:

@@ -67,7 +67,11 @@ def _named(schema: dict[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
         own = schema.get("properties") or {}
         found = {name: own.get(name, others) for name in listed if isinstance(name, str)}
         return {**rest, "properties": found, "additionalProperties": False}
-    if listed is None and isinstance(names.get("pattern"), str) and not {"properties", "patternProperties"} & set(schema):
+    if (
+        listed is None
+        and isinstance(names.get("pattern"), str)
+        and not {"properties", "patternProperties"} & set(schema)
+    ):
         return {**rest, "patternProperties": {names["pattern"]: others}, "additionalProperties": False}
     return schema
 

@@ -118,12 +118,15 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
         tool = dict(entry) if isinstance(entry, Mapping) else {}
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        if tool.get("type") != "function" or not isinstance(name, str):
+        if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(name, str):
             what = ": valid is an object with type = 'function' and a function that has a name"
             raise _refused(f"tools[{number}]", what)
         # What OpenAI's API lets clients leave out, and templates read.
         if not function.get("parameters"):
-            empty = {"parameters": {"type": "object", "properties": {}}, "description": function.get("description") or ""}
+            empty = {
+                "parameters": {"type": "object", "properties": {}},
+                "description": function.get("description") or "",
+            }
             tool["function"] = {**function, **empty}
         tools.append(tool)
     return tools

@@ -201,7 +201,11 @@ def test_program_does_its_task_and_is_recorded(name: str, tmp_path: Path) -> Non
         fed.remove(found.prompt)
         text, prompt = tokenizer.decode(found.ids), tokenizer.decode(found.prompt, keep_special=True)
         assert found.ids == [i for letter in text for i in tokenizer.encode(letter)] + [tokenizer.eos_id]
-        at = [n for n, (asked, got, call) in enumerate(wanted) if same_prompt(asked, prompt) and says(text, got, call.stop)]
+        at = [
+            n
+            for n, (asked, got, call) in enumerate(wanted)
+            if same_prompt(asked, prompt) and says(text, got, call.stop)
+        ]
         assert at, (prompt, text)
         wanted.pop(at[0])
     assert len(ended.record.branches) == 1 + sum(not call.tools for call in ended.calls)  # the task, and titles
@@ -219,7 +223,9 @@ def _parts(prompt: str) -> tuple[list[Any], str]:
     if not prompt.startswith(head):
         return [], prompt
     tools, end = json.JSONDecoder().raw_decode(prompt, len(head))
-    return [[tool["function"].get(key) for key in ("name", "description", "parameters")] for tool in tools], prompt[end:]
+    return [[tool["function"].get(key) for key in ("name", "description", "parameters")] for tool in tools], prompt[
+        end:
+    ]
 
 
 def branch_line(branch: Any) -> dict[str, Any]:

@@ -179,7 +179,9 @@ def _require_answerable(request: CallRequest, constraint: Constraint | None, giv
         return
     last = request.messages[-1]
     if not request.continues:
-        what = "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
+        what = (
+            "a final message of the assistant is continued with continue_final_message = true, or prefix = true in it"
+        )
         raise RequestRefused(f"{place}: {what}; valid is also another message behind it", param=place)
     _, opened, thought = last.inline.rpartition("<think>")
     if last.calls or not last.content.strip() or (opened and "</think>" not in thought):

@@ -9,6 +9,7 @@ from typing import Any
 
 from headway.generator.endpoint.fields import refused, shown
 from headway.records.conversations import RequestRefused
+from headway.tokens.grammar import LARK
 from headway.tokens.messages import ToolCall, json_text
 
 _INPUT = "input"  # the one parameter of a custom tool, as the model sees it
@@ -50,7 +51,7 @@ class ResponseTools:
         for number, tool in enumerate(raw):
             place = f"{field}[{number}]"
             kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, Mapping) else (None, None)
-            if kind not in _KINDS and isinstance(kind, str) and not namespace and name is None:
+            if kind not in _KINDS and isinstance(kind, str) and kind.isidentifier() and not namespace and name is None:
                 self.left_out.append(kind)
             elif kind not in _KINDS or not isinstance(name, str) or (namespace and kind == "namespace"):
                 valid = "an object with a name and type = 'function', 'custom' or, outside of one, 'namespace'"
@@ -155,6 +156,6 @@ def _constrained(wanted: Any, place: str) -> tuple[Mapping[str, Any] | None, str
     if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
         valid = "{'type': 'text'} and {'type': 'grammar', 'syntax': 'lark' or 'regex', 'definition': a text}"
         raise RequestRefused(f"{place} = {shown(wanted)}: valid are {valid}", param=place)
-    text = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {"x-lark": definition})}
+    text = {"type": "string", **({"pattern": f"^(?:{definition})$"} if syntax == "regex" else {LARK: definition})}
     schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
     return schema, f"Its {_INPUT} matches this {syntax} grammar:\n{definition}"

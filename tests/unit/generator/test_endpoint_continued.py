@@ -20,7 +20,9 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
         (CHAT, {**BEGUN, "prefix": True}, {}),
     ],
 )
-def test_a_begun_answer_is_continued_and_recorded_without_loss_on_its_beginning(path: str, last: Any, further: Any) -> None:
+def test_a_begun_answer_is_continued_and_recorded_without_loss_on_its_beginning(
+    path: str, last: Any, further: Any
+) -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
         async def ask(messages: Any, **more: Any) -> None:
             body = {"model": "headway", "max_tokens": 50, "messages": messages, **more}
@@ -45,17 +47,38 @@ def test_a_begun_answer_is_continued_and_recorded_without_loss_on_its_beginning(
     [
         (CHAT, {"messages": [USER, BEGUN]}, "messages[1]"),
         (CHAT, {"messages": [USER], "continue_final_message": True}, "messages[0]"),
-        (CHAT, {"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        (
+            CHAT,
+            {"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
         (CHAT, {"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
         (CHAT, {"messages": [USER, {**BEGUN, "prefix": True}, USER]}, "messages[1]"),
-        (CHAT, {"messages": [USER, {**BEGUN, "prefix": True}], "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            CHAT,
+            {"messages": [USER, {**BEGUN, "prefix": True}], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
         (CHAT, {"messages": [USER, {**BEGUN, "prefix": True, "content": " "}]}, "messages[1]"),
         (CHAT, {"messages": [USER, {**BEGUN, "prefix": True, "content": "<think>\nhm"}]}, "messages[1]"),
         ("/v1/responses", {"input": [USER, BEGUN], "instructions": "x"}, "input[1]"),
-        ("/v1/responses", {"input": [USER, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]}, "input[1]"),
-        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages[1]"),
+        (
+            "/v1/responses",
+            {"input": [USER, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]},
+            "input[1]",
+        ),
+        (
+            MESSAGES,
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                ]
+            },
+            "messages[1]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_final_messages_of_the_assistant_are_refused(path: str, body: dict[str, Any], named: str) -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
         status, _, answer = await server.post(path, {"model": "headway", "max_tokens": 50, **body})

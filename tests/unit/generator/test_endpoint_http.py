@@ -29,9 +29,20 @@ def play(test: Callable[[Served], Awaitable[Any]], says: str = "hello", **keys: 
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/health", "/openapi.json", "/v1/models", "/v1/models/headway", "/v1/chat/completions", "/v1/completions",
-     "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/rollouts/7-0/reward"],
-)  # fmt: skip
+    [
+        "/",
+        "/health",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/models/headway",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/rollouts/7-0/reward",
+    ],
+)
 def test_head_of_any_route_is_answered_without_a_body(path: str) -> None:
     async def test(server: Served) -> None:
         status, _, body = await server.raw(path, None, method="HEAD")

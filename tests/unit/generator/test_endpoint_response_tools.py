@@ -160,20 +160,83 @@ def test_a_chosen_tool_constrains_the_call(choice: Any, model_name: str) -> None
 
 LONG = "x" * (3 * CONTEXT_TOKENS)
 PATHS: list[tuple[str, dict[str, Any], str]] = [
-    ("responses", {"input": [{"role": "user", "content": "a"}, {"role": "nobody", "content": "b"}], "instructions": "c"}, "input[1].role"),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": "a"}, {"role": "nobody", "content": "b"}], "instructions": "c"},
+        "input[1].role",
+    ),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ("responses", {"input": "a", "instructions": 7}, "instructions"),
-    ("responses", {"input": [{"role": "user", "content": "a"}, {"type": "function_call", "name": 3, "call_id": "c"}]}, "input[1]"),
-    ("responses", {"input": [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": "a"}]}, "input[1].call_id"),
-    ("responses", {"input": [{"role": "user", "content": "a"}, {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}, {"type": "function_call_output", "call_id": "c", "output": 7}]}, "input[2].output"),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": "a"}, {"type": "function_call", "name": 3, "call_id": "c"}]},
+        "input[1]",
+    ),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": "a"}]},
+        "input[1].call_id",
+    ),
+    (
+        "responses",
+        {
+            "input": [
+                {"role": "user", "content": "a"},
+                {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"},
+                {"type": "function_call_output", "call_id": "c", "output": 7},
+            ]
+        },
+        "input[2].output",
+    ),
     ("responses", {"input": LONG}, "input"),
-    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "system": "s"}, "messages[0].content[0]"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}], "system": "s"},
+        "messages[0].content[0]",
+    ),
     ("messages", {"messages": [{"role": "user", "content": LONG}], "system": "s"}, ""),
     ("messages", {"messages": [{"role": "user", "content": "a"}], "system": 7}, "system"),
-    ("messages", {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}], "system": "s"}, "messages[1].content[0].tool_use_id"),
-    ("messages", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "tool_use", "name": 3, "input": {}}]}, {"role": "user", "content": "a"}]}, "messages[1].content[1]"),
-    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "x", "is_error": "yes"}]}]}, "messages[0].content[1].is_error"),
-]  # fmt: skip
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]},
+            ],
+            "system": "s",
+        },
+        "messages[1].content[0].tool_use_id",
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": "b"}, {"type": "tool_use", "name": 3, "input": {}}],
+                },
+                {"role": "user", "content": "a"},
+            ]
+        },
+        "messages[1].content[1]",
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "tool_result", "tool_use_id": "x", "is_error": "yes"},
+                    ],
+                }
+            ]
+        },
+        "messages[0].content[1].is_error",
+    ),
+]
 
 
 @pytest.mark.parametrize(("route", "body", "param"), PATHS)

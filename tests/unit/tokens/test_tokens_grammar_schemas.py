@@ -15,7 +15,23 @@ from headway.tokens.grammar_schemas import readable
 
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 DECIMAL = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
-TEXTS = ("", "a", "a@b.cd", ".a@b.cd", "a..b@c.de", "a.b@c.de", "+.", "0.5", "-", "aa", "a.a", "..", "1", "+1.", "b" * 12)
+TEXTS = (
+    "",
+    "a",
+    "a@b.cd",
+    ".a@b.cd",
+    "a..b@c.de",
+    "a.b@c.de",
+    "+.",
+    "0.5",
+    "-",
+    "aa",
+    "a.a",
+    "..",
+    "1",
+    "+1.",
+    "b" * 12,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +47,27 @@ def test_patterns_without_lookaheads_mean_what_they_meant(pattern: str) -> None:
 
 
 SCHEMAS: list[tuple[Any, list[Any]]] = [  # with values, valid and not
-    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}}, [{"a": 1}, {"c": 1}, {"b": "x"}, {}]),
-    ({"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "integer"}}, [{"xa": 1}, {"c": 1}, {}]),
-    ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1}, [["a"], ["a", "a"], [], ["a", "b"], ["d"]]),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+        [{"a": 1}, {"c": 1}, {"b": "x"}, {}],
+    ),
+    (
+        {"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "integer"}},
+        [{"xa": 1}, {"c": 1}, {}],
+    ),
+    (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+        [["a"], ["a", "a"], [], ["a", "b"], ["d"]],
+    ),
     ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[], [False, True], [True, True]]),
     (DECIMAL, [1, 0.5, "x", None]),
     ({"if": {"type": "string"}}, [1, "a"]),
     ({"type": "array", "maxContains": 1, "items": {"type": "integer"}}, [[1, 2], ["a"]]),
-    ({"type": "object", "properties": {"a": {"type": "string", "format": "phone"}}, "dependentRequired": {}}, [{"a": "1"}, {"a": 1}]),
-]  # fmt: skip
+    (
+        {"type": "object", "properties": {"a": {"type": "string", "format": "phone"}}, "dependentRequired": {}},
+        [{"a": "1"}, {"a": 1}],
+    ),
+]
 
 
 @pytest.mark.parametrize(("schema", "values"), SCHEMAS)

@@ -1,0 +1,184 @@
+"""Grammars in Lark of texts that stand inside a JSON string: each of their terminals as JSON writes it.
+
+Example: ``start: "a" /[^\\n]+/ "\\n"`` matches the text between the quotes of a JSON string, where a line's end is ``\\n``
+in two characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_LAST = 0x10FFFF
+_ESCAPED = [*range(0x20), 0x22, 0x5C]  # characters that JSON escapes
+_DIGIT, _SPACE = [(48, 57)], [(9, 13), (32, 32)]
+_WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
+_COMMON = {  # of Lark's common terminals, those with such characters
+    "ESCAPED_STRING": r"/\"([^\"\\\n]|\\.)*\"/", "WS": r"/[ \t\f\r\n]+/", "WS_INLINE": r"/[ \t]+/",
+    "LF": r'"\n"', "CR": r'"\r"', "NEWLINE": r"/(\r?\n)+/",
+}  # fmt: skip
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|\#[^\n]*)|(?P<range>"(?:\\.|[^"\\])+"\s*\.\.\s*"(?:\\.|[^"\\])+")|(?P<text>"(?:\\.|[^"\\\n])*"i?)"""
+    r"""|(?P<regex>/(?![*+?/])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/[imslux]*)"""
+    r"""|(?P<imported>%import\s+common\s*(?:\.\s*\w+(?:\s*->\s*\w+)?|\([^)]*\)))|(?P<other>%(?!ignore\b)\w*)""",
+)
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"i?|/(?![*+?/])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/[imslux]*|->\s*\w+')
+_RULE = re.compile(r"^[?!]?([a-z_][a-z0-9_]*)(?:\.\d+)?\s*:((?:.*(?:\n(?![?!]?\w+(?:\.\d+)?\s*:|%))?)*)", re.MULTILINE)
+_NAME = re.compile(r"\b[a-z_][a-z0-9_]*\b")
+_WORDS = re.compile(
+    r"""(?P<directive>^%.*$)|(?P<alias>->\s*\w+)|(?P<literal>"(?:\\.|[^"\\])*"i?|/(?![*+?/])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/)"""
+    r"""|[?!]?\b(?P<name>[a-z_][a-z0-9_]*)\b(?:\.\d+(?=\s*:))?""", re.MULTILINE,
+)  # fmt: skip
+_Ranges = list[tuple[int, int]]
+
+
+def quoted_lark(text: str) -> str:
+    """The grammar of the JSON texts, without their quotes, of the texts of a grammar in Lark. Raises ValueError for what
+    it can't express: lookarounds, references to groups, directives but %ignore and %import of common terminals."""
+    definitions: list[str] = []
+
+    def replaced(found: re.Match[str]) -> str:
+        kind, written = str(found.lastgroup), found[0]
+        if kind == "comment":
+            return ""
+        if kind == "text":
+            plain, folded = json.loads(written.removesuffix("i")), written.endswith("i")
+            return (
+                f"/{_regex(re.escape(plain), re.IGNORECASE)}/"
+                if folded
+                else json.dumps(_json(plain), ensure_ascii=False)
+            )
+        if kind == "range":
+            first, last = (json.loads(end.strip()) for end in re.split(r"(?<=\")\s*\.\.\s*(?=\")", written))
+            return f"/{_characters([(ord(first), ord(last))])}/"
+        if kind == "regex":
+            body, _, letters = written[1:].rpartition("/")
+            plain = body.replace(r"\/", "/")
+            return f"/{_regex(plain, _flags(letters))}/"
+        if kind == "imported":
+            return _imported(written, definitions)
+        raise ValueError(f"{written}: valid directives are %ignore and %import common")
+
+    return _as_terminals("\n".join([_TOKEN.sub(replaced, text), *definitions]))
+
+
+def _as_terminals(grammar: str) -> str:
+    """The grammar with its rules as terminals, where none calls itself: the library's lexer ends a terminal at the first
+    character that can't continue it, and an escape has two. With %ignore, or recursion, it stays as it is: then a
+    terminal that may be followed by an escape can end too late, and less is allowed."""
+    rules = {found[1]: found[2] for found in _RULE.finditer(grammar)}
+    called = {name: set(_NAME.findall(_LITERAL.sub(" ", body))) & set(rules) for name, body in rules.items()}
+    while leaves := [name for name, names in called.items() if not names]:
+        called = {name: names - set(leaves) for name, names in called.items() if names}
+    if called or "%ignore" in grammar or "start" not in rules:
+        return grammar
+
+    def renamed(found: re.Match[str]) -> str:
+        if found["literal"] or found["directive"]:
+            return found[0]
+        return "" if found["alias"] else f"R_{found['name'].upper()}"
+
+    return f"start: R_START\n{_WORDS.sub(renamed, grammar)}"
+
+
+def _imported(written: str, definitions: list[str]) -> str:
+    """The imports of terminals without escaped characters; the definitions of the others are added."""
+    names = re.findall(r"\w+(?:\s*->\s*\w+)?", written.partition("common")[2])
+    kept: list[str] = []
+    for name in names:
+        source, _, alias = (part.strip() for part in name.partition("->"))
+        if source in _COMMON:
+            definitions.append(f"{alias or source}: {quoted_lark(_COMMON[source])}")
+        else:
+            kept.append(f"%import common.{source}" + (f" -> {alias}" if alias else ""))
+    return "\n".join(kept)
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _flags(letters: str) -> int:
+    known = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE, "u": 0, "l": 0}
+    return sum(known[letter] for letter in set(letters))
+
+
+def _regex(pattern: str, flags: int = 0) -> str:
+    try:
+        parsed = re._parser.parse(pattern, flags)  # type: ignore[attr-defined]
+    except re.error as error:
+        raise ValueError(f"/{pattern}/: {error}") from None
+    return _sequence(parsed, parsed.state.flags)
+
+
+def _sequence(parsed: Iterable[tuple[Any, Any]], flags: int) -> str:
+    return "".join(_part(str(kind), value, flags) for kind, value in parsed)
+
+
+def _part(kind: str, value: Any, flags: int) -> str:
+    if kind == "AT":
+        if "BOUNDARY" in str(value):
+            raise ValueError("a word's boundary in a grammar can't be expressed")
+        return ""  # a terminal is matched whole
+    if kind == "ANY":
+        return _characters(_without([] if flags & re.DOTALL else [(10, 10)]))
+    if kind in ("LITERAL", "NOT_LITERAL"):
+        found = _folded([(value, value)], flags)
+        return _characters(found if kind == "LITERAL" else _without(found))
+    if kind == "IN":
+        return _characters(_set(value, flags))
+    if kind == "BRANCH":
+        return f"(?:{'|'.join(_sequence(way, flags) for way in value[1])})"
+    if kind == "SUBPATTERN":
+        return f"(?:{_sequence(value[3], (flags | value[1]) & ~value[2])})"
+    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+        least, most, inner = value
+        return f"(?:{_sequence(inner, flags)}){{{least},{'' if str(most) == 'MAXREPEAT' else most}}}"
+    raise ValueError(f"a grammar's regex has {kind.lower()}, which can't be expressed")
+
+
+def _set(items: Sequence[tuple[Any, Any]], flags: int) -> _Ranges:
+    found, negated = _Ranges(), False
+    classes = {"DIGIT": _DIGIT, "SPACE": _SPACE, "WORD": _WORD}
+    for kind, value in items:
+        if str(kind) == "NEGATE":
+            negated = True
+        elif str(kind) == "CATEGORY":
+            ranges = classes[str(value).rsplit("_", 1)[1]]
+            found += _without(ranges) if "NOT" in str(value) else ranges
+        else:
+            found.append((value, value) if str(kind) == "LITERAL" else value)
+    found = _folded(found, flags)
+    return _without(found) if negated else found
+
+
+def _folded(ranges: _Ranges, flags: int) -> _Ranges:
+    """The ranges, with the other case of ASCII's letters where case doesn't count."""
+    if not flags & re.IGNORECASE:
+        return ranges
+    swapped = [
+        (max(low, a) + by, min(high, z) + by) for low, high in ranges for a, z, by in ((65, 90, 32), (97, 122, -32))
+    ]
+    return [*ranges, *(one for one in swapped if one[0] <= one[1])]
+
+
+def _without(ranges: _Ranges) -> _Ranges:
+    """All other characters."""
+    found, at = _Ranges(), 0
+    for low, high in sorted(ranges):
+        if at < low:
+            found.append((at, low - 1))
+        at = max(at, high + 1)
+    return [*found, (at, _LAST)] if at <= _LAST else found
+
+
+def _characters(ranges: _Ranges) -> str:
+    """A regex of the JSON texts of one of these characters."""
+    escaped = [one for one in _ESCAPED if any(low <= one <= high for low, high in ranges)]
+    outside = _without([*_without(ranges), *((one, one) for one in _ESCAPED), (0xD800, 0xDFFF)])
+    plain = "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in outside)
+    ways = [f"[{plain}]"] * bool(plain)
+    ways += ["".join(rf"\x{{{ord(letter):X}}}" for letter in _json(chr(one))) for one in escaped]
+    return f"(?:{'|'.join(ways)})"
