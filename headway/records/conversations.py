@@ -12,7 +12,21 @@ from headway.records.rollout import Branch, Failure, Group, Rollout
 from headway.records.tokens import IdSequence
 
 HistoryReasoning = Literal["as_sent", "restore"]  # of an answer that a client sends back without its reasoning
-ToolFormat = Literal["auto", "hermes", "llama_json", "none"]  # of tool calls; auto: as the chat template writes them
+ToolFormat = Literal[
+    "auto",
+    "hermes",
+    "llama_json",
+    "qwen_xml",
+    "glm",
+    "minimax",
+    "deepseek",
+    "kimi",
+    "mistral",
+    "gpt_oss",
+    "gemma",
+    "python",
+    "none",
+]  # of tool calls; auto: as the chat template writes them
 # Where a call's prompt begins: at nothing; behind an answer; where another call went on before (another conversation,
 # or messages that were edited); at a prompt that was answered before; or earlier than its messages say, because the
 # chat template renders an answer otherwise than it was sampled.
