@@ -20,11 +20,11 @@ from headway.tokens.messages import canonical_value, json_text
 from headway.tokens.output_parsing import (
     OutputFormat,
     begins_inside_reasoning,
+    certain,
     kept_ids,
     parse_output,
     response_text,
 )
-from headway.tokens.streaming import AnswerStream
 from headway.tokens.tokenizer import Tokenizer
 
 _FIRST = "probe_first", {"key_a": 71001, "key_b": 71002}
@@ -89,7 +89,7 @@ class _Probe:
     text: bool = False  # arguments of calls as JSON text
     ids: str = "nine"  # ids of calls: of nine letters and digits, "long", or "named": they hold the name
 
-    def turn(self, content: str = "", calls: Sequence[Call] = (), **fields: str) -> str:
+    def turn(self, content: str = "", calls: Sequence[Call] = (), fields: Mapping[str, str] = {}) -> str:
         """The assistant's turn, with its role's mark; "": the template refuses it."""
         message: dict[str, Any] = {"role": "assistant", "content": content, **fields}
         if calls:
@@ -137,7 +137,7 @@ def _turns_format(probe: _Probe) -> OutputFormat:
     """How reasoning and content are written."""
     field, thought = "", ("", "")
     for name in _FIELDS:
-        turns = (probe.turn(_SAID, **{name: _THOUGHT}), probe.turn("", [_FIRST], **{name: _THOUGHT}))
+        turns = (probe.turn(_SAID, fields={name: _THOUGHT}), probe.turn("", [_FIRST], {name: _THOUGHT}))
         opened = [_behind(turn, probe.begun).partition(_THOUGHT) for turn in turns if _THOUGHT in turn]
         if opened:
             rests = [rest.partition(_SAID)[0] for _, _, rest in opened]
@@ -320,14 +320,15 @@ def reads_back(probe: _Probe, written: OutputFormat) -> bool:
     ):
         turn = probe.turn(calls=calls)
         prompt = _shared(probe.prompt, turn)
-        ids = probe.tokenizer.encode(_response(probe, turn, prompt))
+        text = _response(probe, turn, prompt)
+        ids = probe.tokenizer.encode(text)
+        if probe.tokenizer.decode(ids, keep_special=True) == text:  # else a small vocabulary can't write the probe
+            text = response_text(probe.tokenizer, ids, written)
         opened = begins_inside_reasoning(prompt, written)
-        text = response_text(probe.tokenizer, ids, written)
         message = parse_output(text, written, calls=True, opened=opened, tools=tools)
         if [call.meaning for call in message.calls] != [(name, canonical_value(given)) for name, given in calls]:
             return False
-        stream = AnswerStream(probe.tokenizer, written, calls=True, opened=opened)
-        if any("".join(stream.push(ids[:end])) for end in range(len(ids) + 1)):
+        if any("".join(certain(text[:end], written, calls=True, opened=opened)) for end in range(len(text))):
             return False
     return True
 

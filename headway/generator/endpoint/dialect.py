@@ -131,6 +131,9 @@ class Dialect(ABC):
         logprobs = values.get("logprobs")
         client = fields.client_sampling(values, fixed=setting.fixed_sampling)
         request, constraint = self.request(values), self.constraint(values)
+        if request.tools and request.calls and setting.chat.written.unknown:
+            valid = f"{setting.chat.written.unknown}; valid: none, or tool_choice = 'none'"
+            raise RequestRefused(f"tools: {valid}", param="tools")
         if constraint is not None and not setting.constraints:
             if not constraint.optional:
                 raise RequestRefused(f"{constraint.param}: {_UNTRAINED}", param=constraint.param)
