@@ -74,6 +74,12 @@ class CallSyntax:
         return *own, pairs.before, pairs.assign, pairs.assign_text, pairs.end, pairs.separator, pairs.quote
 
 
+def _calls(
+    head: str, tail: str = "", between: str = "", opening: str = "", closing: str = "", **more: Any
+) -> CallSyntax:
+    return CallSyntax(head=head, tail=tail, between=between, opening=opening, closing=closing, **more)
+
+
 # As models write them where their template doesn't say; "auto" finds out these and others.
 _XML = Pairs(before="\n<parameter=", assign=">\n", end="\n</parameter>")
 _GLM = Pairs(before="\n<arg_key>", assign="</arg_key>\n<arg_value>", end="</arg_value>")
@@ -81,74 +87,43 @@ _INVOKE = Pairs(before='<parameter name="', assign='">', end="</parameter>\n")
 _PYTHON = Pairs(assign="=", assign_text="='", quote="'", separator=", ", escapes=True)
 _GEMMA = Pairs(assign=":", assign_text=':<|"|>', quote='<|"|>', separator=",")
 _NAMED = ("name", "arguments")
+_OBJECT, _LLAMA = f'{{"name": "{NAME}", "arguments": ', f'{{"name": "{NAME}", "parameters": '
+_COMMENTARY = f"<|channel|>commentary to=functions.{NAME}"
 SYNTAXES: Mapping[str, tuple[CallSyntax, ...]] = {
-    "hermes": (
-        CallSyntax(
-            head=f'<tool_call>\n{{"name": "{NAME}", "arguments": ', tail="}\n</tool_call>", between="\n", keys=_NAMED
-        ),
-    ),
-    "llama_json": (
-        CallSyntax(head=f'{{"name": "{NAME}", "parameters": ', tail="}", between="; ", keys=("name", "parameters")),
-    ),
-    "qwen_xml": (
-        CallSyntax(
-            head=f"<tool_call>\n<function={NAME}>", pairs=_XML, tail="\n</function>\n</tool_call>", between="\n"
-        ),
-    ),
-    "glm": (CallSyntax(head=f"<tool_call>{NAME}", pairs=_GLM, tail="\n</tool_call>", between="\n"),),
+    "hermes": (_calls(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", "\n", keys=_NAMED),),
+    "llama_json": (_calls(_LLAMA, "}", "; ", keys=("name", "parameters")),),
+    "qwen_xml": (_calls(f"<tool_call>\n<function={NAME}>", "\n</function>\n</tool_call>", "\n", pairs=_XML),),
+    "glm": (_calls(f"<tool_call>{NAME}", "\n</tool_call>", "\n", pairs=_GLM),),
     "minimax": (
-        CallSyntax(
-            opening="<minimax:tool_call>\n",
-            head=f'<invoke name="{NAME}">\n',
+        _calls(
+            *(f'<invoke name="{NAME}">\n', "</invoke>\n", "", "<minimax:tool_call>\n", "</minimax:tool_call>"),
             pairs=_INVOKE,
-            tail="</invoke>\n",
-            closing="</minimax:tool_call>",
         ),
     ),
     "deepseek": (
-        CallSyntax(
-            opening="<｜tool▁calls▁begin｜>",
-            head=f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>",
-            tail="<｜tool▁call▁end｜>",
-            closing="<｜tool▁calls▁end｜>",
+        _calls(
+            *(f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", ""),
+            *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
     ),
     "kimi": (
-        CallSyntax(
-            opening="<|tool_calls_section_begin|>",
-            head=f"<|tool_call_begin|>{CALL_ID}<|tool_call_argument_begin|>",
-            tail="<|tool_call_end|>",
-            closing="<|tool_calls_section_end|>",
+        _calls(
+            *(f"<|tool_call_begin|>{CALL_ID}<|tool_call_argument_begin|>", "<|tool_call_end|>", ""),
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             named_ids=True,
         ),
     ),
     "mistral": (
-        CallSyntax(head=f"[TOOL_CALLS]{NAME}[ARGS]"),
-        CallSyntax(
-            opening="[TOOL_CALLS][",
-            head=f'{{"name": "{NAME}", "arguments": ',
-            tail="}",
-            between=", ",
-            closing="]",
-            keys=_NAMED,
-        ),
+        _calls(f"[TOOL_CALLS]{NAME}[ARGS]"),
+        _calls(_OBJECT, "}", ", ", "[TOOL_CALLS][", "]", keys=_NAMED),
     ),
     "gpt_oss": (
-        CallSyntax(head=f" to=functions.{NAME}<|channel|>commentary json<|message|>", most=1),
-        CallSyntax(head=f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", most=1),
-        CallSyntax(head=f"<|channel|>commentary to=functions.{NAME}<|message|>", most=1),
+        _calls(f" to=functions.{NAME}<|channel|>commentary json<|message|>", most=1),
+        _calls(f"{_COMMENTARY} <|constrain|>json<|message|>", most=1),
+        _calls(f"{_COMMENTARY}<|message|>", most=1),
     ),
-    "gemma": (CallSyntax(head=f"<|tool_call>call:{NAME}{{", pairs=_GEMMA, tail="}<tool_call|>"),),
-    "python": (
-        CallSyntax(
-            opening="<|tool_call_start|>[",
-            head=f"{NAME}(",
-            pairs=_PYTHON,
-            tail=")",
-            between=", ",
-            closing="]<|tool_call_end|>",
-        ),
-    ),
+    "gemma": (_calls(f"<|tool_call>call:{NAME}{{", "}<tool_call|>", pairs=_GEMMA),),
+    "python": (_calls(f"{NAME}(", ")", ", ", "<|tool_call_start|>[", "]<|tool_call_end|>", pairs=_PYTHON),),
 }
 
 

@@ -229,7 +229,8 @@ def _value(part: Any, root: Mapping[str, Any], pairs: Pairs, rules: _Rules, tool
             rules.add(f"{name}: {' | '.join(f'{kind}_literal' for kind in others)}")
         else:
             shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            narrowed = {**part, **shared, "type": others} if "type" in part else {**part, **shared}
+            own = {**(part or {}), **shared}
+            narrowed = {**own, "type": others} if "type" in own else own
             rules.add(f"{name}: {json_part(narrowed, lenient=not tool.arguments.strict)}")
         ways.append(f"{rules.literal(pairs.assign)} {name} {rules.literal(pairs.end)}")
     return f"({' | '.join(ways)})"
