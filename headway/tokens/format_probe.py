@@ -109,7 +109,7 @@ class _Probe:
 
     @property
     def prompt(self) -> str:
-        """What asks for the assistant's turn."""
+        """The text that asks for the assistant's turn."""
         return self._rendered([_ASKED], asking=True)
 
     @property
