@@ -11,8 +11,9 @@ from functools import reduce
 from typing import Any, NoReturn
 
 _MOST_LEVELS = 8  # of references and alternatives in a schema that are followed
-_STRING = re.compile(r"""(['"])(?:(?!\1)[^\\]|\\.)*\1""", re.DOTALL)
-_WORD = re.compile(r"[^\s,\[\]{}()<>'\":=]+")
+_BLANK, _COLON = re.compile(r"\s*"), re.compile(r"\s*:")
+_SIGNS = "[]{},:"
+_TOKEN = re.compile(r"""(['"])(?:(?!\1)[^\\]|\\.)*\1|[][{},:]|[^][\s,{}()<>'":=]+""", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _KINDS: Mapping[type, tuple[str, ...]] = {
     bool: ("boolean",),
@@ -81,57 +82,37 @@ def literal(text: str, quote: str) -> Any:
 def literal_at(text: str, at: int, quote: str) -> tuple[Any, int]:
     """The value written at ``at``, and its end: as JSON, in Python, or with ``quote`` (a mark) around texts and keys
     that may be bare. Raises ValueError, with a place where the text ends too early."""
-    at = _blank(text, at)
-    if quote and text.startswith(quote, at):
-        start = at + len(quote)
-        if (end := text.find(quote, start)) < 0:
-            raise _ended(text)
-        return text[start:end], end + len(quote)
-    if text[at : at + 1] in ("'", '"'):
-        if (found := _STRING.match(text, at)) is None:
-            raise _ended(text)
-        try:
-            return json.loads(found[0], strict=False), found.end()
-        except ValueError:
-            return ast.literal_eval(found[0].replace("\n", "\\n").replace("\r", "\\r")), found.end()
-    if text[at : at + 1] in ("[", "{"):
-        return _several(text, at, quote)
-    word = _WORD.match(text, at)
-    if word is None:
-        raise _ended(text) if at >= len(text) else ValueError(f"no value at {at}")
-    return _WORDS[word[0]] if word[0] in _WORDS else JSON.decode(word[0]), word.end()
-
-
-def _several(text: str, at: int, quote: str) -> tuple[Any, int]:
-    """A list or an object, as `literal_at`."""
-    closing = "]" if text[at] == "[" else "}"
-    items, named = list[Any](), dict[str, Any]()
-    at = _blank(text, at + 1)
-    while text[at : at + 1] != closing:
-        if closing == "]":
-            value, at = literal_at(text, at, quote)
-            items.append(value)
+    source, depth = list[str](), 0
+    while not source or depth:
+        at = blank.end() if (blank := _BLANK.match(text, at)) else at
+        marked = bool(quote) and text.startswith(quote, at)
+        end = text.find(quote, at + len(quote)) if marked else -1
+        token = None if marked else _TOKEN.match(text, at)
+        if at >= len(text) or (marked and end < 0) or (token is None and text[at] in "'\""):
+            raise json.JSONDecodeError("the text ends here", text, len(text))
+        if marked:
+            piece, at = repr(text[at + len(quote) : end]), end + len(quote)
+        elif token is None:
+            raise ValueError(f"no value at {at}")
         else:
-            quoted = text[at : at + 1] in ("'", '"') or bool(quote and text.startswith(quote, at))
-            behind = text.find(":", at)
-            key, at = literal_at(text, at, quote) if quoted else (text[at:behind].strip(), behind)
-            at = _blank(text, at)
-            if text[at : at + 1] != ":":
-                raise ValueError(f"no colon at {at}") if at < len(text) and behind >= 0 else _ended(text)
-            named[str(key)], at = literal_at(text, at + 1, quote)
-        at = _blank(text, at)
-        if text[at : at + 1] == ",":
-            at = _blank(text, at + 1)
-        elif text[at : at + 1] != closing:
-            raise ValueError(f"no comma at {at}") if at < len(text) else _ended(text)
-    return (items if closing == "]" else named), at + 1
+            piece, at = token[0], token.end()
+            depth += (piece in ("[", "{")) - (piece in ("]", "}"))
+            if piece[0] in "'\"":
+                piece = repr(_unquoted(piece))
+            elif piece not in _SIGNS:
+                is_key = _COLON.match(text, at) is not None
+                piece = repr(piece if is_key else _WORDS[piece] if piece in _WORDS else JSON.decode(piece))
+        source.append(piece)
+    try:
+        value = ast.literal_eval(" ".join(source))
+        json.dumps(value)  # a set isn't a value
+        return value, at
+    except (SyntaxError, TypeError, MemoryError):
+        raise ValueError(f"no value before {at}") from None
 
 
-def _blank(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
-
-
-def _ended(text: str) -> json.JSONDecodeError:
-    return json.JSONDecodeError("the text ends here", text, len(text))
+def _unquoted(text: str) -> str:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return ast.literal_eval(text.replace("\n", "\\n").replace("\r", "\\r"))
