@@ -40,9 +40,11 @@ help:
 	@echo "make docs         set up, then write the generated pages and outputs, and build site/"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
 
+# trl for the chat templates of published models that its package has; none of its code is imported.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps trl
 	touch $@
 
 install: $(VENV)/.installed

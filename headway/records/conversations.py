@@ -12,7 +12,9 @@ from headway.records.rollout import Branch, Failure, Group, Rollout
 from headway.records.tokens import IdSequence
 
 HistoryReasoning = Literal["as_sent", "restore"]  # of an answer that a client sends back without its reasoning
-ToolFormat = Literal["auto", "hermes", "llama_json", "none"]  # of tool calls; auto: as the chat template writes them
+# Of tool calls. auto: as the chat template writes them.
+_Format = Literal["hermes", "llama_json", "qwen_xml", "glm", "minimax", "deepseek", "kimi", "mistral", "gpt_oss"]
+ToolFormat = Literal["auto", _Format, "gemma", "python", "none"]
 # Where a call's prompt begins: at nothing; behind an answer; where another call went on before (another conversation,
 # or messages that were edited); at a prompt that was answered before; or earlier than its messages say, because the
 # chat template renders an answer otherwise than it was sampled.

@@ -16,8 +16,9 @@ from typing import Any
 from headway.records.conversations import RequestRefused, ToolFormat
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import TokenIds
+from headway.tokens.format_probe import output_format
 from headway.tokens.messages import Message, require_encodable, same_answer, template_form
-from headway.tokens.output_parsing import begins_inside_reasoning, output_format, parse_output, response_text
+from headway.tokens.output_parsing import begins_inside_reasoning, parse_output, response_text
 from headway.tokens.pieces import PieceEncoder
 from headway.tokens.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, tools: ToolFormat = "auto") -> None:
         self.tokenizer = tokenizer
-        self.written = output_format(tokenizer.templates.named.get("tool_use", tokenizer.chat_template), tools)
+        self.written = output_format(tokenizer, tools)
         self._pieces = PieceEncoder(tokenizer)
         self._endings = [text for i in tokenizer.stop_ids if (text := tokenizer.token(i))]
         self._closing: str | None = None  # cache of `_closer`
@@ -88,22 +89,38 @@ class Chat:
         return before
 
     def answer(
-        self, ids: Sequence[int], prompt: str, *, calls: bool, stop: tuple[str, ...] = (), call_prefix: str = "call_"
+        self,
+        ids: Sequence[int],
+        prompt: str,
+        *,
+        calls: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        stop: tuple[str, ...] = (),
+        call_prefix: str = "call_",
     ) -> SampledAnswer:
-        """The answer sampled after the text ``prompt``, as a message; call ids are ``call_prefix`` + number."""
-        opened = begins_inside_reasoning(prompt)
+        """The answer sampled after the text ``prompt``, as a message. ``calls``, ``tools``, ``call_prefix``: as in
+        `parse_output`."""
+        opened = begins_inside_reasoning(prompt, self.written)
         text = response_text(self.tokenizer, ids, self.written, stop)
-        message = parse_output(text, self.written, calls=calls, opened=opened, call_prefix=call_prefix)
+        message = parse_output(text, self.written, calls=calls, opened=opened, tools=tools, call_prefix=call_prefix)
         return SampledAnswer(ids=TokenIds(ids), message=message, calls=calls, opened=opened, stop=stop)
 
-    def behind(self, answer: SampledAnswer, text: str, at: int, *, exactly: bool = False) -> int | None:
+    def behind(
+        self,
+        answer: SampledAnswer,
+        text: str,
+        at: int,
+        *,
+        exactly: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> int | None:
         """Position in the prompt ``text`` behind ``answer``, which begins at character ``at``; None when something else
         stands there (reasoning was dropped, say, or a call was reworded).
 
         The answer stands there when the text from ``at`` to an end of turn is the sampled text, or parses as the same
         message: a template may space arguments in its own way. The token that ended the answer isn't repeated; an
         answer that was cut short, or ended by a stop string, is closed as the template closes turns, if it does.
-        ``exactly``: no template wrote the text, so only the sampled text itself will do.
+        ``exactly``: no template wrote the text, so only the sampled text itself will do. ``tools``: of the request.
         """
         sampled, ending = list(answer.ids), ""
         if sampled and sampled[-1] in self.tokenizer.stop_ids:
@@ -113,7 +130,7 @@ class Chat:
         if exactly or (literal is not None and (ending or not self._closer())):
             return literal
         for end in self._ends(text, at):
-            said = parse_output(text[at:end], self.written, calls=answer.calls, opened=answer.opened)
+            said = parse_output(text[at:end], self.written, calls=answer.calls, opened=answer.opened, tools=tools)
             if same_answer(answer.message, said):
                 if literal is not None:  # the stop string may be what follows in any case
                     return literal

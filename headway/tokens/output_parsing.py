@@ -2,69 +2,76 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Literal
 
-from headway.records.conversations import ToolFormat
-from headway.tokens.messages import Message, ToolCall, assistant_message, encodable, json_text
+from headway.tokens.call_syntax import PYTHON_TAG, SYNTAXES, CallSyntax, read_calls
+from headway.tokens.messages import Message, ToolCall, assistant_message
 from headway.tokens.tokenizer import Tokenizer
 
-Tools = Literal["hermes", "llama_json", "none"]
-
-_THINK, _THOUGHT = "<think>", "</think>"
-_CALL, _CALLED = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-_json = json.JSONDecoder()
+Ids = Literal["any", "nine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFormat:
     """The way a chat template writes the assistant's turns."""
 
-    tools: Tools = "none"
-    reasoning: bool = False  # written in <think> blocks, which a client gets in a separate field
-    reasoning_field: bool = False  # the chat template reads that field; else it looks for reasoning in the content
+    tools: str = "none"  # its name among SYNTAXES, "template" for one that is found in the template alone
+    reasoning: bool = False  # written between marks, and a client gets it in a separate field
+    thought: tuple[str, str] = ("<think>", "</think>")  # marks of reasoning
+    content_mark: str = ""  # stands before the content
+    found: tuple[CallSyntax, ...] = ()  # grammars of calls in place of those of the name
+    ids: Ids = "any"  # of calls, that the template takes: nine letters and digits
+    special: tuple[tuple[str, int], ...] = ()  # marks that are special tokens
+    unknown: str = ""  # why calls can't be read; "": they can, or aren't to be
+
+    @property
+    def syntaxes(self) -> tuple[CallSyntax, ...]:
+        """Grammars of calls; the first is the template's."""
+        return self.found or SYNTAXES.get(self.tools, ())
 
 
-def output_format(template: str | None, tools: ToolFormat = "auto") -> OutputFormat:
-    """The format that a chat template writes; ``tools`` overrides the format of tool calls detected in it.
-
-    "hermes": ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them behind the content
-    (Hermes, Qwen 2.5 and 3). "llama_json": ``{"name": ..., "parameters": {...}}`` and nothing else (Llama 3.1). A
-    template that writes calls otherwise has "none": they stay in the content.
-    """
-    text = template or ""
-    if tools == "auto":
-        tools = _tools_of(text)
-    return OutputFormat(tools=tools, reasoning=_THOUGHT in text, reasoning_field="reasoning_content" in text)
+def begins_inside_reasoning(prompt: str, written: OutputFormat) -> bool:
+    """Whether a prompt's text ends with an open mark of reasoning, so that what follows is reasoning."""
+    return prompt.rstrip().endswith(written.thought[0])
 
 
-def _tools_of(template: str) -> Tools:
-    if _CALL in template:
-        other = "<function=" in template or "<arg_key>" in template  # XML inside the tags: Qwen3-Coder, GLM 4.5
-        return "none" if other else "hermes"
-    return "llama_json" if '"parameters": ' in template and '"name": ' in template else "none"
+def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Schemas of the arguments of a request's tools, by name."""
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    return {str(function.get("name")): function.get("parameters") for function in functions}
 
 
-def begins_inside_reasoning(prompt: str) -> bool:
-    """Whether a prompt's text ends with an open ``<think>``, so that what follows is reasoning."""
-    return prompt.rstrip().endswith(_THINK)
-
-
-def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool, call_prefix: str = "call_") -> Message:
+def parse_output(
+    text: str,
+    written: OutputFormat,
+    *,
+    calls: bool,
+    opened: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    call_prefix: str = "call_",
+) -> Message:
     """Parse a response's ``text`` into a message.
 
-    ``calls``: its request allows tool calls. ``opened``: it begins inside reasoning. Calls have the ids ``call_prefix``
-    + number. Unclosed reasoning extends to the end. If a tool call is malformed, all of them stay in the content, so
-    that the caller can name the mistake (as vLLM's parser of this format does).
+    ``calls``: its request allows tool calls, of ``tools``. ``opened``: it begins inside reasoning. Calls have the ids
+    ``call_prefix`` + number, or such as the template takes. Unclosed reasoning extends to the end. If a tool call is
+    malformed, all of them stay in the content, so that the caller can name the mistake (as vLLM's parsers do).
     """
-    reasoning, rest = _reasoning(text, opened) if written.reasoning else ("", text)
-    parser = _PARSERS.get(written.tools) if calls else None
-    content, unnamed = (parser(rest) if parser else None) or (rest, ())
-    tool_calls = tuple(replace(call, call_id=f"{call_prefix}{number}") for number, call in enumerate(unnamed))
+    reasoning, rest = _reasoning(text, written, opened) if written.reasoning else ("", text)
+    rest = _behind_mark(rest, written.content_mark)
+    content, unnamed = rest, tuple[ToolCall, ...]()
+    schemas = schemas_of(tools)
+    for syntax in written.syntaxes if calls else ():
+        if (read := read_calls(rest, syntax, schemas)) is not None:
+            content, unnamed = read
+            break
+    tool_calls = tuple(
+        call if call.call_id else replace(call, call_id=_call_id(f"{call_prefix}{number}", written))
+        for number, call in enumerate(unnamed)
+    )
     if not written.reasoning:
         return assistant_message(content, calls=tool_calls)
     # written: as a template without a field for reasoning would find it in the content
@@ -72,41 +79,64 @@ def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool,
     return assistant_message(content.lstrip("\n"), reasoning, tool_calls, written=inside)
 
 
-def _reasoning(text: str, opened: bool) -> tuple[str, str]:
+def _call_id(plain: str, written: OutputFormat) -> str:
+    return plain if written.ids == "any" else blake2b(plain.encode(), digest_size=8).hexdigest()[:9]
+
+
+def _behind_mark(text: str, mark: str) -> str:
+    begun = text.lstrip()
+    return begun[len(mark) :] if mark and begun.startswith(mark) else text
+
+
+def _reasoning(text: str, written: OutputFormat, opened: bool) -> tuple[str, str]:
     """Split ``text`` into (reasoning, the text behind it)."""
-    if text.lstrip().startswith(_THINK):
-        text = text.lstrip()[len(_THINK) :]
+    opening, closing = written.thought
+    if text.lstrip().startswith(opening):
+        text = text.lstrip()[len(opening) :]
     elif not opened:
         return "", text
-    reasoning, _, rest = text.partition(_THOUGHT)
+    reasoning, _, rest = text.partition(closing)
     return reasoning.strip(), rest
 
 
 def certain(text: str, written: OutputFormat, *, calls: bool, opened: bool) -> tuple[str, str]:
     """(reasoning, content) that are certain for a response beginning with ``text``: prefixes of the final
     `client_form`, whatever follows."""
-    reasoning = ""
+    reasoning, (opening, closing) = "", written.thought
     if written.reasoning:
         begun = text.lstrip()
-        if _THINK.startswith(begun):
+        if opening.startswith(begun):
             return "", ""  # or it is the beginning of one
-        if begun.startswith(_THINK) or opened:
-            inside = begun.removeprefix(_THINK) if begun.startswith(_THINK) else text
-            thought, closed, text = inside.partition(_THOUGHT)
+        if begun.startswith(opening) or opened:
+            inside = begun.removeprefix(opening) if begun.startswith(opening) else text
+            thought, closed, text = inside.partition(closing)
             if not closed:
-                return _before(thought.lstrip(), _THOUGHT), ""
+                return _before(thought.lstrip(), closing), ""
             reasoning = thought.strip()
         text = text.lstrip("\n")
-        if not reasoning and (_THINK.startswith(text.lstrip()) or text.lstrip().startswith(_THINK)):
+        if not reasoning and (opening.startswith(text.lstrip()) or text.lstrip().startswith(opening)):
             return "", ""  # behind an empty block: another one would be the reasoning
-    if not calls or written.tools == "none":
-        return reasoning, text
-    if written.tools == "hermes":
-        content, tag, _ = text.partition(_CALL)
-        return reasoning, content.rstrip() if tag else _before(text, _CALL)
-    begun = text.lstrip()
-    json_so_far = not begun or begun[0] == "{" or begun.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(begun)
-    return reasoning, "" if json_so_far else text
+    if written.content_mark.startswith(begun := text.lstrip()) and begun != written.content_mark:
+        return reasoning, ""
+    text = _behind_mark(text, written.content_mark)
+    if written.content_mark and written.reasoning:
+        text = text.lstrip("\n")
+    for syntax in written.syntaxes if calls else ():
+        text = _certain_content(text, syntax)
+    return reasoning, text
+
+
+def _certain_content(text: str, syntax: CallSyntax) -> str:
+    """The part of a content that no call of this grammar can change."""
+    if not syntax.marks:
+        begun, form = text.lstrip(), (syntax.opening + syntax.object_head[1] + syntax.head).lstrip()[0]
+        return (
+            ""
+            if not begun or begun[0] == form or begun.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(begun)
+            else text
+        )
+    places = [at for mark in syntax.marks if (at := text.find(mark)) >= 0]
+    return text[: min(places)].rstrip() if places else min((_before(text, mark) for mark in syntax.marks), key=len)
 
 
 def _before(text: str, tag: str) -> str:
@@ -118,61 +148,6 @@ def overlap(text: str, tag: str) -> int:
     """Length of the longest suffix of ``text`` that is a proper prefix of ``tag``."""
     lengths = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(tag[:length])), 0)
-
-
-def _hermes(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """(content before the first call, calls); text between and behind calls is dropped. None for malformed calls."""
-    content, tag, _ = text.partition(_CALL)
-    if not tag:
-        return None
-    calls: list[ToolCall] = []
-    at = len(content)
-    while at >= 0:
-        found = _call_at(text, at + len(_CALL), "arguments")
-        if found is None:
-            return None
-        call, end = found
-        closing = text[end:].lstrip()
-        if closing and not closing.startswith(_CALLED):
-            return None
-        calls.append(call)
-        at = text.find(_CALL, end)
-    return content.rstrip(), tuple(calls)
-
-
-def _llama_json(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """("", calls) of a text that is calls separated by semicolons and nothing else; None otherwise."""
-    text = text.strip().removeprefix(PYTHON_TAG)
-    calls: list[ToolCall] = []
-    at = 0
-    while at < len(text):
-        found = _call_at(text, at, "parameters")
-        if found is None:
-            return None
-        call, end = found
-        calls.append(call)
-        behind = re.compile(r"\s*(;|$)").match(text, end)
-        if behind is None:
-            return None
-        at = behind.end()
-    return ("", tuple(calls)) if calls else None
-
-
-def _call_at(text: str, at: int, key: str) -> tuple[ToolCall, int] | None:
-    """The call whose JSON begins at ``at`` (or behind white space there), and its end; None when it isn't a call."""
-    start = len(text) - len(text[at:].lstrip())
-    try:
-        value, end = _json.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    name: Any = value.get("name")
-    arguments: Any = value.get(key, value.get("arguments", value.get("parameters", {})))
-    written = arguments if isinstance(arguments, str) else json_text(arguments)
-    if not isinstance(name, str) or not encodable(name + written):
-        return None
-    return ToolCall(name=name, arguments=written), end
 
 
 def client_form(message: Message, written: OutputFormat) -> dict[str, Any]:
@@ -190,19 +165,21 @@ def client_form(message: Message, written: OutputFormat) -> dict[str, Any]:
     return entry
 
 
-_PARSERS = {"hermes": _hermes, "llama_json": _llama_json}
+@lru_cache(maxsize=16)
+def kept_ids(tokenizer: Tokenizer, written: OutputFormat) -> frozenset[int]:
+    """Special tokens that are marks of this format: their text is needed."""
+    texts = [*written.thought * written.reasoning, written.content_mark, PYTHON_TAG * (written.tools == "llama_json")]
+    marks = "\n".join([*texts, *(text for syntax in written.syntaxes for text in syntax.texts)])
+    special = tokenizer.special_ids.difference(tokenizer.stop_ids)
+    return frozenset(i for i in special if (token := tokenizer.token(i)) and token in marks)
 
 
 def response_text(tokenizer: Tokenizer, ids: Sequence[int], written: OutputFormat, stop: Sequence[str] = ()) -> str:
-    """Text of sampled tokens for `parse_output`: without the token that ended the response and other special tokens,
-    and cut at the first stop string."""
+    """Text of sampled tokens for `parse_output`: without the token that ended the response and special tokens other
+    than the format's marks, and cut at the first stop string."""
     if ids and ids[-1] in tokenizer.stop_ids:
         ids = ids[:-1]
-    if written.tools == "llama_json":  # whose tag is a special token
-        kept = tokenizer.token_id(PYTHON_TAG)
-        ids = [i for i in ids if i == kept or i not in tokenizer.special_ids]
-        text = tokenizer.decode(ids, keep_special=True)
-    else:
-        text = tokenizer.decode(ids)
+    kept = kept_ids(tokenizer, written)
+    text = tokenizer.decode((i for i in ids if i in kept or i not in tokenizer.special_ids), keep_special=True)
     places = [at for string in stop if string and (at := text.find(string)) >= 0]
     return text[: min(places)] if places else text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.tokens.output_parsing import PYTHON_TAG, OutputFormat, certain, overlap
+from headway.tokens.output_parsing import OutputFormat, certain, kept_ids, overlap
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -26,23 +26,21 @@ class AnswerStream:
     ) -> None:
         """``written``: the format of answers; None: plain text, all content. ``calls``, ``opened``: as in
         `parse_output`."""
-        self._tokenizer = tokenizer
         self._written = written
         self._calls = calls
         self._opened = opened
         self._stop = tuple(filter(None, stop))
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._decoder = IncrementalDecoder(tokenizer, keep_special=True)
+        self._left_out = tokenizer.special_ids.union(tokenizer.stop_ids)
+        if written is not None:
+            self._left_out -= kept_ids(tokenizer, written)
         self._pushed = 0
-        tagged = written is not None and written.tools == "llama_json"
-        self._tag = tokenizer.token_id(PYTHON_TAG) if tagged else None
-        self._frozen = False  # behind that tag
         self._told = ["", ""]  # reasoning and content so far
 
     def push(self, ids: Sequence[int]) -> tuple[str, str]:
         """New pieces of (reasoning, content) that ``ids``, all tokens so far, make certain."""
         for token in ids[self._pushed :]:
-            self._frozen |= token == self._tag
-            if not self._frozen and token not in self._tokenizer.stop_ids:
+            if token not in self._left_out:
                 self._decoder.push(token)
         self._pushed = max(self._pushed, len(ids))
         text = self._before_stop(self._decoder.settled)

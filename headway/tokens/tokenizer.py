@@ -329,8 +329,9 @@ class IncrementalDecoder:
     response: text up to a token boundary that no later token can change is settled; only the rest is decoded again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._keep_special = keep_special
         self._stop = tuple(text for text in stop if text)
         self._reach = max((len(text) for text in self._stop), default=1) - 1
         self.settled = (
@@ -349,7 +350,7 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> bool:
         """Append a sampled token; True when a stop string is now in the text."""
         self._tail.append(token_id)
-        whole = self._tokenizer.decode(self._tail)
+        whole = self._tokenizer.decode(self._tail, keep_special=self._keep_special)
         self._open_text = whole[len(self._anchor_text) :]
         if self._stop and self.stopped is None:
             self._search()
@@ -358,7 +359,7 @@ class IncrementalDecoder:
             self._open_text = ""
             self._tail = self._tail[self._anchor :]
             self._anchor = len(self._tail)
-            self._anchor_text = self._tokenizer.decode(self._tail)
+            self._anchor_text = self._tokenizer.decode(self._tail, keep_special=self._keep_special)
         return self.stopped is not None
 
     def _search(self) -> None:

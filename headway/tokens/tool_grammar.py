@@ -4,18 +4,21 @@ template writes them, or either; behind reasoning where the template has it."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headway.records.conversations import RequestRefused
+from headway.tokens.argument_values import kinds_of
+from headway.tokens.call_syntax import CALL_ID, NAME, CallSyntax, Pairs
 from headway.tokens.grammar import json_part
 from headway.tokens.messages import json_text
 from headway.tokens.output_parsing import OutputFormat
 
-_CALL, _CALLED = "<tool_call>", "</tool_call>"
-_ANY, _OPENING, _CLOSING = r"(.|\n)*", r"\s*<think>", r"<\/think>"
-_UNREASONED = f" & ~/{_OPENING}{_ANY}/"
+_ANY = r"(.|\n)*"
+_NOTHING = '""'
+_KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]*/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,63 +72,204 @@ def answer_grammar(wanted: Constraint, written: OutputFormat, *, opened: bool = 
     Example, an answer that may call one tool, in the format "hermes" (the arguments are a grammar of their own, so that
     references inside their schema stay as they are):
 
-        start: (TEXT | head call more*)
+        start: (TEXT | mark0 first more*)
         TEXT: ...without <tool_call>...
-        head[lazy]: ...up to the first <tool_call>...
-        call: "\n{\"name\": " ("\"add\", \"arguments\": " arguments0) "}\n</tool_call>"
+        mark0[lazy]: ...up to the first <tool_call>...
+        first: "\n{\"name\": \"add\", \"arguments\": " arguments0 "}\n</tool_call>"
         arguments0: %json {...}
-        more: "\n<tool_call>" call
+        more: "\n<tool_call>\n{\"name\": \"add\", \"arguments\": " arguments0 "}\n</tool_call>"
     """
     _require_written(wanted, written)
-    tools = wanted.tools if written.tools != "none" else ()
-    thinks = written.reasoning and not opened  # an answer that begins with the tag is reasoning
+    syntax = next(iter(written.syntaxes), None)
+    rules = _Rules(dict(written.special))
+    opening, closing = written.thought
+    thinks = written.reasoning and not opened  # an answer that begins with the mark is reasoning
+    plain = thinks and not rules.pieces(opening)[0][1]
+    unthought = rf" & ~/\s*{_pattern(opening)}{_ANY}/" if plain else ""
     free = wanted.text is None and not wanted.forced
-    ways, rules = list[str](), list[str]()
+    mark = f"({rules.literal(written.content_mark)})? " if written.content_mark else ""
+    ways = list[str]()
     if wanted.text is not None:
-        ways.append("json")
-        rules.append(f"json: {_part(wanted.text)}")
+        ways.append(mark + "json")
+        rules.add(f"json: {_part(wanted.text)}")
     if free:
-        ways.append("TEXT")
-        text = f"/{_ANY}/ & ~/{_ANY}{_CALL}{_ANY}/" if written.tools == "hermes" else rf"/\s*([^{{\s]{_ANY})?/"
-        rules.append(f"TEXT: {text}{_UNREASONED if thinks else ''}")
-    if tools and written.tools == "hermes":
-        ways.append(("head" if free else f'"{_CALL}"') + " call" + ("" if wanted.single else " more*"))
-        rules += [*_call_rules(tools, "arguments", "\n", f"\n{_CALLED}"), f'more: "\\n{_CALL}" call']
-        if free:
-            rules += [f"HEAD: /{_ANY}{_CALL}/{_UNREASONED if thinks else ''}", "head[lazy]: HEAD"]
-    elif tools:
-        ways.append("call")
-        rules += _call_rules(tools, "parameters", "", "")
+        ways.append(mark + "TEXT")
+        rules.add(f"TEXT: {_free_text(syntax)}{unthought}")
+    if wanted.tools and syntax is not None:
+        ways.append(_calls(wanted, syntax, rules, unthought if free else None))
     start = f"({' | '.join(ways)})"
     if written.reasoning:
         start = f"(thought BREAK)? {start}" if thinks else f"thought BREAK {start}"
-        rules += [f"thought[lazy]: /{_OPENING if thinks else ''}{_ANY}{_CLOSING}/", r"BREAK: /\n{0,2}/"]
-    return "\n".join([f"start: {start}", *rules, ""])
+        if len(rules.pieces(opening + closing)) == 1:
+            begun = rf"\s*{_pattern(opening)}" if thinks else ""
+            rules.add(f"thought[lazy]: /{begun}{_ANY}{_pattern(closing)}/")
+        else:
+            rules.add(f"thought: {rules.literal(opening) if thinks else ''} {rules.up_to(closing)}")
+        rules.add(r"BREAK: /\n{0,2}/")
+    return "\n".join([f"start: {start}", *rules.lines, ""])
 
 
-def _call_rules(tools: Sequence[CallableTool], key: str, before: str, behind: str) -> list[str]:
-    """The rule ``call``, of one call, and those it needs."""
-    names = [_literal(f'{json_text(tool.name)}, "{key}": ') for tool in tools]
-    ways = " | ".join(f"{name} arguments{number}" for number, name in enumerate(names))
-    opening, closing = _literal(before + '{"name": '), _literal("}" + behind)
-    arguments = [f"arguments{number}: {_part(tool.arguments)}" for number, tool in enumerate(tools)]
-    return [f"call: {opening} ({ways}) {closing}", *arguments]
+class _Rules:
+    """Rules of a grammar, as they are made."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        """``special``: marks that are special tokens, which no text has."""
+        self.lines = list[str]()
+        self._special = special
+        self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+    def add(self, line: str) -> None:
+        if line not in self.lines:
+            self.lines.append(line)
+
+    def pieces(self, text: str) -> list[tuple[str, int | None]]:
+        """A mark as texts and special tokens, with the ids of these."""
+        found, at = list[tuple[str, int | None]](), 0
+        for token in self._split.finditer(text):
+            found += [(text[at : token.start()], None)] * (at < token.start()) + [(token[0], self._special[token[0]])]
+            at = token.end()
+        return found + [(text[at:], None)] * (at < len(text) or not found)
+
+    def literal(self, text: str) -> str:
+        return " ".join(f"<[{i}]>" if i is not None else _quoted(piece) for piece, i in self.pieces(text) if piece)
+
+    def up_to(self, mark: str, without: str = "") -> str:
+        """Any text and the first ``mark`` behind it; ``without``: as an intersection that the text is in."""
+        (first, i), *rest = self.pieces(mark)
+        name = f"mark{len(self.lines)}"
+        if i is None:
+            self.add(f"{name.upper()}: /{_ANY}{_pattern(first)}/{without}")
+            self.add(f"{name}[lazy]: {name.upper()}")
+        else:
+            self.add(f"{name.upper()}: /{_ANY}/{without}")
+            name = f"{name.upper()} <[{i}]>"
+        return " ".join([name, self.literal("".join(piece for piece, _ in rest))]).strip()
+
+
+def _free_text(syntax: CallSyntax | None) -> str:
+    """Texts that aren't calls and don't hold any."""
+    if syntax is None:
+        return f"/{_ANY}/"
+    if not syntax.marks:
+        return rf"/\s*([^{re.escape(_first_call(syntax).strip()[0])}\s]{_ANY})?/"
+    return " & ".join([f"/{_ANY}/", *(f"~/{_ANY}{_pattern(mark)}{_ANY}/" for mark in syntax.marks)])
+
+
+def _first_call(syntax: CallSyntax) -> str:
+    return (syntax.opening + syntax.head).lstrip("\n")
+
+
+def _calls(wanted: Constraint, syntax: CallSyntax, rules: _Rules, before: str | None) -> str:
+    """The sequence of calls alone, or (``before``: an intersection with it) of a text with calls behind it."""
+    head, start = _first_call(syntax), ""
+    if before is not None and syntax.marks:
+        mark, _ = rules.pieces(head.lstrip())[0] if rules.pieces(head.lstrip())[0][1] else (syntax.marks[0], None)
+        head, start = head.lstrip()[len(mark) :], rules.up_to(mark, before)
+    for number, tool in enumerate(wanted.tools):
+        if syntax.pairs is None:
+            rules.add(f"arguments{number}: {_part(tool.arguments)}")
+        else:
+            _add_pairs(tool, number, syntax.pairs, rules)
+    heads = {"first": head, "more": (syntax.between or "; " * (not syntax.marks)) + syntax.head}
+    several = not wanted.single and syntax.most != 1
+    for rule, text in heads.items():
+        if rule == "first" or several:
+            ways = [_call(tool, number, text, syntax, rules) for number, tool in enumerate(wanted.tools)]
+            rules.add(f"{rule}: {' | '.join(ways)}")
+    return " ".join(filter(None, (start, "first", "more*" * several, rules.literal(syntax.closing.rstrip()))))
+
+
+def _call(tool: CallableTool, number: int, head: str, syntax: CallSyntax, rules: _Rules) -> str:
+    name = json_text(tool.name)[1:-1] if syntax.keys else tool.name
+    call_id = (f"functions.{name}:", "/[0-9]{1,3}/") if syntax.named_ids else ("", "/[A-Za-z0-9]{1,9}/")
+    parts = [[rules.literal(part) for part in text.replace(NAME, name).split(CALL_ID)] for text in (head, syntax.tail)]
+    slot = f" {rules.literal(call_id[0])} {call_id[1]} "
+    return " ".join([slot.join(parts[0]), f"arguments{number}", slot.join(parts[1])])
+
+
+def _add_pairs(tool: CallableTool, number: int, pairs: Pairs, rules: _Rules) -> None:
+    """The rule ``arguments`` + ``number`` for arguments that are written one by one, in the schema's order."""
+    schema = tool.arguments.schema if isinstance(tool.arguments.schema, Mapping) else {}
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    separator = rules.literal(pairs.separator)
+    open_ended = schema.get("additionalProperties", not properties) is not False
+    other = f"{rules.literal(pairs.before)} {_KEY} {_value(None, schema, pairs, rules, tool)}"
+    last, others = len(properties), f"({separator} other{number})*"
+    if open_ended:
+        rules.add(f"other{number}: {other}")
+    rules.add(f"pairs{number}_{last}: " + (f"(other{number} {others})?" if open_ended else _NOTHING))
+    rules.add(f"further{number}_{last}: " + (others if open_ended else _NOTHING))
+    for place, (key, part) in reversed(list(enumerate(properties.items()))):
+        rules.add(
+            f"pair{number}_{place}: {rules.literal(pairs.before + key)} {_value(part, schema, pairs, rules, tool)}"
+        )
+        for rule, joint in (("pairs", ""), ("further", separator)):
+            without = "" if key in (schema.get("required") or ()) else f" | {rule}{number}_{place + 1}"
+            rules.add(f"{rule}{number}_{place}: {joint} pair{number}_{place} further{number}_{place + 1}{without}")
+    rules.add(f"arguments{number}: pairs{number}_0")
+
+
+def _value(part: Any, root: Mapping[str, Any], pairs: Pairs, rules: _Rules, tool: CallableTool) -> str:
+    """A value with its marks; ``part``: its schema, None for any text."""
+    kinds = kinds_of(part, root)
+    ways = list[str]()
+    if part is None or not kinds or "string" in kinds:
+        start = rules.literal(pairs.assign_text or pairs.assign)
+        listed = part.get("enum") if isinstance(part, Mapping) and kinds == {"string"} else None
+        if isinstance(listed, list):
+            ways += [f"{start} {rules.literal(value + pairs.quote + pairs.end)}" for value in listed]
+        elif pairs.quote in ("'", '"'):
+            ways.append(rf"{start} /[^{pairs.quote}\\\n]*/ {rules.literal(pairs.quote + pairs.end)}")
+        else:
+            ways.append(f"{start} {rules.up_to(pairs.quote + pairs.end)}")
+    if others := sorted(kinds - {"string"}):
+        name = f"literal{len(rules.lines)}"
+        if pairs.quote and not kinds & {"integer", "number"}:
+            _add_literals(pairs.quote, rules)
+            rules.add(f"{name}: {' | '.join(f'{kind}_literal' for kind in others)}")
+        else:
+            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            own = {**(part or {}), **shared}
+            narrowed = {**own, "type": others} if "type" in own else own
+            rules.add(f"{name}: {json_part(narrowed, lenient=not tool.arguments.strict)}")
+        ways.append(f"{rules.literal(pairs.assign)} {name} {rules.literal(pairs.end)}")
+    return f"({' | '.join(ways)})"
+
+
+def _add_literals(quote: str, rules: _Rules) -> None:
+    """Rules of values that aren't JSON, by type."""
+    python = quote in ("'", '"')
+    text = r"/'[^'\\\n]*'/" if python else f"{rules.literal(quote)} {rules.up_to(quote)}"
+    rules.add("boolean_literal: " + ('"True" | "False"' if python else '"true" | "false"'))
+    rules.add("null_literal: " + ('"None"' if python else '"null"'))
+    rules.add('number_literal: %json {"type": "number"}')
+    rules.add(f"string_literal: {text}")
+    rules.add('array_literal: "[" (any_literal ("," " "? any_literal)*)? "]"')
+    key = "string_literal" if python else _KEY
+    rules.add(f'object_literal: "{{" ({key} ":" " "? any_literal ("," " "? {key} ":" " "? any_literal)*)? "}}"')
+    kinds = ("boolean", "null", "number", "string", "array", "object")
+    rules.add(f"any_literal: {' | '.join(f'{kind}_literal' for kind in kinds)}")
 
 
 def _part(asked: AskedSchema) -> str:
     return json_part(asked.schema, lenient=not asked.strict)
 
 
-def _literal(text: str) -> str:
+def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    """A text in a regular expression of the grammar."""
+    return re.escape(text).replace("\\\n", r"\n").replace("\\ ", " ").replace("/", r"\/")
 
 
 def _require_written(wanted: Constraint, written: OutputFormat) -> None:
     """Raise RequestRefused where answers can't be written as wanted."""
-    if wanted.calls_param and written.tools == "none":
+    if wanted.calls_param and not written.syntaxes:
         why = "the model's chat template writes tool calls in no form that is known here (endpoint.tools sets one)"
         valid = "false" if wanted.calls_param.endswith("strict") else "'auto' and 'none'"
         raise RequestRefused(f"{wanted.calls_param}: {why}; valid: {valid}", param=wanted.calls_param)
-    if wanted.text is not None and wanted.tools and written.tools == "llama_json":
+    if wanted.text is not None and wanted.tools and written.syntaxes and not written.syntaxes[0].marks:
         why = "the model's chat template writes tool calls as bare JSON, which can't be told from an answer in JSON"
         raise RequestRefused(f"{wanted.param}: beside tools, {why}; valid: tool_choice = 'none'", param=wanted.param)

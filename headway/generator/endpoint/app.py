@@ -185,7 +185,7 @@ class App(HttpApp):
             return asked
         try:
             written = self._chat.written if dialect.parsed else OutputFormat()
-            grammar = answer_grammar(wanted, written, opened=begins_inside_reasoning(prompt))
+            grammar = answer_grammar(wanted, written, opened=begins_inside_reasoning(prompt, written))
             await self._compiled(grammar)
         except GrammarRefused as error:
             param, fault = await self._at_fault(wanted) or (wanted.param, error)

@@ -147,6 +147,9 @@ class Dialect(ABC):
         client = _client_sampling(values, fixed=setting.fixed_sampling)
         request, constraint = self.request(values), self.constraint(values)
         _require_answerable(request, constraint, len(body.get(self.names.get("messages", "messages")) or ()))
+        if request.tools and request.calls and setting.chat.written.unknown:
+            valid = f"{setting.chat.written.unknown}; valid: none, or tool_choice = 'none'"
+            raise RequestRefused(f"tools: {valid}", param="tools")
         if constraint is not None and not setting.constraints:
             if not constraint.optional:
                 raise RequestRefused(f"{constraint.param}: {_UNTRAINED}", param=constraint.param)

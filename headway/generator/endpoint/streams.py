@@ -86,7 +86,7 @@ class _Choice:
             chat.tokenizer,
             chat.written if dialect.parsed else None,
             calls=request.calls and bool(request.tools),
-            opened=begins_inside_reasoning(answering.call.planned.text),
+            opened=begins_inside_reasoning(answering.call.planned.text, chat.written),
             stop=request.stop,
         )
 

@@ -233,7 +233,7 @@ class Recorder:
                 more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
                 return turn.parent, text[turn.start :], turn.context_ids + more, cause
-            behind = chat.behind(turn.answer, text, at, exactly=raw)
+            behind = chat.behind(turn.answer, text, at, exactly=raw, tools=request.tools)
             if behind is None:
                 rewritten |= not raw
                 continue
@@ -409,6 +409,7 @@ class Recorder:
                 response.ids,
                 planned.text,
                 calls=call.request.calls and bool(call.request.tools),
+                tools=call.request.tools,
                 stop=call.request.stop,
                 call_prefix=f"call_{_digest(f'{self._name} {call.purposes[choice]}')}_",
             ),

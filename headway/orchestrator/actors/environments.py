@@ -9,6 +9,7 @@ from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import open_agents
 from headway.orchestrator.actors.remote import open_remote
+from headway.orchestrator.preflight.functions import require_known_calls
 from headway.orchestrator.preflight.sandboxes import SANDBOXES, require_shares
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
@@ -46,6 +47,7 @@ async def open_multi_turn_host(
     # an answer may take as long as its rollout
     endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
     chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
+    require_known_calls(experiment.environment, chat.written)
     conversations = Sessions(chat, endpoint, experiment.max_sequence_tokens, on_event)
     pool = EnvironmentPool(
         launcher,

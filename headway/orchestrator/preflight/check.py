@@ -22,7 +22,7 @@ from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.preflight.functions import function_findings, require_kernel_services
+from headway.orchestrator.preflight.functions import function_findings, require_kernel_services, require_known_calls
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
@@ -43,6 +43,7 @@ from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_devic
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
+from headway.tokens.format_probe import output_format
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -359,6 +360,11 @@ def _functions(inputs: _Inputs, findings: Findings) -> None:
     """The user's own functions."""
     train = (inputs.tasks or {}).get("train")
     findings += function_findings(inputs.experiment, train[0] if train else None)
+    if inputs.tokenizer is not None:
+        with findings.refused("endpoint.tools"):
+            require_known_calls(
+                inputs.experiment.environment, output_format(inputs.tokenizer, inputs.experiment.endpoint.tools)
+            )
 
 
 # --- devices and space -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from headway.config.endpoint import EnvironmentConfig
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.schema import ADVANTAGES, LOSSES, Experiment
 from headway.orchestrator.preflight.findings import Findings
+from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.environments.kernel import Kernel
 from headway.rollout.hosting.agents.host import KEY as AGENT
@@ -27,6 +28,7 @@ from headway.runtime.hooks import load_hook
 from headway.runtime.imports import import_function, require_module
 from headway.telemetry.exporters.alerts import require_command, webhook_url
 from headway.telemetry.exporters.own import load_own_logging
+from headway.tokens.output_parsing import OutputFormat
 
 
 def function_findings(experiment: Experiment, task: Task | None) -> Findings:
@@ -77,6 +79,12 @@ def _look_at_agent(environment: EnvironmentConfig, findings: Findings) -> None:
             require_tools(environment.mcp, list(found.offered.values()), RealClock())
     elif environment.command and shutil.which(environment.command[0]) is None:
         findings.error("environment.command", f"there is no program {environment.command[0]!r} on the path")
+
+
+def require_known_calls(environment: EnvironmentConfig, written: OutputFormat) -> None:
+    """Raise ConfigurationError where the environment has tools, and nobody could tell that the policy calls them."""
+    if written.unknown and environment.replies and (environment.mcp or load_environment(environment).offered):
+        raise ConfigurationError(f"environment.name = {environment.name!r} has tools, and {written.unknown}")
 
 
 async def require_kernel_services(experiment: Experiment, tasks: Iterable[Task]) -> None:

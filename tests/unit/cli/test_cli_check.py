@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -19,13 +20,17 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource
 from headway.models.adapter_targets import base_digest
+from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.preflight import check as checking
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.check import check
 from headway.records.check_report import Finding
+from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
 from headway.records.task import Task
+from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.workers import LocalLauncher
 from headway.tasks.sources import TaskSet
 from headway.tokens.training import train_byte_fallback_tokenizer
 
@@ -472,3 +477,28 @@ def test_errors_come_first(setup: Setup) -> None:
     found = setup.find(rollout={"group_size": 1}, trainer={"micro_batch_tokens": 100}, tasks={"test": None})
     assert [f.level for f in found] == sorted([f.level for f in found], key=["error", "warning", "info"].index)
     assert {"error", "warning", "info"} == {f.level for f in found}
+
+
+# --- calls of tools ------------------------------------------------------------------------------------------
+
+
+def test_tools_of_an_environment_need_a_chat_template_that_writes_calls(setup: Setup) -> None:
+    asks = "{%- if add_generation_prompt %}A:{% endif %}"
+    said = "{%- for m in messages %}{{- m.role + ': ' + m.content }}{% endfor %}" + asks
+    calls = "{%- for c in m.tool_calls or [] %}{{- '<call>' + c.function | tojson + '</call>' }}{% endfor %}"
+    template, tools = setup.model / "chat_template.jinja", {"name": "python_tool"}
+    template.write_text(said)
+    message = setup.messages(environment=tools)["endpoint.tools"]
+    assert "environment.name = 'python_tool' has tools, and the model's chat template writes tool calls" in message
+
+    async def start() -> None:
+        experiment = setup.experiment(environment=tools)
+        async with open_multi_turn_host(experiment, LocalLauncher(RealClock()), RealClock(), lambda *event: None):
+            pass
+
+    with pytest.raises(ConfigurationError, match="'python_tool' has tools"):
+        asyncio.run(start())
+    assert "endpoint.tools" not in setup.messages(environment=tools, endpoint={"tools": "none"})
+    assert "endpoint.tools" not in setup.messages(environment=tools, endpoint={"tools": "hermes"})
+    template.write_text(said.replace("m.content }}", "m.content }}" + calls))
+    assert "endpoint.tools" not in setup.messages(environment=tools)

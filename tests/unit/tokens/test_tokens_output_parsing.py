@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from random import Random
 
 import pytest
+import real_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_agent import KINDS, LLAMA31, QWEN3, QWEN25, R1, chat_of
 from scratch_folders import scratch_folder
 
 from headway.tokens.continuing import Chat
+from headway.tokens.format_probe import output_format
 from headway.tokens.messages import Message, same_answer
 from headway.tokens.output_parsing import (
     OutputFormat,
     begins_inside_reasoning,
-    output_format,
     parse_output,
     response_text,
 )
@@ -25,7 +27,7 @@ from headway.tokens.tokenizer import Tokenizer
 
 HERMES = OutputFormat(tools="hermes")
 LLAMA = OutputFormat(tools="llama_json")
-THINKS = OutputFormat(tools="hermes", reasoning=True, reasoning_field=True)
+THINKS = OutputFormat(tools="hermes", reasoning=True)
 LS = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
 
 
@@ -37,22 +39,36 @@ def called(message: Message) -> list[tuple[str, str]]:
     return [call.meaning for call in message.calls]
 
 
+def tokenizer_with(template: str | None) -> Tokenizer:
+    """A tokenizer of Qwen's manner with another chat template."""
+    folder = scratch_folder("formats")
+    real_tokenizers.write("qwen", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning", "field"),
     [
-        (QWEN25, "hermes", False, False),
-        (QWEN3, "hermes", True, True),
-        (LLAMA31, "llama_json", False, False),
-        (R1, "none", True, False),
-        ("<tool_call>\n<function=x>", "none", False, False),
-        ("<tool_call>{{ name }}<arg_key>", "none", False, False),
-        (None, "none", False, False),
+        (QWEN25, "hermes", False, ""),
+        (QWEN3, "hermes", True, "reasoning_content"),
+        (LLAMA31, "llama_json", False, ""),
+        (R1, "none", True, ""),
+        ("<tool_call>\n<function=x>", "none", False, ""),
+        ("<tool_call>{{ name }}<arg_key>", "none", False, ""),
+        (None, "none", False, ""),
     ],
 )
-def test_output_format_is_detected_from_template(template: str, tools: str, reasoning: bool, field: bool) -> None:
-    found = output_format(template)
+def test_output_format_is_found_out(template: str | None, tools: str, reasoning: bool, field: str) -> None:
+    tokenizer = tokenizer_with(template)
+    found = output_format(tokenizer)
     assert (found.tools, found.reasoning, found.reasoning_field) == (tools, reasoning, field)
-    assert output_format(template, "llama_json").tools == "llama_json"
+    assert output_format(tokenizer, "llama_json").tools == "llama_json"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +162,9 @@ def test_reasoning_in_content_is_given_out_as_it_was_written() -> None:
 
 
 def test_open_reasoning_in_prompt_is_detected() -> None:
-    assert begins_inside_reasoning("<|im_start|>assistant\n<think>\n")
-    assert not begins_inside_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not begins_inside_reasoning("<|im_start|>assistant\n")
+    assert begins_inside_reasoning("<|im_start|>assistant\n<think>\n", THINKS)
+    assert not begins_inside_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINKS)
+    assert not begins_inside_reasoning("<|im_start|>assistant\n", THINKS)
 
 
 def test_response_text_drops_stop_and_special_tokens(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ PIECES = st.sampled_from(
 def test_certain_text_is_a_prefix_of_final_answer(
     text: str, tools: str, reasoning: bool, calls: bool, opened: bool
 ) -> None:
-    written = OutputFormat(tools=tools, reasoning=reasoning, reasoning_field=reasoning)  # type: ignore[arg-type]
+    written = OutputFormat(tools=tools, reasoning=reasoning)
     message = parse_output(text, written, calls=calls, opened=opened)
     whole = client_form(message, written)
     told = ("", "")

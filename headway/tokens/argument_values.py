@@ -1,0 +1,118 @@
+"""Values of a call's arguments that aren't part of one JSON object: literals, and texts that a schema gives a type."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, NoReturn
+
+_MOST_LEVELS = 8  # of references and alternatives in a schema that are followed
+_BLANK, _COLON = re.compile(r"\s*"), re.compile(r"\s*:")
+_SIGNS = "[]{},:"
+_TOKEN = re.compile(r"""(['"])(?:(?!\1)[^\\]|\\.)*\1|[][{},:]|[^][\s,{}()<>'":=]+""", re.DOTALL)
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_KINDS: Mapping[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+
+
+def _refused(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    return value if math.isfinite(value := float(digits)) else _refused(digits)
+
+
+JSON = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)  # no NaN, and no number beyond all floats
+
+
+def kinds_of(schema: Any, root: Any = None, levels: int = _MOST_LEVELS) -> frozenset[str]:
+    """JSON types that a schema's values may have; empty: any. ``root``: the schema that its references point into."""
+    if not isinstance(schema, Mapping) or not levels:
+        return frozenset()
+    root = schema if root is None else root
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        steps = [step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:]]
+        found = reduce(lambda part, step: part.get(step) if isinstance(part, Mapping) else None, steps, root)
+        return kinds_of(found, root, levels - 1)
+    if isinstance(kinds := schema.get("type"), str | list):
+        return frozenset([kinds] if isinstance(kinds, str) else kinds)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    ways = [frozenset(_KINDS[type(value)][:1]) for value in values] if isinstance(values, list) else []
+    for key in ("anyOf", "oneOf", "allOf"):
+        ways += [kinds_of(part, root, levels - 1) for part in schema.get(key) or ()]
+    return frozenset[str]().union(*ways) if all(ways) else frozenset()
+
+
+def typed(text: str, schema: Any, root: Any) -> Any:
+    """The value that ``text`` stands for by its schema: a text where only that is allowed, else JSON where it parses
+    to a type that is allowed, else the text."""
+    kinds = kinds_of(schema, root)
+    if kinds == {"string"}:
+        return text
+    try:
+        value = JSON.decode(text.strip())
+    except (ValueError, RecursionError):
+        try:
+            value = literal(text.strip(), "")
+        except (ValueError, RecursionError):
+            return text
+        if not kinds.intersection(_KINDS[type(value)]):  # nobody said that it isn't a text
+            return text
+    return text if "string" in kinds and not kinds.intersection(_KINDS[type(value)]) else value
+
+
+def literal(text: str, quote: str) -> Any:
+    """The value of a whole text as `literal_at` reads it. Raises ValueError."""
+    value, end = literal_at(text, 0, quote)
+    return value if not text[end:].strip() else _refused(text)
+
+
+def literal_at(text: str, at: int, quote: str) -> tuple[Any, int]:
+    """The value written at ``at``, and its end: as JSON, in Python, or with ``quote`` (a mark) around texts and keys
+    that may be bare. Raises ValueError, with a place where the text ends too early."""
+    source, depth = list[str](), 0
+    while not source or depth:
+        at = blank.end() if (blank := _BLANK.match(text, at)) else at
+        marked = bool(quote) and text.startswith(quote, at)
+        end = text.find(quote, at + len(quote)) if marked else -1
+        token = None if marked else _TOKEN.match(text, at)
+        if at >= len(text) or (marked and end < 0) or (token is None and text[at] in "'\""):
+            raise json.JSONDecodeError("the text ends here", text, len(text))
+        if marked:
+            piece, at = repr(text[at + len(quote) : end]), end + len(quote)
+        elif token is None:
+            raise ValueError(f"no value at {at}")
+        else:
+            piece, at = token[0], token.end()
+            depth += (piece in ("[", "{")) - (piece in ("]", "}"))
+            if piece[0] in "'\"":
+                piece = repr(_unquoted(piece))
+            elif piece not in _SIGNS:
+                is_key = _COLON.match(text, at) is not None
+                piece = repr(piece if is_key else _WORDS[piece] if piece in _WORDS else JSON.decode(piece))
+        source.append(piece)
+    try:
+        value = ast.literal_eval(" ".join(source))
+        json.dumps(value)  # a set isn't a value
+        return value, at
+    except (SyntaxError, TypeError, MemoryError):
+        raise ValueError(f"no value before {at}") from None
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return ast.literal_eval(text.replace("\n", "\\n").replace("\r", "\\r"))
