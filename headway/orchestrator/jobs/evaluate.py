@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 
 from headway.config.adapter import AdapterConfig
@@ -14,6 +15,7 @@ from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.preflight.functions import require_kernel_services
+from headway.orchestrator.references import leave_out_unproved
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
@@ -62,9 +64,15 @@ class Scorer:
         prefix, temperature = evaluation_prefix(self._split), experiment.evaluation.temperature
         self._rollouts = make_rollouts(experiment, sampler, host).for_evaluation(prefix, temperature)
         stack.callback(self._scratch.remove)
-        for actor in (self.generator, self._verifier, *([] if self._pictures is None else [self._pictures])):
+        stack.push_async_callback(self._verifier.stop)
+        await self._verifier.start()
+        sets, left_out = await leave_out_unproved(experiment, {self._split: self._tasks}, self._verifier)
+        self._tasks = sets[self._split]
+        for one in left_out:
+            print(f"tasks.{self._split}: {one.line(getattr(experiment.tasks, self._split))}", file=sys.stderr)
+        for actor in (self.generator, *([] if self._pictures is None else [self._pictures])):
             stack.push_async_callback(actor.stop)
-        await asyncio.gather(self.generator.start(), self._verifier.start())
+        await self.generator.start()
 
     async def score(
         self, phase: str, step: int = 0, on_progress: OnAttempt = lambda done, total: None

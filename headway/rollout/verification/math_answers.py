@@ -90,7 +90,7 @@ def math_scorer(
     def reference_of(answer: str) -> tuple[str, Value | None]:
         answer = _without_escaped_dollars(answer)
         words = _reference_words(answer)
-        value = None if words and words not in _SYMBOLS else read_value(plain_text(_reference_text(answer)))
+        value = None if words and words not in _SYMBOLS else read_value(plain_text(reference_text(answer)))
         return words, None if isinstance(value, Expression) and not parse(value.text) else value
 
     def differs(reference: Value, found: str) -> str:
@@ -153,7 +153,7 @@ def _without_escaped_dollars(text: str) -> str:
     return _ESCAPED_DOLLAR.sub(r"\1", text)
 
 
-def _reference_text(answer: str) -> str:
+def reference_text(answer: str) -> str:
     """The reference as one expression; "" where it is a sentence, or several formulas in one."""
     text = answer.rpartition("####")[2].strip()
     if "\\boxed{" in text:

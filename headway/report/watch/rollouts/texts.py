@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from headway.report.watch.cache import write_cached
+from headway.runtime.user_cache import write_cached
 from headway.report.watch.rollouts.columns import StreamPlace, StreamTail
 from headway.telemetry.rollouts.columns import FINISHED
 
