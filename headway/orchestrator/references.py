@@ -192,7 +192,9 @@ async def leave_out_unproved(
     left_out = await prove_references(experiment, sets, pool, known)
     if refused := refused_sources(left_out):
         lines = [f"tasks.{one.split}: {one.line(getattr(experiment.tasks, one.split))}" for one in left_out]
-        raise ConfigurationError("; ".join([f"tasks.{split}: {why}" for (split, _), why in refused.items()] + lines[:5]))
+        raise ConfigurationError(
+            "; ".join([f"tasks.{split}: {why}" for (split, _), why in refused.items()] + lines[:5])
+        )
     reasons = known | {task.task_id: one.reason for one in left_out for task in one.tasks}
     if file is not None and reasons != known:
         write_cached(file, lambda opened: opened.write(msgspec.json.encode(reasons)))

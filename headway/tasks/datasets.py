@@ -40,7 +40,9 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
         else:  # all splits are prepared at once; asking for one alone would still download the others' files
             rows = _split_of(_load(package, source, source.name, revision=source.revision or None), source)
         for number, row in enumerate(rows):
-            given = ((key, value.removeprefix(_MARK) if isinstance(value, str) else value) for key, value in row.items())
+            given = (
+                (key, value.removeprefix(_MARK) if isinstance(value, str) else value) for key, value in row.items()
+            )
             yield f"{name} row {number}", dict(given)
     except ConfigurationError:
         raise

@@ -133,8 +133,8 @@ def number_text(value: float | Decimal) -> str:
 
 
 def require_column(raw: Mapping[str, Any], key: str, where: str) -> Any:
-    """``raw[key]``, or what the path ``key`` leads to (``reward_model.ground_truth``). Raises ConfigurationError with the
-    existing columns when it is missing."""
+    """``raw[key]``, or what the path ``key`` leads to (``reward_model.ground_truth``). Raises ConfigurationError with
+    the existing columns when it is missing."""
     first, dot, rest = key.partition(".")
     if key not in raw and dot and isinstance(raw.get(first), Mapping):
         return require_column(raw[first], rest, f'{where}: "{first}"')

@@ -14,7 +14,7 @@ from headway.tokens.tokenizer import Tokenizer
 
 Tools = Literal["hermes", "llama_json", "none"]
 
-_THINK, _THOUGHT = "<think>", "</think>"
+THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _json = json.JSONDecoder()
@@ -39,7 +39,7 @@ def output_format(template: str | None, tools: ToolFormat = "auto") -> OutputFor
     text = template or ""
     if tools == "auto":
         tools = _tools_of(text)
-    return OutputFormat(tools=tools, reasoning=_THOUGHT in text, reasoning_field="reasoning_content" in text)
+    return OutputFormat(tools=tools, reasoning=THOUGHT in text, reasoning_field="reasoning_content" in text)
 
 
 def _tools_of(template: str) -> Tools:
@@ -51,7 +51,7 @@ def _tools_of(template: str) -> Tools:
 
 def begins_inside_reasoning(prompt: str) -> bool:
     """Whether a prompt's text ends with an open ``<think>``, so that what follows is reasoning."""
-    return prompt.rstrip().endswith(_THINK)
+    return prompt.rstrip().endswith(THINK)
 
 
 def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool, call_prefix: str = "call_") -> Message:
@@ -74,11 +74,11 @@ def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool,
 
 def _reasoning(text: str, opened: bool) -> tuple[str, str]:
     """Split ``text`` into (reasoning, the text behind it)."""
-    if text.lstrip().startswith(_THINK):
-        text = text.lstrip()[len(_THINK) :]
+    if text.lstrip().startswith(THINK):
+        text = text.lstrip()[len(THINK) :]
     elif not opened:
         return "", text
-    reasoning, _, rest = text.partition(_THOUGHT)
+    reasoning, _, rest = text.partition(THOUGHT)
     return reasoning.strip(), rest
 
 
@@ -88,16 +88,16 @@ def certain(text: str, written: OutputFormat, *, calls: bool, opened: bool) -> t
     reasoning = ""
     if written.reasoning:
         begun = text.lstrip()
-        if _THINK.startswith(begun):
+        if THINK.startswith(begun):
             return "", ""  # or it is the beginning of one
-        if begun.startswith(_THINK) or opened:
-            inside = begun.removeprefix(_THINK) if begun.startswith(_THINK) else text
-            thought, closed, text = inside.partition(_THOUGHT)
+        if begun.startswith(THINK) or opened:
+            inside = begun.removeprefix(THINK) if begun.startswith(THINK) else text
+            thought, closed, text = inside.partition(THOUGHT)
             if not closed:
-                return _before(thought.lstrip(), _THOUGHT), ""
+                return _before(thought.lstrip(), THOUGHT), ""
             reasoning = thought.strip()
         text = text.lstrip("\n")
-        if not reasoning and (_THINK.startswith(text.lstrip()) or text.lstrip().startswith(_THINK)):
+        if not reasoning and (THINK.startswith(text.lstrip()) or text.lstrip().startswith(THINK)):
             return "", ""  # behind an empty block: another one would be the reasoning
     if not calls or written.tools == "none":
         return reasoning, text

@@ -23,6 +23,7 @@ from headway.records.ledger import EvaluationRecord
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verification.client import VerifierPool
+from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import RealClock
 from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class Scorer:
             self._tasks,
             rollouts=self._rollouts,
             verifier=self._verifier,
-            tokenizer=self._tokenizer,
+            scored=ScoredText.of(self._experiment, self._tokenizer),
             clock=self._clock,
             prompts=self._prompts,
             samples_per_task=self._experiment.evaluation.samples_per_task,

@@ -60,9 +60,8 @@ def check(
 
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
     scores some responses. ``ahead``: other steps may come before the run's start, so a model that `headway sft` will
-    make and a run that ``--resume`` goes on with are warnings. ``strict``: one task that its own answer doesn't solve is
-    an error. Writes nothing to the run's folder. Never raises for bad
-    input: that is what it reports.
+    make and a run that ``--resume`` goes on with are warnings. ``strict``: even one task that its own answer doesn't
+    solve is an error. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
     """
     inputs, findings = _Inputs(experiment, resume, ahead, strict), Findings()
     for look in (
@@ -247,7 +246,11 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
 def _look_at_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
     """Rows that can be read, and hardly mean what they say."""
     if as_text := sum(map(is_conversation_as_text, tasks)):
-        what = "1 prompt is the JSON text of a conversation" if as_text == 1 else f"{as_text:,} prompts are JSON texts of conversations"
+        what = (
+            "1 prompt is the JSON text of a conversation"
+            if as_text == 1
+            else f"{as_text:,} prompts are JSON texts of conversations"
+        )
         findings.warning(key, f"{what}, which the model is shown as it stands: 'convert' can read it (json.loads)")
     if found := contradictions(tasks):
         prompt, answers = next(iter(found.items()))

@@ -18,9 +18,7 @@ from headway.records.task import Task
 _START_S = 60.0  # a verifier's imports may be heavy
 
 
-def verifier_findings(
-    experiment: Experiment, tasks: Mapping[str, Sequence[Task]], *, strict: bool = False
-) -> Findings:
+def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]], *, strict: bool = False) -> Findings:
     """Findings of the reference answer and a wrong one to one task of each split, of all references that can prove
     themselves, and of demonstrations where the verifier is the user's own; ``tasks``: by split. ``strict``: a reference
     that doesn't is an error, not only where they are more than 1 %."""

@@ -15,7 +15,8 @@ _TYPESET = str.maketrans({**dict.fromkeys(MINUS, "-"), **dict.fromkeys("\u00a0\u
 _LATEX_BLANK = re.compile(r"\\[,;:! ]|~")
 _NUMBER = re.compile(
     r"(?P<sign>[-+])?(?P<apart>[^\S\n]*)(?:(?<=[-+\s])(?:US)?\\?[$€£¥] ?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9.] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9.] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
+    r"(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?P<exponent>[eE][-+]?[0-9]+)?"
 )
 _THOUGHT, _ANSWERED = "<think>", "</think>"
@@ -70,7 +71,7 @@ def last_number(text: str, marker: str = "") -> Decimal | None:
     """The last number in ``text``, or with ``marker`` the first one after the marker's last occurrence.
 
     Reads integers, decimals, exponents, separators of thousands and a leading sign; None when there is none. A sign
-    apart from its digits counts where no digit, letter or closing bracket precedes it: "= - 5" is -5, "7 - 5" ends in 5.
+    apart from its digits counts where no digit, letter or closing bracket precedes: "= - 5" is -5, "7 - 5" ends in 5.
     """
     text = _typed(text)
     if marker:

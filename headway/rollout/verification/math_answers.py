@@ -75,7 +75,9 @@ def math_scorer(
     def parse(text: str, whole: bool = True) -> list[Any]:
         """``text`` as one expression, or the answer found in it; [] where there is none."""
         chosen = {"extraction_config": latex} if whole else {}
-        return package.parse(_boxed(text) if whole else text, parsing_timeout=None, fallback_mode="no_fallback", **chosen)
+        return package.parse(
+            _boxed(text) if whole else text, parsing_timeout=None, fallback_mode="no_fallback", **chosen
+        )
 
     def same(first: Value, second: Value) -> bool:
         pair = [(one, parse(one.text, one.whole) if isinstance(one, Expression) else []) for one in (first, second)]
@@ -110,7 +112,7 @@ def math_scorer(
         if not words and reference is None:
             raise ValueError(
                 f"task {task.task_id}: its answer {task.answer[:80]!r} is no mathematical expression that math-verify "
-                "can parse (one LaTeX or plain expression; of a worked solution, what follows the last ####, or \\boxed)"
+                "can parse (a LaTeX or plain expression; of a worked solution, what follows the last ####, or \\boxed)"
             )
         found = extract_answer(response, extract)
         if found is None:
@@ -135,7 +137,7 @@ def _constant(read: Sequence[Any]) -> Number | None:
     if not getattr(expression, "is_number", False) or getattr(expression, "free_symbols", True):
         return None
     value = expression.doit().evalf(60)
-    if not value.is_Float and not value.is_Rational or not value.is_finite:
+    if not (value.is_Float or value.is_Rational) or not value.is_finite:
         return None
     fraction = Fraction(str(value))
     decimals = any(atom.is_Float for atom in expression.atoms())
@@ -157,7 +159,9 @@ def reference_text(answer: str) -> str:
     """The reference as one expression; "" where it is a sentence, or several formulas in one."""
     text = answer.rpartition("####")[2].strip()
     if "\\boxed{" in text:
-        boxes = [box for part in text.split("\\boxed")[1:] if (box := extract_answer("\\boxed" + part, "boxed")) is not None]
+        boxes = [
+            box for part in text.split("\\boxed")[1:] if (box := extract_answer("\\boxed" + part, "boxed")) is not None
+        ]
         return boxes[0] if len(set(boxes)) == 1 else ""
     formulas = [next(group for group in found.groups() if group is not None) for found in _DELIMITED.finditer(text)]
     around = _DELIMITED.sub(" ", text)
@@ -166,7 +170,9 @@ def reference_text(answer: str) -> str:
         return text if isinstance(whole, Number) else formulas[0]
     if formulas:
         return ", ".join(formulas) if _LISTED.fullmatch(around) else ""
-    return "" if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, Several, Assigned)) else text
+    return (
+        "" if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, Several, Assigned)) else text
+    )
 
 
 def _is_sentence(text: str) -> bool:

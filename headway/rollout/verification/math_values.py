@@ -80,9 +80,10 @@ _LETTER_UNIT = re.compile(rf"({_SIGNED}) ([mgshLlNJWVAKCF])(\^\d)?")
 _UNSET = re.compile(r"\\text\{ *([^{}]*?) *\}")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?: ?([aApP])\.?[mM]\.?)?")
 _MONTH = r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DATE = re.compile(
-    rf"(?P<y>\d{{4}})[-/](?P<m>\d\d?)[-/](?P<d>\d\d?)|(?P<M>{_MONTH}) (?P<D>\d\d?)(?:st|nd|rd|th)?(?:,? ?(?P<Y>\d{{4}}))?"
+    r"(?P<y>\d{4})[-/](?P<m>\d\d?)[-/](?P<d>\d\d?)"
+    rf"|(?P<M>{_MONTH}) (?P<D>\d\d?)(?:st|nd|rd|th)?(?:,? ?(?P<Y>\d{{4}}))?"
     rf"|(?P<d2>\d\d?)(?:st|nd|rd|th)? (?:of )?(?P<m2>{_MONTH}),?(?: (?P<y2>\d{{4}}))?",
     re.IGNORECASE,
 )
@@ -128,7 +129,9 @@ class Several:
 
     @property
     def ordered(self) -> bool:
-        return self.opening not in ("", "\\{") or any(item == Fixed(kind="text", parts=("\\ldots",)) for item in self.items)
+        return self.opening not in ("", "\\{") or any(
+            item == Fixed(kind="text", parts=("\\ldots",)) for item in self.items
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +209,9 @@ def read_value(text: str) -> Value | None:
 
 
 def _matrix(name: str, inside: str) -> Value:
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", _COLUMNS.sub("", inside).replace("\\hline", "")) if row.strip()]
+    rows = [
+        row for row in re.split(r"\\\\(?:\[[^\]]*\])?", _COLUMNS.sub("", inside).replace("\\hline", "")) if row.strip()
+    ]
     cells = [[cell.strip() for cell in row.split("&")] for row in rows]
     values = tuple(tuple(_part(cell) for cell in row) for row in cells)
     return Matrix(kind="matrix" if name in _MATRICES else name, rows=values)
@@ -306,7 +311,9 @@ def _fixed(text: str) -> Fixed | None:
             hour = hour % 12 + 12 * (half == "p")
         return Fixed(kind="time", parts=(hour, int(time[2]), int(time[3] or 0)))
     if date := _DATE.fullmatch(shown):
-        year, month, day = (date[a] or date[b] or date[c] for a, b, c in (("y", "Y", "y2"), ("m", "M", "m2"), ("d", "D", "d2")))
+        year, month, day = (
+            date[a] or date[b] or date[c] for a, b, c in (("y", "Y", "y2"), ("m", "M", "m2"), ("d", "D", "d2"))
+        )
         number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
         return Fixed(kind="date", parts=(year and int(year), number, int(day)))
     if _SLASHED.fullmatch(shown):
@@ -467,13 +474,17 @@ def close_numbers(first: Number, second: Number, tolerance: Fraction) -> bool:
 
 
 def _equal_several(first: Several, second: Several, tolerance: Fraction, same: Same) -> bool:
-    if len(first.items) != len(second.items) or (first.variable and second.variable and first.variable != second.variable):
+    if len(first.items) != len(second.items) or (
+        first.variable and second.variable and first.variable != second.variable
+    ):
         return False
     brackets = {(first.opening, first.closing), (second.opening, second.closing)}
     if len(brackets) > 1 and brackets not in ({("", ""), ("\\{", "\\}")}, {("", ""), ("(", ")")}):
         return False
     if first.ordered or second.ordered:
-        return all(equal_values(one, other, tolerance, same) for one, other in zip(first.items, second.items, strict=True))
+        return all(
+            equal_values(one, other, tolerance, same) for one, other in zip(first.items, second.items, strict=True)
+        )
     return _in_any_order(first.items, second.items, tolerance, same)
 
 

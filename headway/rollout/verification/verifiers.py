@@ -97,8 +97,8 @@ def _require_parameters(
 
 
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
-    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``, accents composed
-    or not), else 0. A task without an answer fails the response, naming the task: an empty response would be right."""
+    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``, accents
+    composed or not), else 0. A task without an answer fails the response: an empty response would be right."""
 
     def composed(text: str) -> str:
         return unicodedata.normalize("NFC", text.strip() if strip else text)
