@@ -100,7 +100,7 @@ test-main: install
 	$(call beside_others,tests/unit tests/golden tests/e2e $(EXCEPT_ENGINES) -m 'not slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15)
 
 test-slow: install
-	$(call beside_others,tests/e2e tests/slow tests/unit/kernels tests/unit/docs $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
+	$(call beside_others,tests/e2e tests/slow tests/unit/kernels tests/unit/docs tests/unit/rollout $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 
 test-long: install
 	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m long --durations 0

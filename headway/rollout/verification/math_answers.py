@@ -50,6 +50,7 @@ _AROUND = " .,;:!*_`'\"$"  # of a word in prose or Markdown
 _ANSWER_IS = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?", re.IGNORECASE)
 _LISTED = re.compile(r"(?:[\s,;.&]|\b(?:and|or)\b)*", re.IGNORECASE)  # what stands between the formulas of a list
 _BEGINS_A_NUMBER = re.compile(r"[-+\\u2212]?[\d.]")
+_LARGEST_EXPONENT = 4000
 _MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which would parse as a product of letters
 
 
@@ -98,7 +99,7 @@ def math_scorer(
     def differs(reference: Value, found: str) -> str:
         """Why the answer in ``found`` isn't the reference; "" where it is."""
         candidates, decisive = _candidates(found, whole=extract == "all")
-        values = [value for text in candidates if (value := read_value(plain_text(text)))]
+        values = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
         if not (decisive and values):
             values.append(Expression(text=_end(found), whole=False))
         if any(equal_values(reference, value, tolerance, same) for value in values):
@@ -139,6 +140,8 @@ def _constant(read: Sequence[Any]) -> Number | None:
     value = expression.doit().evalf(60)
     if not (value.is_Float or value.is_Rational) or not value.is_finite:
         return None
+    if abs(int(str(value).partition("e")[2] or 0)) > _LARGEST_EXPONENT:
+        return None  # its digits would fill the memory
     fraction = Fraction(str(value))
     decimals = any(atom.is_Float for atom in expression.atoms())
     return Number(value=fraction, last_place=abs(fraction) if decimals else Fraction(0), computed=True)

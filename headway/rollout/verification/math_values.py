@@ -47,7 +47,7 @@ _REWRITTEN = [
         (r"\^\{\\circ\}", r"^\\circ "),
     )
 ]
-_BLANK = re.compile(r" *(?<![A-Za-z0-9.]) +| +(?![A-Za-z0-9.])")  # but the one between two words, digits or both
+_BLANK = re.compile(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])")  # but the one between two words, digits or both
 _COMMAND_BLANK = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
 
 _GROUPED = r"(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+|\d+)"
@@ -88,7 +88,7 @@ _DATE = re.compile(
     re.IGNORECASE,
 )
 _SLASHED = re.compile(r"\d+([/-])\d+(?:\1\d+)+")
-_BASE = re.compile(r"([0-9A-Fa-f]*[0-9][0-9A-Fa-f.]*|[A-F]+(?=_\{?16\}?$))_(?:\{([^{}]+)\}|(\d))")
+_BASE = re.compile(r"([0-9A-Fa-f]*[0-9][0-9A-Fa-f.]*|[A-F]+(?=_\{?16\}?$))_(?:\{(\\text\{[^{}]+\}|[^{}]+)\}|(\d))")
 _ENVIRONMENT = re.compile(r"[(\[|]?\\begin\{(\w+)\*?\}(.*)\\end\{\1\*?\}[)\]|]?(\.?)", re.DOTALL)
 _MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 _COLUMNS = re.compile(r"^ *\{[lcr| ]*\}")
@@ -191,8 +191,8 @@ def plain_text(text: str) -> str:
     text = "".join(written)
     for pattern, instead in _REWRITTEN:
         text = pattern.sub(instead, text)
-    text = re.sub(r"(?<=[a-zA-Z]) (?=\d+\})", "", text) if "_" in text else text
-    return _COMMAND_BLANK.sub(r"\1", _BLANK.sub("", text)).strip().rstrip(".").strip()
+    text = _BLANK.sub("", re.sub(" +", " ", text))
+    return _COMMAND_BLANK.sub(r"\1", text).strip().rstrip(".").strip()
 
 
 _NAMED_TABLE = str.maketrans({mark: "-" for mark in MINUS})
