@@ -6,9 +6,10 @@
 A JSONL file of distinct references is made by grammar (`parts/reference_grammar.py`): of 100, 60 integers, 20 fractions
 and decimals, 10 surds and polynomials, 10 sets, intervals, tuples, matrices; one more hangs. They are read and proved
 as `headway train` does it, by the verifier `math` with its answers boxed, then once more by other processes, out of
-the cache. Figures: `read_s`, `first_s` and `second_s`, seconds of reading, of the first and of the second proof (start of
-the verifiers included); `left_out`, which has the one that hangs and nothing else; `processes`. The last line is one
-JSON object.
+the cache.
+
+Figures: `read_s`, `first_s` and `second_s`, seconds of reading, of the first and of the second proof (start of the
+verifiers included); `left_out`, the one that hangs and nothing else; `processes`. The last line is one JSON object.
 """
 
 from __future__ import annotations

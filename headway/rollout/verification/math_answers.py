@@ -137,7 +137,7 @@ def _constant(read: Sequence[Any]) -> Number | None:
     expression = read[0] if read else None
     if not getattr(expression, "is_number", False) or getattr(expression, "free_symbols", True):
         return None
-    value = expression.doit().evalf(60)
+    value = expression.evalf(60)
     if not (value.is_Float or value.is_Rational) or not value.is_finite:
         return None
     if abs(int(str(value).partition("e")[2] or 0)) > _LARGEST_EXPONENT:
