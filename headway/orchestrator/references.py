@@ -16,8 +16,7 @@ import msgspec
 
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
-from headway.orchestrator.preflight.episode import may_reward
-from headway.orchestrator.task_sets import named_verifiers
+from headway.orchestrator.task_sets import may_reward, named_verifiers
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.verification import client

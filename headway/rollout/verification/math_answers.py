@@ -134,7 +134,7 @@ def math_scorer(
 
 def _constant(read: Sequence[Any]) -> Number | None:
     """The real number that math-verify has read, to 60 digits; None for anything else."""
-    expression = read[0] if read else None
+    expression: Any = read[0] if read else None
     if not getattr(expression, "is_number", False) or getattr(expression, "free_symbols", True):
         return None
     value = expression.evalf(60)
