@@ -26,7 +26,7 @@ from parts.reference_grammar import distinct_references
 
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
-from headway.orchestrator.references import LeftOut, prove_references
+from headway.orchestrator.preflight.references import LeftOut, prove_references
 from headway.orchestrator.task_sets import load_task_sets
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool

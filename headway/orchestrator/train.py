@@ -29,8 +29,8 @@ from headway.orchestrator.device_turns import join_replica
 from headway.orchestrator.evaluation import reached
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
+from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.pulse import pulsing
-from headway.orchestrator.references import leave_out_unproved
 from headway.orchestrator.run import Run
 from headway.orchestrator.stalls.alerts import AlertSettings, watching_alerts
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
@@ -47,7 +47,7 @@ from headway.runtime.run_directory import RunDirectory, placed_as_before, placem
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
-from headway.telemetry.ledger import EVENT_END, EVENT_LEFT_OUT, Ledger, read_ledger
+from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import evaluations, is_finished, last_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
@@ -309,7 +309,7 @@ async def wire(
     )
     stack.push_async_callback(verifier.stop)
     await verifier.start()
-    sets, left_out = await leave_out_unproved(experiment, sets, verifier, directory.left_out)
+    sets = await leave_out_unproved(experiment, sets, verifier, events, directory.left_out)
     looking = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, sets, launcher, clock, events)
     actors = Actors(
@@ -336,9 +336,6 @@ async def wire(
     copies = [BooksCopy(launcher, clock, place, books, events) for place in places if place]
     run = assemble(experiment, actors, clock, books, stack, fence, *copies)
     events.begin(run.context)
-    for one in left_out:
-        line = f"tasks.{one.split}: {one.line(getattr(experiment.tasks, one.split))}"
-        run.context.event(EVENT_LEFT_OUT, line, split=one.split, source=one.source, tasks=len(one.tasks))
     for actor in (trainer, generator, looking, *([] if pictures is None else [pictures]), *copies):
         stack.push_async_callback(actor.stop)
     began_s = clock.now()

@@ -16,8 +16,8 @@ from packages import needs
 from headway.cli import main as cli
 from headway.config.load import load_experiment
 from headway.config.schema import VerifierConfig
-from headway.orchestrator import references
-from headway.orchestrator.references import LeftOut, prove_references
+from headway.orchestrator.preflight import references
+from headway.orchestrator.preflight.references import LeftOut, prove_references
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.rollout.verification.references import response_of

@@ -15,7 +15,7 @@ from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.preflight.functions import require_kernel_services
-from headway.orchestrator.references import leave_out_unproved
+from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
@@ -27,6 +27,10 @@ from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import RealClock
 from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
+
+
+def _say(name: str, detail: str, /, **_: object) -> None:
+    print(detail, file=sys.stderr)
 
 
 class Scorer:
@@ -67,10 +71,9 @@ class Scorer:
         stack.callback(self._scratch.remove)
         stack.push_async_callback(self._verifier.stop)
         await self._verifier.start()
-        sets, left_out = await leave_out_unproved(experiment, {self._split: self._tasks}, self._verifier)
+        sets = {self._split: self._tasks}
+        sets = await leave_out_unproved(experiment, sets, self._verifier, _say)
         self._tasks = sets[self._split]
-        for one in left_out:
-            print(f"tasks.{self._split}: {one.line(getattr(experiment.tasks, self._split))}", file=sys.stderr)
         for actor in (self.generator, *([] if self._pictures is None else [self._pictures])):
             stack.push_async_callback(actor.stop)
         await self.generator.start()

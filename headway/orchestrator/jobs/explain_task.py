@@ -12,7 +12,7 @@ from headway.buffer.history import read_history
 from headway.config.schema import Experiment
 from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability
 from headway.control.curriculum.curriculum import SourceCurriculum
-from headway.orchestrator.references import left_out_before
+from headway.orchestrator.preflight.references import left_out_before
 from headway.orchestrator.task_selection import AdaptiveSelector
 from headway.orchestrator.task_sets import load_task_sets, training_weights
 from headway.records.curriculum import (

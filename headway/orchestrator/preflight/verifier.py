@@ -9,7 +9,7 @@ from headway.config.schema import Experiment
 from headway.orchestrator.preflight.demonstrations import DemonstratedTask, demonstrated, look_at_rewards
 from headway.orchestrator.preflight.episode import rewards_itself
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.references import LeftOut, prove_references, refused_sources
+from headway.orchestrator.preflight.references import LeftOut, prove_references, refused_sources
 from headway.orchestrator.task_sets import may_reward, named_verifiers
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.rollout import Verdict

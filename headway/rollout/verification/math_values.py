@@ -244,7 +244,7 @@ def _number(text: str) -> Number | None:
 
 
 def _unit(text: str) -> str:
-    """One spelling of a unit: words in lower case without a plural s, their abbreviations as they are."""
+    """A unit in one spelling: words in lower case without a plural s, their abbreviations as they are."""
     text = re.sub(r"\bper\b", "/", _UNSET.sub(r" \1 ", text)).replace("{", "").replace("}", "")
     text = text.replace("^\\circ", " degree ")
     words = [word.lower().rstrip("s") if len(word) > 3 else word for word in re.findall(r"[^\W\d_]+|[^\w ]|\d+", text)]

@@ -22,8 +22,10 @@ from headway.records.task import Task
 from headway.rollout.verification import client
 from headway.rollout.verification.references import provable_parts
 from headway.runtime.user_cache import cache_root, write_cached
+from headway.runtime.workers import EventCallback
 from headway.tasks.rows import short
 from headway.tasks.sources import rows_of
+from headway.telemetry.ledger import EVENT_LEFT_OUT
 
 _AT_ONCE = 100  # references that a verifier's process is given together
 _SAY_S = 5.0  # between lines of progress
@@ -47,7 +49,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     of: int  # tasks of the source, these included
 
     def line(self, sources: Sequence[TaskSource]) -> str:
-        """One line: how many, why, and the row of the first."""
+        """How many, why, and the row of the first, in a line."""
         first, count = self.tasks[0], len(self.tasks)
         where = rows_of(sources, first) or f"task {first.task_id}"
         what = f"{count:,} of {self.of:,} tasks of {self.source} " + ("is" if count == 1 else "are")
@@ -183,23 +185,27 @@ def refused_sources(left_out: Iterable[LeftOut]) -> dict[tuple[str, str], str]:
 
 
 async def leave_out_unproved(
-    experiment: Experiment, sets: Mapping[str, Sequence[Task]], pool: client.VerifierPool, file: Path | None = None
-) -> tuple[dict[str, list[Task]], list[LeftOut]]:
-    """``sets`` without the tasks whose references don't prove themselves, and those. ``file``: in the run's folder, for
-    its resume. Raises ConfigurationError where they are more than 1 % of a source, or all."""
+    experiment: Experiment,
+    sets: Mapping[str, Sequence[Task]],
+    pool: client.VerifierPool,
+    on_event: EventCallback,
+    file: Path | None = None,
+) -> dict[str, list[Task]]:
+    """``sets`` without the tasks whose references don't prove themselves, which ``on_event`` receives. ``file``: in the
+    run's folder, for its resume. Raises ConfigurationError where they are more than 1 % of a source."""
     known = left_out_before(file)
     left_out = await prove_references(experiment, sets, pool, known)
+    lines = [f"tasks.{one.split}: {one.line(getattr(experiment.tasks, one.split))}" for one in left_out]
     if refused := refused_sources(left_out):
-        lines = [f"tasks.{one.split}: {one.line(getattr(experiment.tasks, one.split))}" for one in left_out]
-        raise ConfigurationError(
-            "; ".join([f"tasks.{split}: {why}" for (split, _), why in refused.items()] + lines[:5])
-        )
+        whole = [f"tasks.{split}: {why}" for (split, _), why in refused.items()]
+        raise ConfigurationError("; ".join(whole + lines[:5]))
+    for one, line in zip(left_out, lines, strict=True):
+        on_event(EVENT_LEFT_OUT, line, split=one.split, source=one.source, tasks=len(one.tasks))
     reasons = known | {task.task_id: one.reason for one in left_out for task in one.tasks}
     if file is not None and reasons != known:
         write_cached(file, lambda opened: opened.write(msgspec.json.encode(reasons)))
     without = {(one.split, task.task_id) for one in left_out for task in one.tasks}
-    kept = {split: [task for task in tasks if (split, task.task_id) not in without] for split, tasks in sets.items()}
-    return kept, left_out
+    return {split: [task for task in tasks if (split, task.task_id) not in without] for split, tasks in sets.items()}
 
 
 def left_out_before(file: Path | None) -> dict[str, str]:
