@@ -121,7 +121,7 @@ test-names: install
 		--numprocesses 2 --dist loadfile
 
 test-slow: install
-	$(call beside_others,tests/e2e tests/slow tests/unit/kernels tests/unit/docs $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
+	$(call beside_others,tests/e2e tests/slow tests/unit/kernels tests/unit/docs tests/unit/rollout $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 
 test-long: install
 	$(PYTEST) tests/e2e tests/slow tests/unit/kernels $(EXCEPT_ENGINES) -m long --durations 0

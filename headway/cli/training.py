@@ -136,6 +136,7 @@ def check(
     ),
     calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
     deep: bool = typer.Option(False, "--deep", help="Compare every byte of model files on nodes, not samples."),
+    strict: bool = typer.Option(False, "--strict", help="Refuse even one task that its own answer doesn't solve."),
     as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
     """Find what would stop or spoil the run, and predict its memory, rates and staleness.
@@ -158,6 +159,7 @@ def check(
             experiment,
             resume=resume,
             deep=deep,
+            strict=strict,
             seconds=calibrate_s if calibrate else None,
             on_progress=progress,
             on_findings=(lambda findings: None) if as_json else _print_findings,

@@ -99,6 +99,7 @@ class VerifierConfig(VerifierSettings):
     """Scores the responses to every task that chooses no other."""
 
     workers: Positive = 1  # processes; each can score with every verifier
+    reasoning: bool = False  # whether all verifiers are given what the chat template marks as reasoning, too
     nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
 
 

@@ -12,11 +12,12 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
 from headway.orchestrator.endings import end_finished, end_leavers
 from headway.orchestrator.task_selection import evidence_of
-from headway.records.clients import TextCodec, Verifier
+from headway.records.clients import Verifier
 from headway.records.curriculum import TaskEvidence
 from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
+from headway.rollout.verification.scored_text import ScoredText
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
@@ -36,6 +37,7 @@ class Collect:
         self._run = run
         self._generated = generated
         self._leaving = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
+        self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._told: set[str] = set()  # hooks whose failure is in the ledger
         each = run.experiment.queue.groups_per_step
         self._failed_alike = FailedAlike(groups_per_step=each, accepted=each if run.buffer.completed_steps else 0)
@@ -51,7 +53,7 @@ class Collect:
     async def _verify_and_commit(self, group: Group, rollouts: tuple[Rollout, ...]) -> None:
         run = self._run
         with run.waits.on("verdicts", LOOPS, f"group {group.index}"):
-            verified = await verify_rollouts(group.task, rollouts, run.verifier, run.tokenizer, run.clock)
+            verified = await verify_rollouts(group.task, rollouts, run.verifier, self._scored, run.clock)
         if group.index not in run.state.running:
             return  # it ended as overdue while it was being verified
         judged = self._leaving.judge(FinishedGroup(group=group, rollouts=verified))
@@ -122,14 +124,14 @@ class Collect:
 
 
 async def verify_rollouts(
-    task: Task, rollouts: Sequence[Rollout], verifier: Verifier, tokenizer: TextCodec, clock: Clock
+    task: Task, rollouts: Sequence[Rollout], verifier: Verifier, scored: ScoredText, clock: Clock
 ) -> tuple[Rollout, ...]:
     """Rollouts of a task with their verdicts; those that failed, left their group or were verified before stay as they
     are."""
     unknown = [rollout for rollout in rollouts if rollout.valid and not rollout.finished_s]
     if not unknown:
         return tuple(rollouts)
-    verdicts = await verifier.verify(task, [tokenizer.decode(rollout.judged_ids) for rollout in unknown])
+    verdicts = await verifier.verify(task, [scored.rollout(rollout) for rollout in unknown])
     now = clock.now()
     judged = {r.member: apply_verdict(r, verdict, now) for r, verdict in zip(unknown, verdicts, strict=True)}
     return tuple(judged.get(rollout.member, rollout) for rollout in rollouts)

@@ -18,11 +18,12 @@ from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import call_with_restart
 from headway.orchestrator.source_scores import kernel_shares, source_scores
-from headway.records.clients import PromptCodec, RolloutMaker, Verifier
+from headway.records.clients import RolloutMaker, Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
+from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import Clock
 from headway.telemetry.ledger import EVENT_BEST, EVENT_LAST_KEPT
 from headway.trainer.checkpoints import CANDIDATE, CARD_FILE, has_own_card
@@ -41,7 +42,7 @@ async def attempt_tasks(
     *,
     rollouts: RolloutMaker,
     verifier: Verifier,
-    tokenizer: PromptCodec,
+    scored: ScoredText,
     clock: Clock,
     prompts: Prompts,
     samples_per_task: int,
@@ -69,7 +70,7 @@ async def attempt_tasks(
             admitted_s=clock.now(),
         )
         members = await asyncio.gather(*(generate(group, m) for m in range(samples_per_task)))
-        return await verify_rollouts(task, members, verifier, tokenizer, clock)
+        return await verify_rollouts(task, members, verifier, scored, clock)
 
     per_task = await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks)))
     return [rollout for members in per_task for rollout in members]
@@ -272,7 +273,7 @@ class Evaluations:
             tasks,
             rollouts=run.rollouts.for_evaluation(evaluation_prefix(split), evaluation.temperature),
             verifier=run.verifier,
-            tokenizer=run.tokenizer,
+            scored=ScoredText.of(run.experiment, run.tokenizer),
             clock=run.clock,
             prompts=run.prompts,
             samples_per_task=evaluation.samples_per_task,

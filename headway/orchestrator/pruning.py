@@ -27,6 +27,7 @@ from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Pruned, Rollout, Verdict
+from headway.rollout.verification.scored_text import ScoredText
 from headway.rollout.verification.verdicts import apply_verdict
 from headway.rollout.verification.verifiers import PRUNER_KEY
 
@@ -86,6 +87,7 @@ class Pruner:
         self._groups: dict[int, _Siblings] = {}
         self._observed: deque[tuple[int, bool]] = deque(maxlen=_LENGTHS)
         self._fresh = 0
+        self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._lengths = self._distribution()
         self._gained: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.on}
         self._failed: set[str] = set()
@@ -325,7 +327,7 @@ class Pruner:
         return msgspec.structs.replace(rollout, pruned=hit)
 
     async def _verify(self, group: Group, ids: Sequence[int]) -> Verdict:
-        [verdict] = await self._run.verifier.verify(group.task, [self._run.tokenizer.decode(ids)])
+        [verdict] = await self._run.verifier.verify(group.task, [self._scored(group.prompt_ids, ids)])
         return verdict
 
     # --- lengths ----------------------------------------------------------------------------------------

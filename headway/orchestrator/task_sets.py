@@ -124,6 +124,11 @@ def training_weights(experiment: Experiment) -> dict[str, float]:
     return {source.called: source.weight for source in experiment.tasks.train}
 
 
+def may_reward(experiment: Experiment) -> bool:
+    """Whether what makes the rollouts may say what they are worth: then tasks need no answer."""
+    return experiment.environment.name != "single_turn" or experiment.hooks.rollout != "single_turn"
+
+
 def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) -> dict[str, VerifierSettings]:
     """``Task.verifier`` -> its settings, for every one that tasks and pruners ask for, the default's "" left out.
 

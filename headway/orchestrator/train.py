@@ -29,6 +29,7 @@ from headway.orchestrator.device_turns import join_replica
 from headway.orchestrator.evaluation import reached
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
+from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.stalls.alerts import AlertSettings, watching_alerts
@@ -306,6 +307,9 @@ async def wire(
         observe=observe,
         on_event=events,
     )
+    stack.push_async_callback(verifier.stop)
+    await verifier.start()
+    sets = await leave_out_unproved(experiment, sets, verifier, events, directory.left_out)
     looking = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, sets, launcher, clock, events)
     actors = Actors(
@@ -332,10 +336,10 @@ async def wire(
     copies = [BooksCopy(launcher, clock, place, books, events) for place in places if place]
     run = assemble(experiment, actors, clock, books, stack, fence, *copies)
     events.begin(run.context)
-    for actor in (trainer, generator, verifier, looking, *([] if pictures is None else [pictures]), *copies):
+    for actor in (trainer, generator, looking, *([] if pictures is None else [pictures]), *copies):
         stack.push_async_callback(actor.stop)
     began_s = clock.now()
-    await asyncio.gather(*(actor.start() for actor in (trainer, generator, verifier, *copies)))
+    await asyncio.gather(*(actor.start() for actor in (trainer, generator, *copies)))
     run.context.start_s = clock.now() - began_s
     machines.take_offers(lambda device: join_replica(run.context.locks, generator, run.context.memory, device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()

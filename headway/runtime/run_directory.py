@@ -45,6 +45,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.summary = self.path / "summary.json"
+        self.left_out = self.path / "left_out.json"  # tasks that their own answers don't solve: id -> why
         self.sandboxes = self.path / "sandboxes"
         self.logs = self.path / "logs"
         self.waits = self.path / "waits.json"

@@ -7,11 +7,11 @@ once, into the cache of the package ``datasets``, and mapped into memory from th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.config.sources import SftSource, TaskSource
+from headway.config.sources import SftColumns, SftSource, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_extra
 
@@ -22,6 +22,7 @@ _BUILDERS = {
     ".csv": "csv",
     ".arrow": "arrow",
 }  # suffix of a file -> its reader
+_MARK = "\ue000"  # a private character: before texts of CSV files
 _MARKS_OF_SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk leaves in its folder
 
 
@@ -40,7 +41,10 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
             rows = _split_of(_load(package, source, source.name, revision=source.revision or None), source)
         features: Mapping[str, Any] = getattr(rows, "features", None) or {}
         for number, row in enumerate(rows):
-            yield f"{name} row {number}", {key: _structs(value, features.get(key)) for key, value in row.items()}
+            given = (
+                (key, value.removeprefix(_MARK) if isinstance(value, str) else value) for key, value in row.items()
+            )
+            yield f"{name} row {number}", {key: _structs(value, features.get(key)) for key, value in given}
     except ConfigurationError:
         raise
     except ConnectionError as error:  # also what the package raises for a name that isn't in its cache
@@ -92,17 +96,33 @@ def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping
         raise ConfigurationError(f"{path}: {path.suffix or 'no'} files can't be read; valid: {valid}, or a folder")
     if source.split or source.subset:
         raise ConfigurationError(f"{path} is a single file, without splits and subsets: leave 'split' and 'subset' out")
-    return package.load_dataset(builder, data_files=str(path), split="train", streaming=True)
+    as_text = {"converters": _text_columns(source)} if builder == "csv" else {}
+    return package.load_dataset(builder, data_files=str(path), split="train", streaming=True, **as_text)
 
 
 def _load(package: Any, source: TaskSource | SftSource, where: str, **options: Any) -> Any:
     try:
+        builder = package.load_dataset_builder(where, source.subset or None, revision=options.get("revision"))
+        if hasattr(builder.config, "converters"):  # CSV
+            options["converters"] = _text_columns(source)
         return package.load_dataset(where, source.subset or None, **options)
     except ValueError as error:
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
             problem = f"subset = {source.subset!r}" if source.subset else "'subset' is needed"
             raise ConfigurationError(f"{source.called}: {problem}: {_first_line(error)}") from None
         raise
+
+
+def _text_columns(source: TaskSource | SftSource) -> dict[str, Callable[[str], str]]:
+    """The columns of a CSV file that are read as they are written: 007, 1.50."""
+    columns = source.columns
+    names = [columns.prompt, columns.solution] if isinstance(columns, SftColumns) else [columns.prompt, columns.answer]
+    return dict.fromkeys(("answer" if name is None else name for name in names), _marked)
+
+
+def _marked(text: str) -> str:
+    """Keep the reader from taking a text such as NA for a missing one."""
+    return _MARK + text
 
 
 def _split_of(loaded: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:

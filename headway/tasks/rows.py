@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from headway.config.sources import SftSource, TaskSource
 from headway.records.errors import ConfigurationError
@@ -100,14 +104,40 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{where}: not valid JSON: {error}") from None
+        raise ConfigurationError(f"{where}: {_lone_surrogate(line) or f'not valid JSON: {error}'}") from None
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{where}: expected a JSON object, got {type(raw).__name__}")
     return raw
 
 
+def _lone_surrogate(line: bytes) -> str:
+    """The field of a JSON object that holds half of a surrogate pair, and which; "" where that isn't what is wrong."""
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        return ""
+    for key, value in raw.items() if isinstance(raw, dict) else ():
+        if half := re.search("[\ud800-\udfff]", json.dumps([key, value], ensure_ascii=False)):
+            return f'"{short(key)[1:-1]}" holds \\u{ord(half[0]):x}, half of a surrogate pair, which is no character'
+    return ""
+
+
+def number_text(value: float | Decimal) -> str:
+    """A number as a person writes it: a whole one as an integer, none with an exponent, float32 in its own digits."""
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float) and not value.is_integer():
+        single = np.float32(value)  # a column's type isn't in its rows
+        value = Decimal(str(single) if float(single) == value else repr(value))
+    return format(Decimal(value).to_integral_value() if value == int(value) else value, "f")
+
+
 def require_column(raw: Mapping[str, Any], key: str, where: str) -> Any:
-    """``raw[key]``. Raises ConfigurationError with the existing columns when it is missing."""
+    """``raw[key]``, or what the path ``key`` leads to (``reward_model.ground_truth``). Raises ConfigurationError with
+    the existing columns when it is missing."""
+    first, dot, rest = key.partition(".")
+    if key not in raw and dot and isinstance(raw.get(first), Mapping):
+        return require_column(raw[first], rest, f'{where}: "{first}"')
     if key not in raw:
         near = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.cursor import permutation
 from headway.tasks.entries import pack_entry
-from headway.tasks.rows import Rows, require_column, require_messages, require_text, short
+from headway.tasks.rows import Rows, number_text, require_column, require_messages, require_text, short
 from headway.tokens.pictures import for_template, picture_part, said
 
 
@@ -86,6 +89,17 @@ def _read(source: TaskSource, seed: int) -> TaskSet:
         duplicates=count - len(tasks),
         left_out=rows.left_out,
     )
+
+
+def rows_of(sources: Sequence[TaskSource], task: Task) -> str:
+    """The name of the row that ``task`` is read from, by reading its source again; "" where it has none."""
+    for source in sources:
+        if source.called == task.source and source.source != "reasoning-gym":
+            with contextlib.suppress(ConfigurationError):  # it changed meanwhile
+                for where, raw in Rows(source):
+                    if _task_from(raw, where, source).task_id == task.task_id:
+                        return where
+    return ""
 
 
 def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None) -> str:
@@ -163,8 +177,9 @@ def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: boo
     answer = require_column(raw, name, where)
     if isinstance(answer, str):
         return answer
-    if not exact and isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        return str(answer)
+    number = isinstance(answer, (int, float, Decimal)) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not exact and number:
+        return number_text(answer)
     if exact:
         raise ConfigurationError(f'{where}: "{name}" = {short(answer)}: must be a string, so write it in quotes')
     raise ConfigurationError(
@@ -288,14 +303,38 @@ class TaskOverlap(msgspec.Struct, frozen=True, kw_only=True):
     example: str  # a shared prompt
 
 
-def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[TaskOverlap]:
-    """Every pair of sets that share a prompt, in the order of the mapping."""
+def overlap(named_sets: Mapping[str, Iterable[Task]], *, white_space: bool = True) -> list[TaskOverlap]:
+    """Every pair of sets that share a prompt, in the order of the mapping; without ``white_space`` those that share one
+    but for that."""
     prompts = {name: dict.fromkeys(_asked(task) for task in tasks) for name, tasks in named_sets.items()}
+    if not white_space:
+        exact = {prompt for first, second in combinations(prompts.values(), 2) for prompt in first if prompt in second}
+        prompts = {name: {" ".join(p.split()): p for p in found if p not in exact} for name, found in prompts.items()}
     return [
         TaskOverlap(first=first, second=second, prompts=len(shared), example=shared[0])
         for first, second in combinations(prompts, 2)
         if (shared := [prompt for prompt in prompts[second] if prompt in prompts[first]])
     ]
+
+
+def contradictions(tasks: Iterable[Task]) -> dict[str, list[str]]:
+    """Prompts with several answers -> those."""
+    answers: dict[str, list[str]] = {}
+    for task in tasks:
+        known = answers.setdefault(_asked(task), [])
+        if task.answer.strip() not in known:
+            known.append(task.answer.strip())
+    return {prompt: found for prompt, found in answers.items() if len(found) > 1}
+
+
+def is_conversation_as_text(task: Task) -> bool:
+    """Whether a task's prompt is the JSON text of a conversation, which the model would be shown as it is."""
+    if task.messages or not task.prompt.lstrip().startswith("[") or '"role"' not in task.prompt:
+        return False
+    with contextlib.suppress(msgspec.DecodeError):
+        found = msgspec.json.decode(task.prompt, type=list[dict[str, Any]])
+        return bool(found) and all({"role", "content"} <= set(message) for message in found)
+    return False
 
 
 def _asked(task: Task) -> str:

@@ -24,6 +24,9 @@ FILE_NAME = "ledger.jsonl"
 # Events whose names the readers know. Any other name is shown unchanged.
 EVENT_START = "start"  # a run started; data: count (tasks) and digest (tasks_digest) of its training tasks
 EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones; data as above
+EVENT_LEFT_OUT = (
+    "tasks_left_out"  # their own answers don't solve them; detail: a row and why; data: split, source, tasks
+)
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and the books' counts (`Books.data`)
 EVENT_COUNTED = "counted"  # of a resumed run, before its next step: what ended so far; data: the books' counts
 EVENT_NO_PROGRESS = "no_progress"  # groups end untrained, one after another; data: groups, the last one's reason,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 
 from headway.config.adapter import AdapterConfig
@@ -14,6 +15,7 @@ from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import OnAttempt, attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.nodes.machines import Machines, open_machines
 from headway.orchestrator.preflight.functions import require_kernel_services
+from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers, require_rendered_tasks
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
@@ -21,9 +23,14 @@ from headway.records.ledger import EvaluationRecord
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verification.client import VerifierPool
+from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import RealClock
 from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
+
+
+def _say(name: str, detail: str, /, **_: object) -> None:
+    print(detail, file=sys.stderr)
 
 
 class Scorer:
@@ -64,9 +71,14 @@ class Scorer:
         prefix, temperature = evaluation_prefix(self._split), experiment.evaluation.temperature
         self._rollouts = make_rollouts(experiment, sampler, host).for_evaluation(prefix, temperature)
         stack.callback(self._scratch.remove)
-        for actor in (self.generator, self._verifier, *([] if self._pictures is None else [self._pictures])):
+        stack.push_async_callback(self._verifier.stop)
+        await self._verifier.start()
+        sets = {self._split: self._tasks}
+        sets = await leave_out_unproved(experiment, sets, self._verifier, _say)
+        self._tasks = sets[self._split]
+        for actor in (self.generator, *([] if self._pictures is None else [self._pictures])):
             stack.push_async_callback(actor.stop)
-        await asyncio.gather(self.generator.start(), self._verifier.start())
+        await self.generator.start()
 
     async def score(
         self, phase: str, step: int = 0, on_progress: OnAttempt = lambda done, total: None
@@ -79,7 +91,7 @@ class Scorer:
             self._tasks,
             rollouts=self._rollouts,
             verifier=self._verifier,
-            tokenizer=self._tokenizer,
+            scored=ScoredText.of(self._experiment, self._tokenizer),
             clock=self._clock,
             prompts=self._prompts,
             samples_per_task=self._experiment.evaluation.samples_per_task,

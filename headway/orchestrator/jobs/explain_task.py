@@ -12,6 +12,7 @@ from headway.buffer.history import read_history
 from headway.config.schema import Experiment
 from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability
 from headway.control.curriculum.curriculum import SourceCurriculum
+from headway.orchestrator.preflight.references import left_out_before
 from headway.orchestrator.task_selection import AdaptiveSelector
 from headway.orchestrator.task_sets import load_task_sets, training_weights
 from headway.records.curriculum import (
@@ -42,7 +43,9 @@ class RunHistory:
         if not directory.buffer.is_file():
             raise ConfigurationError(f"{directory.path}: no buffer.db, so nothing was drawn yet")
         self.groups = read_history(directory.buffer)
-        self.tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
+        left_out = left_out_before(directory.left_out)
+        tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
+        self.tasks = [task for task in tasks if task.task_id not in left_out]
         self.adaptive = self.experiment.curriculum.mode == "adaptive"
 
     def _fresh(self) -> AdaptiveSelector:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -41,7 +42,7 @@ from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.runtime.run_directory import RunDirectory
-from headway.tasks.sources import overlap, read_tasks
+from headway.tasks.sources import contradictions, is_conversation_as_text, overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.format_probe import output_format
 from headway.tokens.tokenizer import Tokenizer
@@ -54,22 +55,23 @@ class _Inputs:
     experiment: Experiment
     resume: bool
     ahead: bool
+    strict: bool = False
     model: DecoderConfig | HubConfig | None = None
     tokenizer: Tokenizer | None = None
     tasks: dict[str, list[Task]] | None = None  # split -> tasks
 
 
 def check(
-    experiment: Experiment, *, resume: bool = False, smoke_test: bool = True, ahead: bool = False
+    experiment: Experiment, *, resume: bool = False, smoke_test: bool = True, ahead: bool = False, strict: bool = False
 ) -> list[Finding]:
     """Look for everything that would stop or spoil the run, before it starts; errors first.
 
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
     scores some responses. ``ahead``: other steps may come before the run's start, so a model that `headway sft` will
-    make and a run that ``--resume`` goes on with are warnings. Writes nothing to the run's folder. Never raises for bad
-    input: that is what it reports.
+    make and a run that ``--resume`` goes on with are warnings. ``strict``: even one task that its own answer doesn't
+    solve is an error. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
     """
-    inputs, findings = _Inputs(experiment, resume, ahead), Findings()
+    inputs, findings = _Inputs(experiment, resume, ahead, strict), Findings()
     for look in (
         _model,
         _reference,
@@ -222,6 +224,7 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
                 findings.info(key, f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
             if read.left_out:
                 findings.info(key, f"{read.left_out:,} rows were left out by 'convert'")
+            _look_at_rows(key, read.tasks, findings)
     inputs.tasks = tasks
     if "train" in tasks:  # as the run does: generated sets are made disjoint
         held_out = [task for split in tasks if split != "train" for task in tasks[split]]
@@ -243,7 +246,27 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
             f"shares {shared} with {pair.first}, for example {_shortened(pair.example)!r}: "
             "a score on tasks that were trained on means nothing",
         )
+    for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}, white_space=False):
+        shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
+        what = f"shares {shared} with {pair.first} but for white space, for example {_shortened(pair.example)!r}"
+        findings.warning(pair.second, f"{what}: they count as different tasks")
     _evaluation(inputs, findings)
+
+
+def _look_at_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
+    """Rows that can be read, and hardly mean what they say."""
+    if as_text := sum(map(is_conversation_as_text, tasks)):
+        what = (
+            "1 prompt is the JSON text of a conversation"
+            if as_text == 1
+            else f"{as_text:,} prompts are JSON texts of conversations"
+        )
+        findings.warning(key, f"{what}, which the model is shown as it stands: 'convert' can read it (json.loads)")
+    if found := contradictions(tasks):
+        prompt, answers = next(iter(found.items()))
+        what = "1 prompt has" if len(found) == 1 else f"{len(found):,} prompts have"
+        shown = " and ".join(repr(_shortened(answer)) for answer in answers[:2])
+        findings.warning(key, f"{what} answers that contradict each other, for example {_shortened(prompt)!r}: {shown}")
 
 
 def _evaluation(inputs: _Inputs, findings: Findings) -> None:
@@ -468,4 +491,4 @@ def _episode(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _verifier(inputs: _Inputs, findings: Findings) -> None:
-    findings += verifier_findings(inputs.experiment, inputs.tasks or {})
+    findings += verifier_findings(inputs.experiment, inputs.tasks or {}, strict=inputs.strict)

@@ -24,11 +24,6 @@ _LIMIT_S = 30.0  # for the episode, its worker's start included; for the others 
 _Ended = Failure | Verdict | str  # a text: the environment gives no score
 
 
-def may_reward(experiment: Experiment) -> bool:
-    """Whether what makes the rollouts may say what they are worth: then tasks need no answer."""
-    return experiment.environment.name != "single_turn" or experiment.hooks.rollout != "single_turn"
-
-
 def rewards_itself(experiment: Experiment) -> bool:
     """Whether the environment has a `score` of its own; False where it can't be imported: reported elsewhere."""
     try:

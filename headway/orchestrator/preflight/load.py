@@ -17,6 +17,7 @@ from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
+from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class Load:
         self._tokenizer = tokenizer
         self._cursor = TaskCursor(tasks, experiment.run.seed, training_weights(experiment))
         self._clock = clock
+        self._scored = ScoredText.of(experiment, tokenizer)
         self._leaving = GroupFilters(experiment, lambda rollout: tokenizer.decode(rollout.judged_ids))
         self._open: set[str] = set()
         self._unfinished = 0
@@ -102,7 +104,7 @@ class Load:
         """Tasks and responses to them, as a verifier gets them."""
         found: dict[int, list[str]] = {}
         for rollout in self.responses:
-            found.setdefault(rollout.group, []).append(self._tokenizer.decode(rollout.judged_ids))
+            found.setdefault(rollout.group, []).append(self._scored.rollout(rollout))
         return [(self.tasks[group], texts) for group, texts in found.items()]
 
     def prompt(self, index: int) -> Sequence[int]:
@@ -143,7 +145,7 @@ class Load:
         self._verifying += 1
         started = self._clock.now()
         try:
-            verified = await verify_rollouts(group.task, rollouts, self._verifier, self._tokenizer, self._clock)
+            verified = await verify_rollouts(group.task, rollouts, self._verifier, self._scored, self._clock)
         finally:
             self._verifying -= 1
         self.verify_response_s.append((self._clock.now() - started) / group.size)

@@ -28,15 +28,16 @@ def preview(
     *,
     resume: bool = False,
     deep: bool = False,
+    strict: bool = False,
     seconds: float | None = SECONDS,
     on_progress: OnProgress = lambda text: None,
     on_findings: Callable[[list[Finding]], None] = lambda findings: None,
 ) -> CheckReport:
-    """Check, size, look at the nodes (``deep``: model files there byte by byte), calibrate (None seconds: don't),
-    forecast; nothing but check while the model is still to be made. ``on_findings`` gets what is found before any
-    worker is started, and again what is found later. With an error among it nothing more is started. Raises what
-    ``calibrate`` raises when a worker fails."""
-    findings = Findings(check(experiment, resume=resume, ahead=True))
+    """Check (``strict``: see `check`), size, look at the nodes (``deep``: model files there byte by byte), calibrate
+    (None seconds: don't), forecast; nothing but check while the model is still to be made. ``on_findings`` gets what is
+    found before any worker is started, and again what is found later. With an error among it nothing more is started.
+    Raises what ``calibrate`` raises when a worker fails."""
+    findings = Findings(check(experiment, resume=resume, ahead=True, strict=strict))
     on_findings(findings)
     if any(finding.level == "error" for finding in findings) or comes_of_sft(experiment):
         return CheckReport(findings=findings)

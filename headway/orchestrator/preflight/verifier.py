@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.demonstrations import DemonstratedTask, demonstrated, look_at_rewards
-from headway.orchestrator.preflight.episode import may_reward, rewards_itself
+from headway.orchestrator.preflight.episode import rewards_itself
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.task_sets import named_verifiers
+from headway.orchestrator.preflight.references import LeftOut, prove_references, refused_sources
+from headway.orchestrator.task_sets import may_reward, named_verifiers
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.rollout import Verdict
 from headway.records.task import Task
@@ -17,9 +18,10 @@ from headway.records.task import Task
 _START_S = 60.0  # a verifier's imports may be heavy
 
 
-def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]]) -> Findings:
-    """Findings of the reference answer and a wrong one to one task of each split, and of demonstrations where the
-    verifier is the user's own; ``tasks``: by split."""
+def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]], *, strict: bool = False) -> Findings:
+    """Findings of the reference answer and a wrong one to one task of each split, of all references that can prove
+    themselves, and of demonstrations where the verifier is the user's own; ``tasks``: by split. ``strict``: a reference
+    that doesn't is an error, not only where they are more than 1 %."""
     findings = Findings()
     firsts: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
     for split, found in tasks.items():
@@ -35,7 +37,7 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
     attempts, sure = demonstrated(experiment, tasks, "") if ":" in own and not alone else ([], False)
     attempts = [one for one in attempts if not one.task.verifier]
     try:
-        verdicts, of_attempts = asyncio.run(_score(experiment, firsts, attempts))
+        verdicts, of_attempts, left_out = asyncio.run(_score(experiment, firsts, attempts, tasks))
     except TimeoutError:
         findings.error("verifier.name", f"{own!r} didn't start within {_START_S:g} s")
         return findings
@@ -45,6 +47,15 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
     except HeadwayError as error:
         findings.error("verifier.name" if asked <= {""} else "verifiers", str(error))
         return findings
+    refused = refused_sources(left_out)
+    for one in left_out:
+        key = f"tasks.{one.split}"
+        (findings.error if strict or (one.split, one.source) in refused else findings.warning)(
+            key, one.line(getattr(experiment.tasks, one.split))
+        )
+    for (split, _), why in refused.items():
+        findings.error(f"tasks.{split}", why)
+    unproved = {(one.split, task.task_id) for one in left_out for task in one.tasks}
     told = all(verdict.failure is None for verdict in of_attempts) and look_at_rewards(
         "verifier.name", own, [verdict.reward for verdict in of_attempts], sure, findings
     )
@@ -53,6 +64,8 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
         several = len(getattr(experiment.tasks, split)) > 1
         whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
         broken = [verdict.failure for verdict in found if verdict.failure is not None]
+        if (split, firsts[split, source, name].task_id) in unproved:
+            continue  # said
         if broken and len(found) == 1 and may_reward(experiment):  # it may never be asked
             why = "; so do rollouts that nothing else rewards"
             if not alone:
@@ -71,9 +84,13 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
 
 
 async def _score(
-    experiment: Experiment, firsts: Mapping[tuple[str, str, str], Task], attempts: Sequence[DemonstratedTask]
-) -> tuple[dict[tuple[str, str, str], list[Verdict]], list[Verdict]]:
-    """Verdicts on the reference answer, where there is one, and an empty one to the tasks; on ``attempts``."""
+    experiment: Experiment,
+    firsts: Mapping[tuple[str, str, str], Task],
+    attempts: Sequence[DemonstratedTask],
+    tasks: Mapping[str, Sequence[Task]],
+) -> tuple[dict[tuple[str, str, str], list[Verdict]], list[Verdict], list[LeftOut]]:
+    """Verdicts on the reference answer, where there is one, and an empty one to the tasks; on ``attempts``; what of all
+    ``tasks`` doesn't prove itself."""
     from headway.rollout.verification.client import VerifierPool
     from headway.runtime.clock import RealClock
     from headway.runtime.workers import LocalLauncher
@@ -90,6 +107,6 @@ async def _score(
             responses = [task.answer, ""] if task.answer else [""]
             verdicts[place] = await pool.verify(task, responses)
         last = [await pool.verify(one.task, [one.answers[-1]["content"]]) for one in attempts]
-        return verdicts, [verdict for (verdict,) in last]
+        return verdicts, [verdict for (verdict,) in last], await prove_references(experiment, tasks, pool)
     finally:
         await pool.stop()

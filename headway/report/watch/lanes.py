@@ -26,9 +26,10 @@ from headway.records.trace import (
 )
 from headway.report.trace import NOT_AT_WORK, PROCESSES
 from headway.report.trace_groups import GroupLife, Lanes, Phase, group_phases, rollout_phases
-from headway.report.watch.cache import cache_folder, write_cached
+from headway.report.watch.cache import cache_folder
 from headway.report.watch.runs import inside
 from headway.report.watch.spans import SEAL_ROWS, Row, SpanStore, StoredSpans
+from headway.runtime.user_cache import write_cached
 from headway.telemetry.trace_file import FILE_NAME, OLD_NAME
 
 _CACHED = "lanes-1"  # names of the cache's files; the number is the format's

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -39,7 +40,8 @@ _AWAY_S = 5.0  # for a worker's restart; then another one gets its job, if any i
 
 class _Job(msgspec.Struct, kw_only=True, eq=False):
     task: Task
-    responses: tuple[str, ...]
+    responses: tuple[str, ...] = ()
+    tasks: tuple[Task, ...] = ()  # whose references are to prove themselves, instead
     verdicts: asyncio.Future[list[Verdict]]
     moves: int = 0  # to another worker
 
@@ -142,12 +144,18 @@ class VerifierPool:
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score ``responses`` to ``task``: one Verdict each, in order. Waits while the queue is full."""
-        if not responses:
-            return []
+        return await self._do(task, responses=tuple(responses)) if responses else []
+
+    async def prove(self, tasks: Sequence[Task]) -> list[Verdict]:
+        """Score the own answers of ``tasks``, one or more that choose one verifier (`ReferenceProver`): one Verdict
+        each, in order, with what ``verify`` does about those that hang."""
+        return await self._do(tasks[0], tasks=tuple(tasks))
+
+    async def _do(self, task: Task, **what: Any) -> list[Verdict]:
         verdicts: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
         self._open.add(verdicts)
         try:
-            await self._jobs.put(_Job(task=task, responses=tuple(responses), verdicts=verdicts))
+            await self._jobs.put(_Job(task=task, verdicts=verdicts, **what))
             return await verdicts
         except QueueClosed:
             raise HeadwayError("the verifier pool is stopped") from None
@@ -252,18 +260,17 @@ class VerifierPool:
         """Score all responses in one call, or one by one once that killed the worker. Infrastructure failures are
         scored again after a pause, which delays the queue: while a service is down, other groups would fail as well."""
         verdicts: dict[int, Verdict] = {}
-        left = list(range(len(job.responses)))
+        left = list(range(len(job.tasks or job.responses)))
         together, attempts = True, 0
         while True:
-            responses = tuple(job.responses[i] for i in left)
             if together and len(left) > 1:  # alone, a response is its own suspect
                 try:
-                    scored = await self._call(slot, job, responses)
+                    scored = await self._call(slot, job, left)
                 except _Died as died:
                     together, attempts = False, attempts + (0 if died.hung else 1)
                     continue
             else:
-                scored = [await self._score_single(slot, job, response) for response in responses]
+                scored = [await self._score_single(slot, job, i) for i in left]
             for i, verdict in zip(left, scored, strict=True):
                 verdicts[i] = _paid_for(verdict, verdicts.get(i))
             left = [i for i in left if _lost(verdicts[i])]
@@ -273,9 +280,9 @@ class VerifierPool:
             await self._clock.sleep(backoff_s(attempts, _RETRY_S))
         return [_given_up(v, attempts) if _lost(v) else v for _, v in sorted(verdicts.items())]
 
-    async def _score_single(self, slot: WorkerSlot, job: _Job, response: str) -> Verdict:
+    async def _score_single(self, slot: WorkerSlot, job: _Job, index: int) -> Verdict:
         try:
-            return (await self._call(slot, job, (response,)))[0]
+            return (await self._call(slot, job, [index]))[0]
         except _Died as died:
             if died.hung:
                 cause = f"timed out after {self._timeout_s(job.task):g} s; job killed"
@@ -283,19 +290,23 @@ class VerifierPool:
                 cause = "the verifier's process died under it"
             return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
 
-    async def _call(self, slot: WorkerSlot, job: _Job, responses: tuple[str, ...]) -> list[Verdict]:
+    async def _call(self, slot: WorkerSlot, job: _Job, indices: Sequence[int]) -> list[Verdict]:
         """Score on this slot's worker. Raises _Died, after which the next call starts another, and _Away."""
         worker, task = await self._worker(slot, job), job.task
         started = self._clock.now()
-        backstop_s = _WATCHDOG * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
-        self._scoring[slot.name] = len(responses)
+        backstop_s = _WATCHDOG * self._timeout_s(task) * len(indices) + _BACKSTOP_GRACE_S
+        self._scoring[slot.name] = len(indices)
+        if job.tasks:
+            asked: tuple[Any, ...] = "prove", tuple(job.tasks[i] for i in indices)
+        else:
+            asked = "score", task, tuple(job.responses[i] for i in indices)
         try:
             async with asyncio.timeout(backstop_s):
-                verdicts = await worker.call("score", task, responses)
+                verdicts = await worker.call(*asked)
             self._scoring[slot.name] = 0
             if self._observe is not None:
                 start_s, end_s = round(started, 6), round(self._clock.now(), 6)
-                self._observe(Span(track=worker.name, name=f"score {len(responses)}", start_s=start_s, end_s=end_s))
+                self._observe(Span(track=worker.name, name=f"{asked[0]} {len(indices)}", start_s=start_s, end_s=end_s))
             return verdicts
         except TimeoutError:
             elapsed_s = self._clock.now() - started

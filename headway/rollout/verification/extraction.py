@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from decimal import Context, Decimal, InvalidOperation
 from typing import Literal
 
 Extract = Literal["all", "last_line", "answer_tag", "boxed"]
 
-# a sign counts only where no digit, letter or bracket precedes it: "5-3" ends in 3, "= -3" in -3
+MINUS = "\u2212\u2012\u2013\u2014\ufe63\uff0d"  # and their like, as which a minus is typeset
+_TYPESET = str.maketrans({**dict.fromkeys(MINUS, "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")})
+_LATEX_BLANK = re.compile(r"\\[,;:! ]|~")
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+])?"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:[eE][-+]?[0-9]+)?"
+    r"(?P<sign>[-+])?(?P<apart>[^\S\n]*)(?:(?<=[-+\s])(?:US)?\\?[$€£¥] ?)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9.] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
+    r"(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<exponent>[eE][-+]?[0-9]+)?"
 )
+_THOUGHT, _ANSWERED = "<think>", "</think>"
+# beside a reference's only number: words, currencies, signs of equality; no operator, no word that is a number
+_BESIDE = re.compile(r"(?:[^\W\d_]|[\s$€£¥%°.,:;=#*'\"]|(?<=[a-z])/(?=[a-z])|\\(?:\$|%|boxed\{|text\{)|\}|\^\\circ)*")
+_NUMERALS = re.compile(r"\b(?:hundred|thousand|[mb]illion|trillion|dozen|half|pi|e)s?\b|π", re.IGNORECASE)
 _UNTRAPPED = Context(prec=60, traps=[])  # a response like 1e999999999 is a wrong answer, not an error
 
 
@@ -22,8 +30,10 @@ def extract_answer(response: str, extract: Extract) -> str | None:
     """The part of ``response`` that is compared; None when there is none.
 
     "all": the whole response; "last_line": its last line that isn't blank; "answer_tag": the inside of its last
-    ``<answer>...</answer>``; "boxed": the inside of its last ``\\boxed{...}``, braces balanced.
+    ``<answer>...</answer>``; "boxed": the inside of its last ``\\boxed{...}``, braces balanced. Reasoning between
+    ``<think>`` and ``</think>``, closed or not, is no part of it.
     """
+    response = without_reasoning(response)
     if extract == "all":
         return response
     if extract == "last_line":
@@ -50,18 +60,48 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
+def without_reasoning(text: str, start: str = _THOUGHT, end: str = _ANSWERED, *, opened: bool = False) -> str:
+    """``text`` behind the last mark that ends reasoning, up to one that begins it anew; ``opened``: the prompt's end
+    began it."""
+    _, ended, rest = text.rpartition(end)
+    return "" if opened and not ended else rest.partition(start)[0].lstrip() if ended or start in rest else text
+
+
 def last_number(text: str, marker: str = "") -> Decimal | None:
     """The last number in ``text``, or with ``marker`` the first one after the marker's last occurrence.
 
-    Reads integers, decimals, exponents, thousands separators and a leading sign; None when there is none.
+    Reads integers, decimals, exponents, separators of thousands and a leading sign; None when there is none. A sign
+    apart from its digits counts where no digit, letter or closing bracket precedes: "= - 5" is -5, "7 - 5" ends in 5.
     """
-    text = text.replace("\u2212", "-")
+    text = _typed(text)
     if marker:
-        _, found, rest = text.rpartition(marker)
+        _, found, rest = text.rpartition(_typed(marker))
         match = _NUMBER.search(rest) if found else None
-        return _decimal(match.group()) if match else None
+        return _decimal(match) if match else None
     last = last_match(_NUMBER, text)
-    return _decimal(last.group()) if last else None
+    return _decimal(last) if last else None
+
+
+def only_number(text: str) -> Decimal | None:
+    """The one number that a reference is (what follows its last "####", where there is one); None where it is none,
+    several, or a part of an expression: ``1/2``, ``10^5``, ``12:30``."""
+    text = _typed(text.rpartition("####")[2])
+    matches = list(_NUMBER.finditer(text))
+    if len(matches) != 1:
+        return None
+    before, behind = text[: matches[0].start()], text[matches[0].end() :]
+    beside = (before, behind)
+    attached = before[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", behind)
+    if attached or not all(_BESIDE.fullmatch(part) for part in beside) or any(map(_NUMERALS.search, beside)):
+        return None
+    return _decimal(matches[0])
+
+
+def _typed(text: str) -> str:
+    """Numbers in ``text`` as they are typed: digits, minus and blanks of ASCII, no LaTeX between digits."""
+    text = text.translate(_TYPESET).replace("{,}", ",")
+    text = _LATEX_BLANK.sub(" ", re.sub(r"(?<=[0-9])\\!,\\!(?=[0-9])", ",", text))
+    return "".join(unicodedata.normalize("NFKC", c) if "\uff10" <= c <= "\uff19" else c for c in text)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -69,11 +109,23 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
-def _decimal(text: str) -> Decimal | None:
+def _decimal(found: re.Match[str]) -> Decimal | None:
+    digits = found["digits"].replace(",", "").replace(" ", "") + (found["exponent"] or "")
+    sign = "-" if found["sign"] == "-" and _is_sign(found) else ""
     try:
-        return Decimal(text.replace(",", ""))
+        return Decimal(sign + digits)
     except InvalidOperation:  # an exponent of more digits than a number can have
         return None
+
+
+def _is_sign(found: re.Match[str]) -> bool:
+    """Whether the minus before a number's digits is its sign, rather than that of a difference."""
+    line = found.string[: found.start()].rpartition("\n")[2]
+    before = line.rstrip().rstrip("$\\").rstrip()
+    last = before[-1:]
+    if last.isalpha() and not found["apart"] and line[-1:] in (" ", "\t"):
+        return before[-2:-1].isalpha()  # "it is -5", but "x -5"
+    return not (last.isalnum() or last in tuple(")]}._"))
 
 
 def close(a: Decimal, b: Decimal, tolerance: float) -> bool:

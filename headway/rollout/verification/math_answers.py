@@ -11,12 +11,26 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from headway.config.section import NonNegative
 from headway.records.task import Task
 from headway.rollout.verification.extraction import Extract, extract_answer, last_match
+from headway.rollout.verification.math_values import (
+    Assigned,
+    Expression,
+    Fixed,
+    Matrix,
+    Number,
+    Several,
+    Value,
+    close_numbers,
+    equal_values,
+    plain_text,
+    read_value,
+)
 from headway.runtime.imports import import_extra
 
 _LONGEST_TEXT = 4000  # characters at the end of a response that are searched: the search is quadratic in digits
@@ -34,6 +48,9 @@ _TEXT = re.compile(rf"{_LETTERS}{{2,}}(?: {_LETTERS}{{2,}})*|{_LETTERS}{{3,}}(?:
 _SYMBOLS = ("inf", "infinity")  # words that math-verify reads as what they mean: as a text or by value
 _AROUND = " .,;:!*_`'\"$"  # of a word in prose or Markdown
 _ANSWER_IS = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?", re.IGNORECASE)
+_LISTED = re.compile(r"(?:[\s,;.&]|\b(?:and|or)\b)*", re.IGNORECASE)  # what stands between the formulas of a list
+_BEGINS_A_NUMBER = re.compile(r"[-+\\u2212]?[\d.]")
+_LARGEST_EXPONENT = 4000
 _MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which would parse as a product of letters
 
 
@@ -52,21 +69,48 @@ def math_scorer(
     package = import_extra("math_verify", "math", "verifier.name = 'math'")
     for module in ("parser", "grader"):  # each warns once that somebody else must keep the time: somebody does
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
-
-    how = {"float_rounding": float_rounding, "strict": strict}
-
-    def parse(text: str) -> list[Any]:
-        return package.parse(text, parsing_timeout=None, fallback_mode="no_fallback")
+    tolerance = Fraction(10) ** -float_rounding
+    latex = (package.LatexExtractionConfig(),)  # alone: else a part is read of what isn't LaTeX
 
     @functools.lru_cache(maxsize=1024)
-    def reference_of(answer: str) -> tuple[str, list[Any]]:
+    def parse(text: str, whole: bool = True) -> list[Any]:
+        """``text`` as one expression, or the answer found in it; [] where there is none."""
+        chosen = {"extraction_config": latex} if whole else {}
+        return package.parse(
+            _boxed(text) if whole else text, parsing_timeout=None, fallback_mode="no_fallback", **chosen
+        )
+
+    def same(first: Value, second: Value) -> bool:
+        pair = [(one, parse(one.text, one.whole) if isinstance(one, Expression) else []) for one in (first, second)]
+        [one, other] = [one if isinstance(one, Number) else _constant(read) for one, read in pair]
+        if one is not None and other is not None and one.value and other.value:
+            return close_numbers(one, other, tolerance)
+        [gold, answer] = [read or ([_rational(one)] if isinstance(one, Number) else []) for one, read in pair]
+        how = {"float_rounding": float_rounding, "strict": strict}
+        return bool(gold and answer) and package.verify(gold, answer, timeout_seconds=None, raise_on_error=True, **how)
+
+    @functools.lru_cache(maxsize=1024)
+    def reference_of(answer: str) -> tuple[str, Value | None]:
         answer = _without_escaped_dollars(answer)
         words = _reference_words(answer)
-        return words, parse(_reference_text(answer)) if not words or words in _SYMBOLS else []
+        value = None if words and words not in _SYMBOLS else read_value(plain_text(reference_text(answer)))
+        return words, None if isinstance(value, Expression) and not parse(value.text) else value
+
+    def differs(reference: Value, found: str) -> str:
+        """Why the answer in ``found`` isn't the reference; "" where it is."""
+        candidates, decisive = _candidates(found, whole=extract == "all")
+        values = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
+        if not (decisive and values):
+            values.append(Expression(text=_end(found), whole=False))
+        if any(equal_values(reference, value, tolerance, same) for value in values):
+            return ""
+        last = values[-1]  # of prose what math-verify finds
+        unread = isinstance(last, Expression) and not parse(last.text, last.whole)
+        return "no mathematical expression found in the response" if unread else "not equal to the reference"
 
     def score(task: Task, response: str) -> dict[str, Any]:
         words, reference = reference_of(task.answer)
-        if not words and not reference:
+        if not words and reference is None:
             raise ValueError(
                 f"task {task.task_id}: its answer {task.answer[:80]!r} is no mathematical expression that math-verify "
                 "can parse (a LaTeX or plain expression; of a worked solution, what follows the last ####, or \\boxed)"
@@ -77,18 +121,36 @@ def math_scorer(
         found = _without_escaped_dollars(found)
         if words and words in _said(found):
             return {"reward": 1.0}
-        if not reference:
+        if reference is None:
             return {"reward": 0.0, "reason": "not equal to the reference"}
-        answer = parse(_response_text(found, whole=extract == "all"))
-        if not answer:
-            return {"reward": 0.0, "reason": "no mathematical expression found in the response"}
         try:
-            equal = package.verify(reference, answer, timeout_seconds=None, raise_on_error=True, **how)
+            why = differs(reference, found)
         except Exception as error:  # sympy may raise anything for what a policy writes; the reference has parsed
-            return {"reward": 0.0, "reason": f"can't be compared: {type(error).__name__}: {str(error)[:200]}"}
-        return {"reward": 1.0} if equal else {"reward": 0.0, "reason": "not equal to the reference"}
+            why = f"can't be compared: {type(error).__name__}: {str(error)[:200]}"
+        return {"reward": 0.0, "reason": why} if why else {"reward": 1.0}
 
     return score
+
+
+def _constant(read: Sequence[Any]) -> Number | None:
+    """The real number that math-verify has read, to 60 digits; None for anything else."""
+    expression: Any = read[0] if read else None
+    if not getattr(expression, "is_number", False) or getattr(expression, "free_symbols", True):
+        return None
+    value = expression.evalf(60)
+    if not (value.is_Float or value.is_Rational) or not value.is_finite:
+        return None
+    if abs(int(str(value).partition("e")[2] or 0)) > _LARGEST_EXPONENT:
+        return None  # its digits would fill the memory
+    fraction = Fraction(str(value))
+    decimals = any(atom.is_Float for atom in expression.atoms())
+    return Number(value=fraction, last_place=abs(fraction) if decimals else Fraction(0), computed=True)
+
+
+def _rational(number: Number) -> Any:
+    from sympy import Rational  # math-verify's own
+
+    return Rational(number.value.numerator, number.value.denominator)
 
 
 def _without_escaped_dollars(text: str) -> str:
@@ -96,12 +158,24 @@ def _without_escaped_dollars(text: str) -> str:
     return _ESCAPED_DOLLAR.sub(r"\1", text)
 
 
-def _reference_text(answer: str) -> str:
-    """The reference as one expression: "3x+5" would otherwise be read as its first number, 3."""
+def reference_text(answer: str) -> str:
+    """The reference as one expression; "" where it is a sentence, or several formulas in one."""
     text = answer.rpartition("####")[2].strip()
-    if not text or any(mark in text for mark in _DELIMITERS):
-        return text
-    return "" if _is_sentence(text) else _boxed(text)
+    if "\\boxed{" in text:
+        boxes = [
+            box for part in text.split("\\boxed")[1:] if (box := extract_answer("\\boxed" + part, "boxed")) is not None
+        ]
+        return boxes[0] if len(set(boxes)) == 1 else ""
+    formulas = [next(group for group in found.groups() if group is not None) for found in _DELIMITED.finditer(text)]
+    around = _DELIMITED.sub(" ", text)
+    if len(formulas) == 1 and not any(character.isdigit() for character in around):
+        whole = read_value(plain_text(text))
+        return text if isinstance(whole, Number) else formulas[0]
+    if formulas:
+        return ", ".join(formulas) if _LISTED.fullmatch(around) else ""
+    return (
+        "" if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, Several, Assigned)) else text
+    )
 
 
 def _is_sentence(text: str) -> bool:
@@ -158,19 +232,40 @@ def _unset(text: str) -> str:
     return _SPACING.sub(" ", text).strip(_AROUND).lower()
 
 
-def _response_text(found: str, whole: bool) -> str:
-    """The text that math-verify searches. A bare expression is boxed, as the reference is; ``whole``: ``found`` may be
-    prose, of which the last box is the answer (math-verify would take several together for a set)."""
-    boxed = extract_answer(found, "boxed") if whole else None
+def _candidates(found: str, whole: bool) -> tuple[list[str], bool]:
+    """Texts in ``found`` that may be its answer, and whether one of them must be. ``whole``: ``found`` may be prose, of
+    which the last box is the answer, or the formula behind "answer is", or the last formula."""
+    boxed = extract_answer(found, "boxed")
     if boxed is not None:
-        return _boxed(boxed)
-    text = found.strip()
+        return [boxed], True
+    text = _end(found)
+    formulas = list(_DELIMITED.finditer(text))
+    if "\n" not in text and not formulas and "\\boxed" not in text:
+        plain = not whole or not _TWO_LETTERS.search(_COMMAND.sub(" ", text))
+        if plain or _is_typed(read_value(plain_text(text))):
+            return [text], True
+    line = text.rpartition("\n")[2]
+    tail = _ANSWER_IS.split(line)[-1].strip(" *_:")
+    if formulas:
+        first = _DELIMITED.match(tail)
+        last = next(group for group in (first or formulas[-1]).groups() if group is not None)
+        return [last, line], first is not None or not _BEGINS_A_NUMBER.match(tail) or tail == line
+    last = re.findall(r"\S*\d\S*", line)[-1:]  # a time or a date isn't its last number
+    return [tail, line, *last], any(_is_typed(read_value(plain_text(one))) for one in last)
+
+
+def _is_typed(value: Value | None) -> bool:
+    """Whether a text can't be prose: it was read as one number, matrix, time, date, ..."""
+    return isinstance(value, (Number, Matrix)) or (isinstance(value, Fixed) and value.kind != "text")
+
+
+def _end(text: str) -> str:
+    """The end of a response, which is searched."""
+    text = text.strip()
     if len(text) > _LONGEST_TEXT:
         text = text[-_LONGEST_TEXT:]
         text = text[text.find("\n") + 1 :]  # math in a line is delimited in pairs: begin with a whole one
-    if any(mark in text for mark in _DELIMITERS) or "\n" in text or not text:
-        return text
-    return text if whole and _TWO_LETTERS.search(_COMMAND.sub(" ", text)) else _boxed(text)
+    return text
 
 
 def _boxed(text: str) -> str:

@@ -15,9 +15,10 @@ from headway.config import schema
 from headway.config.sources import VerifierSettings
 from headway.records.rollout import Verdict
 from headway.records.task import Task
+from headway.rollout.verification.references import ReferenceProver
 from headway.rollout.verification.scorers import ManyScorer, score_guarded
 from headway.rollout.verification.verdicts import failed_verdict
-from headway.rollout.verification.verifiers import resolve_named
+from headway.rollout.verification.verifiers import resolve_named, resolve_verifier
 
 
 class VerifierService:
@@ -38,6 +39,7 @@ class VerifierService:
         """
         settings: dict[str, VerifierSettings] = {"": schema.VerifierConfig.model_validate(verifier)}
         settings |= {name: VerifierSettings.model_validate(raw) for name, raw in (named or {}).items()}
+        self._settings, self._provers = settings, dict[str, ReferenceProver]()
         self._verifiers = {name: (resolve_named(name, chosen), chosen.timeout_s) for name, chosen in settings.items()}
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
@@ -54,6 +56,18 @@ class VerifierService:
             for response in responses:
                 watchdog.restart()
                 verdicts.append(score_guarded(score, task, response))
+        return verdicts
+
+    def prove(self, tasks: Sequence[Task]) -> list[Verdict]:
+        """Whether each of ``tasks``, all of one verifier, is solved by its own answer (`ReferenceProver`), in order."""
+        key = tasks[0].verifier
+        if key not in self._provers:
+            self._provers[key] = ReferenceProver(self._settings[key], resolve_verifier)
+        verdicts: list[Verdict] = []
+        with Watchdog(self._settings[key].timeout_s) as watchdog:
+            for task in tasks:
+                watchdog.restart()
+                verdicts.append(self._provers[key].prove(task))
         return verdicts
 
 

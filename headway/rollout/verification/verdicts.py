@@ -32,6 +32,8 @@ def to_verdict(result: object, judge: str = "the verifier") -> Verdict:
         value, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
     else:
         value = result
+    if solved is not None and solved not in (True, False):  # NumPy's and 0 and 1 are equal to them, no text is
+        return failed_verdict(f"{judge} returned solved = {shown(solved)}: valid: true, false")
     turn_rewards = _numbers(turns)
     if turn_rewards is None:
         return failed_verdict(f"{judge}: turn_rewards are {shown(turns)}: a list of finite numbers is expected")

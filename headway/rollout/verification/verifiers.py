@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.parameters import NonNegativeNumber, call_checked, explained
-from headway.rollout.verification.extraction import Extract, close, extract_answer, last_match, last_number
+from headway.rollout.verification.extraction import Extract, close, extract_answer, last_match, last_number, only_number
 from headway.rollout.verification.judge import Judge
 from headway.rollout.verification.math_answers import math_scorer
 from headway.rollout.verification.scorers import Scorer, longest_s
@@ -96,15 +97,18 @@ def _require_parameters(
 
 
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
-    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0. A task
-    without an answer fails the response, naming the task: an empty response would be right."""
+    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``, accents
+    composed or not), else 0. A task without an answer fails the response: an empty response would be right."""
+
+    def composed(text: str) -> str:
+        return unicodedata.normalize("NFC", text.strip() if strip else text)
 
     def score(task: Task, response: str) -> float:
-        wanted = task.answer.strip() if strip else task.answer
+        wanted = composed(task.answer)
         if not wanted:
             raise ValueError(f"task {task.task_id} has no answer to compare with")
         found = extract_answer(response, extract)
-        return float(found is not None and (found.strip() if strip else found) == wanted)
+        return float(found is not None and composed(found) == wanted)
 
     return score
 
@@ -116,9 +120,9 @@ def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativ
     """
 
     def score(task: Task, response: str) -> float:
-        reference = last_number(task.answer)
+        reference = only_number(task.answer)
         if reference is None:
-            raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
+            raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number (exactly one is needed)")
         found = extract_answer(response, extract)
         number = None if found is None else last_number(found, marker)
         return float(number is not None and close(number, reference, tolerance))

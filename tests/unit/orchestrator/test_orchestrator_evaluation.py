@@ -25,6 +25,7 @@ from headway.report.tables import summary_rows
 from headway.rollout.fake import FakeVerifier
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import Clock, run_virtual
 from headway.telemetry.summary import summarise
 from tests.support.simulated_run import PlainTokenizer, experiment_of, simulate, small_run
@@ -68,7 +69,7 @@ def attempt_all(concurrent: int, timeout_s: float) -> tuple[list[Any], int]:
             TASKS,
             rollouts=SingleTurn(TurnSampler(counted, tokenizer, settings, clock, run_seed=0)),
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
-            tokenizer=tokenizer,
+            scored=ScoredText(tokenizer),
             clock=clock,
             prompts=Prompts(tokenizer, "raw"),
             samples_per_task=1,

@@ -18,6 +18,7 @@ from headway.records.tokens import TokenIds
 from headway.rollout.fake import FakeVerifier
 from headway.rollout.makers.single_turn import SingleTurn
 from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verification.scored_text import ScoredText
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.process_worker import Death
 from tests.support.simulated_run import PlainTokenizer, experiment_of
@@ -171,7 +172,7 @@ def test_an_evaluation_counts_what_it_cannot_show_as_failed() -> None:
             tasks,
             rollouts=SingleTurn(TurnSampler(generate, tokenizer, settings, clock, run_seed=0)),
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
-            tokenizer=tokenizer,
+            scored=ScoredText(tokenizer),
             clock=clock,
             prompts=prompts_of(Process(clock), clock),
             samples_per_task=2,

@@ -53,21 +53,21 @@ def tokenizer_with(template: str | None) -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("template", "tools", "reasoning", "field"),
+    ("template", "tools", "reasoning"),
     [
-        (QWEN25, "hermes", False, ""),
-        (QWEN3, "hermes", True, "reasoning_content"),
-        (LLAMA31, "llama_json", False, ""),
-        (R1, "none", True, ""),
-        ("<tool_call>\n<function=x>", "none", False, ""),
-        ("<tool_call>{{ name }}<arg_key>", "none", False, ""),
-        (None, "none", False, ""),
+        (QWEN25, "hermes", False),
+        (QWEN3, "hermes", True),
+        (LLAMA31, "llama_json", False),
+        (R1, "none", True),
+        ("<tool_call>\n<function=x>", "none", False),
+        ("<tool_call>{{ name }}<arg_key>", "none", False),
+        (None, "none", False),
     ],
 )
-def test_output_format_is_found_out(template: str | None, tools: str, reasoning: bool, field: str) -> None:
+def test_output_format_is_found_out(template: str | None, tools: str, reasoning: bool) -> None:
     tokenizer = tokenizer_with(template)
     found = output_format(tokenizer)
-    assert (found.tools, found.reasoning, found.reasoning_field) == (tools, reasoning, field)
+    assert (found.tools, found.reasoning) == (tools, reasoning)
     assert output_format(tokenizer, "llama_json").tools == "llama_json"
 
 

@@ -22,6 +22,7 @@ from headway.report.series import Series
 from headway.report.several.axes import AXES, places_of
 from headway.report.watch import cache, runs
 from headway.report.watch.runs import NoSuchRun, RunTail, WatchedRuns, inside
+from headway.runtime import user_cache
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import Ledger
 from headway.telemetry.metrics import scalars
@@ -297,13 +298,13 @@ def test_a_cache_is_of_one_folder_and_its_users_alone(tmp_path: Path, root: Path
 def test_a_cache_that_cannot_be_written_is_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    assert cache.cache_root().is_relative_to(tmp_path / "tmp")
+    monkeypatch.setattr(user_cache.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    assert user_cache.cache_root("watch").is_relative_to(tmp_path / "tmp")
 
 
 def test_cached_files_are_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "columns"
-    cache.write_cached(path, lambda file: file.write(b"old"))
+    user_cache.write_cached(path, lambda file: file.write(b"old"))
 
     def write(file: BinaryIO) -> None:
         file.write(b"new")
@@ -311,7 +312,7 @@ def test_cached_files_are_replaced_whole(tmp_path: Path) -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        cache.write_cached(path, write)
+        user_cache.write_cached(path, write)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 

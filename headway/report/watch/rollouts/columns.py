@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from headway.records.rollout import ENDINGS
 from headway.report.show import KeptSample
-from headway.report.watch.cache import write_cached
+from headway.runtime.user_cache import write_cached
 from headway.telemetry.rollouts.columns import ENDED, FINISHED
 from headway.telemetry.rollouts.segments import SegmentFile, list_segments
 

@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from headway.report.watch.cache import write_cached
 from headway.report.watch.rollouts.columns import StreamPlace, StreamTail
+from headway.runtime.user_cache import write_cached
 from headway.telemetry.rollouts.columns import FINISHED
 
 BORDER = b"\xff"  # behind each sequence of a rollout: in no UTF-8 text

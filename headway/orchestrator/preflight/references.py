@@ -1,0 +1,215 @@
+"""References prove themselves: tasks that a verifier doesn't solve by their own answers are left out before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from headway.config.schema import Experiment
+from headway.config.sources import TaskSource, VerifierSettings
+from headway.orchestrator.task_sets import may_reward, named_verifiers
+from headway.records.errors import ConfigurationError
+from headway.records.task import Task
+from headway.rollout.verification import client
+from headway.rollout.verification.references import provable_parts
+from headway.runtime.user_cache import cache_root, write_cached
+from headway.runtime.workers import EventCallback
+from headway.tasks.rows import short
+from headway.tasks.sources import rows_of
+from headway.telemetry.ledger import EVENT_LEFT_OUT
+
+_AT_ONCE = 100  # references that a verifier's process is given together
+_SAY_S = 5.0  # between lines of progress
+_MOST_SHARE = 0.01  # of a source's tasks that may be left out
+_MOST_KEPT = 1_000_000  # proofs of one verifier in the cache
+_PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy", "reasoning-gym")
+_LIKE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?")
+_NO_ANSWER = (
+    "regex without an answer, which any match would solve: columns.answer names its column or path "
+    "(reward_model.ground_truth); columns.answer = '' says that a match is enough"
+)
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Tasks of one source that are left out for alike reasons."""
+
+    split: str
+    source: str
+    reason: str  # of the first
+    tasks: tuple[Task, ...]
+    of: int  # tasks of the source, these included
+
+    def line(self, sources: Sequence[TaskSource]) -> str:
+        """How many, why, and the row of the first, in a line."""
+        first, count = self.tasks[0], len(self.tasks)
+        where = rows_of(sources, first) or f"task {first.task_id}"
+        what = f"{count:,} of {self.of:,} tasks of {self.source} " + ("is" if count == 1 else "are")
+        return f"{what} left out: {where}: answer {short(first.answer)}: {self.reason}"
+
+
+async def prove_references(
+    experiment: Experiment,
+    sets: Mapping[str, Sequence[Task]],
+    pool: client.VerifierPool,
+    known: Mapping[str, str] | None = None,
+) -> list[LeftOut]:
+    """Tasks of ``sets`` (by split) whose own answers the verifiers of ``pool``, started, don't solve; none where
+    environments or functions of the user's may give the rewards. Proofs are kept in the user's cache. ``known``:
+    reasons of tasks that this run has left out before, by id."""
+    if may_reward(experiment):
+        return []
+    settings = {"": experiment.verifier, **named_verifiers(experiment, sets)}
+    known, reasons = known or {}, dict[tuple[str, str], str]()
+    asked: dict[str, list[Task]] = defaultdict(list)
+    for split, tasks in sets.items():
+        explicit = {one.called for one in getattr(experiment.tasks, split) if one.columns.answer == "" or one.convert}
+        for task in tasks:
+            chosen = settings[task.verifier]
+            if task.task_id in known:
+                reasons[split, task.task_id] = known[task.task_id]
+            elif not task.answer.strip() and _is_regex(chosen) and task.source not in explicit:
+                reasons[split, task.task_id] = _NO_ANSWER
+            elif provable_parts(chosen):
+                asked[task.verifier].append(task)
+    for key, tasks in asked.items():
+        proofs = await _proofs(settings[key], tasks, pool)
+        reasons |= {(split, one.task_id): proofs[one.task_id] for split in sets for one in tasks if proofs[one.task_id]}
+    return _by_reason(sets, reasons)
+
+
+def _is_regex(verifier: VerifierSettings) -> bool:
+    parts = verifier.parameters.get("parts", []) if verifier.name == "weighted" else [{"name": verifier.name}]
+    return any(part.get("name") == "regex" for part in parts)
+
+
+async def _proofs(verifier: VerifierSettings, tasks: Sequence[Task], pool: client.VerifierPool) -> dict[str, str]:
+    """Why tasks aren't solved by their answers, by id; "" for those that are."""
+    generated = any(part.name == "reasoning-gym" for part in provable_parts(verifier))
+    contents = {task.task_id: _content(task, generated) for task in tasks}
+    path = cache_root("references") / f"{_identity(verifier)}.msgpack"
+    kept: dict[bytes, str] = {}
+    with suppress(OSError, msgspec.DecodeError):
+        kept = msgspec.msgpack.decode(path.read_bytes(), type=dict[bytes, str])
+    new = {contents[task.task_id]: task for task in tasks if contents[task.task_id] not in kept}
+    found = await _prove(list(new.values()), pool)
+    lasting = {content: why for content, (why, lasts) in zip(new, found, strict=True) if lasts}
+    reasons = kept | {content: why for content, (why, _) in zip(new, found, strict=True)}
+    if lasting:
+        together = dict([*kept.items(), *lasting.items()][-_MOST_KEPT:])
+        with suppress(OSError):
+            write_cached(path, lambda file: file.write(msgspec.msgpack.encode(together)))
+    return {task_id: reasons[content] for task_id, content in contents.items()}
+
+
+def _content(task: Task, generated: bool) -> bytes:
+    """Digest of what a proof depends on, besides the verifier."""
+    entry = msgspec.json.encode(task.metadata, order="sorted") if generated else b""
+    return hashlib.blake2b(task.answer.encode("utf-8", "surrogatepass") + b"\0" + entry, digest_size=16).digest()
+
+
+def _identity(verifier: VerifierSettings) -> str:
+    """Digest of a verifier: its name and parameters, the libraries' versions and our own code."""
+    parts = [msgspec.json.encode(verifier.model_dump(), order="sorted")]
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            parts.append(f"{package} {importlib.metadata.version(package)}".encode())
+    parts += [file.read_bytes() for file in sorted(Path(client.__file__).parent.glob("*.py"))]
+    return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
+
+
+async def _prove(tasks: Sequence[Task], pool: client.VerifierPool) -> list[tuple[str, bool]]:
+    """Reasons, and whether each would be the same again, in order; lines of progress on stderr."""
+    loop = asyncio.get_running_loop()
+    said_s, done = loop.time(), 0
+    before = len(pool.worker_states)
+    if len(tasks) > 20 * _AT_ONCE:
+        pool.set_workers(max(before, pool.most_workers()))
+
+    async def prove(chunk: Sequence[Task]) -> list[tuple[str, bool]]:
+        nonlocal said_s, done
+        plain = [msgspec.structs.replace(task, prompt="", messages=()) for task in chunk]
+        failures = [verdict.failure for verdict in await pool.prove(plain)]
+        done += len(chunk)
+        if loop.time() - said_s > _SAY_S:
+            said_s = loop.time()
+            print(f"references: {done:,} of {len(tasks):,} have been scored", file=sys.stderr)
+        return [("", True) if one is None else (one.cause, not one.infrastructure) for one in failures]
+
+    chunks = (tasks[at : at + _AT_ONCE] for at in range(0, len(tasks), _AT_ONCE))
+    try:
+        return [one for found in await asyncio.gather(*map(prove, chunks)) for one in found]
+    finally:
+        pool.set_workers(before)
+
+
+def _by_reason(sets: Mapping[str, Sequence[Task]], reasons: Mapping[tuple[str, str], str]) -> list[LeftOut]:
+    found: dict[tuple[str, str, str], list[tuple[Task, str]]] = defaultdict(list)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for split, tasks in sets.items():
+        for task in tasks:
+            counts[split, task.source] += 1
+            if why := reasons.get((split, task.task_id)):
+                found[split, task.source, _LIKE.sub("", why)].append((task, why))
+    return [
+        LeftOut(
+            split=split,
+            source=source,
+            reason=some[0][1],
+            tasks=tuple(task for task, _ in some),
+            of=counts[split, source],
+        )
+        for (split, source, _), some in found.items()
+    ]
+
+
+def refused_sources(left_out: Iterable[LeftOut]) -> dict[tuple[str, str], str]:
+    """(split, source) of which too many tasks are left out -> in words."""
+    shares: dict[tuple[str, str], tuple[int, int]] = {}
+    for one in left_out:
+        before, _ = shares.get((one.split, one.source), (0, 0))
+        shares[one.split, one.source] = before + len(one.tasks), one.of
+    return {
+        place: f"{count:,} of {of:,} tasks of {place[1]} aren't solved by their own answers, more than 1 %"
+        for place, (count, of) in shares.items()
+        if count > _MOST_SHARE * of
+    }
+
+
+async def leave_out_unproved(
+    experiment: Experiment,
+    sets: Mapping[str, Sequence[Task]],
+    pool: client.VerifierPool,
+    on_event: EventCallback,
+    file: Path | None = None,
+) -> dict[str, list[Task]]:
+    """``sets`` without the tasks whose references don't prove themselves, which ``on_event`` receives. ``file``: in the
+    run's folder, for its resume. Raises ConfigurationError where they are more than 1 % of a source."""
+    known = left_out_before(file)
+    left_out = await prove_references(experiment, sets, pool, known)
+    lines = [f"tasks.{one.split}: {one.line(getattr(experiment.tasks, one.split))}" for one in left_out]
+    if refused := refused_sources(left_out):
+        whole = [f"tasks.{split}: {why}" for (split, _), why in refused.items()]
+        raise ConfigurationError("; ".join(whole + lines[:5]))
+    for one, line in zip(left_out, lines, strict=True):
+        on_event(EVENT_LEFT_OUT, line, split=one.split, source=one.source, tasks=len(one.tasks))
+    reasons = known | {task.task_id: one.reason for one in left_out for task in one.tasks}
+    if file is not None and reasons != known:
+        write_cached(file, lambda opened: opened.write(msgspec.json.encode(reasons)))
+    without = {(one.split, task.task_id) for one in left_out for task in one.tasks}
+    return {split: [task for task in tasks if (split, task.task_id) not in without] for split, tasks in sets.items()}
+
+
+def left_out_before(file: Path | None) -> dict[str, str]:
+    """Ids of the tasks that a run has left out, and why, from the file in its folder."""
+    if file is None or not file.is_file():
+        return {}
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, str])

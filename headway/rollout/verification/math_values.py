@@ -1,0 +1,498 @@
+r"""Mathematical answers as values: numbers, times, lists, sets, intervals, matrices; the rest is an expression.
+
+Two values are equal only where both were read whole: what isn't understood is compared as a text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from headway.rollout.verification.extraction import MINUS
+
+_NAMED = {
+    **dict.fromkeys(MINUS, "-"),
+    **{"×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq "},
+    **{"≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "…": r"\ldots ", "±": r"\pm "},
+    **{"∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ", "ℝ": r"\mathbb{R}", "√": r"\sqrt ", "’": "'", "′": "'"},
+}
+_REWRITTEN = [
+    (re.compile(pattern), text)
+    for pattern, text in (
+        (r"\$|(?<!\\)\\[()\[\]]", ""),
+        (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![A-Za-z])", ""),
+        (r"\{,\}|(?<=\d)\\!,\\!(?=\d{3})", ","),
+        (r"(?<!\\)\\(?:q?quad(?![A-Za-z])|[ ,;:!>])|~|\s", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac *(\d) *\{", r"\\frac{\1}{"),
+        (r"\\frac *(\{[^{}]*\}) *(\d)", r"\\frac\1{\2}"),
+        (r"\\le(?![A-Za-z])|<=|\\leqslant(?![A-Za-z])", r"\\leq "),
+        (r"\\ge(?![A-Za-z])|>=|\\geqslant(?![A-Za-z])", r"\\geq "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\ne(?![A-Za-z])|!=", r"\\neq "),
+        (r"\\(?:c|l)?dots(?:[cb])?(?![A-Za-z])|\.\.\.+", r"\\ldots "),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"\\%", "%"),
+        (r"\\(?:mathbf|mathit|textbf|textit|boldsymbol|emph|mathsf)\{([^{}]*)\}", r"\1"),
+        (r"\\(?:mathrm|mbox|hbox|textrm|textsf|operatorname|rm) *\{", r"\\text{"),
+        (r"\\sqrt +(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"\^\{\\circ\}", r"^\\circ "),
+    )
+]
+_BLANK = re.compile(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])")  # but the one between two words, digits or both
+_COMMAND_BLANK = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
+
+_GROUPED = r"(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+|\d+)"
+_DECIMAL = rf"(?:{_GROUPED}(?:\.\d*)?|\.\d+)"
+_SIGNED = rf"[-+]?{_DECIMAL}"
+_FORMS = {
+    name: re.compile(pattern)
+    for name, pattern in {
+        "decimal": rf"({_DECIMAL})",
+        "repeating": r"(\d*)\.(\d*)(?:\\overline\{(\d+)\}|\\dot\{(\d)\}|\((\d+)\))",
+        "power_of_ten": rf"({_DECIMAL})(?:\\times|\\cdot|\*|x) ?10(?:\^|\*\*)\{{?([-+]?\d{{1,3}})\}}?",
+        "exponent": r"(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})",
+        "power": r"(\d{1,6})(?:\^|\*\*)(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))",
+        "fraction": rf"(?:\\frac\{{({_SIGNED})\}}\{{({_SIGNED})\}}|({_DECIMAL})/({_DECIMAL}))",
+        "mixed": r"(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))",
+    }.items()
+}
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_WRITTEN_ON = "mm|cm|dm|km|mg|kg|ml|mL|kW|Hz|kHz|MHz|GHz|kB|MB|GB|mph|min|hrs?|sec|ft|lbs?|oz|yd"
+_NO_UNITS = "pi|sin|cos|tan|log|ln|exp|sqrt|inf|infinity|and|or|to|mod|at|by|of|if|is|not|from|then"
+_WORD = rf"(?!(?:{_NO_UNITS})\b)[A-Za-zµμΩ]{{2,}}"
+_EXPONENT = r"(?:\^(?:\{-?\d\}|-?\d|\\circ))"
+_UNIT_PART = rf"(?:\\text\{{[^{{}}\d]*\}}|{_WORD}|[A-Za-z](?=[/^])|(?<=/)[A-Za-z](?![A-Za-z])){_EXPONENT}?"
+_UNIT = re.compile(
+    rf"(?P<number>[-+]?[€£¥]?[-+]?[\d.](?:.*?[\d}}.])??)(?P<unit>"
+    rf"\^\\circ ?[CFK]?| ?[€£¥]| ?\\text\{{[^{{}}\d]*\}}{_EXPONENT}?(?:[/ ]{_UNIT_PART})*"
+    rf"|(?: |(?=(?:{_WRITTEN_ON})(?![A-Za-z]))){_UNIT_PART}(?:[/ .]?{_UNIT_PART})*| ?[a-zA-Z]/[a-zA-Z]{_EXPONENT}?)"
+)
+_LETTER_UNIT = re.compile(rf"({_SIGNED}) ([mgshLlNJWVAKCF])(\^\d)?")
+_UNSET = re.compile(r"\\text\{ *([^{}]*?) *\}")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?: ?([aApP])\.?[mM]\.?)?")
+_MONTH = r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_DATE = re.compile(
+    r"(?P<y>\d{4})[-/](?P<m>\d\d?)[-/](?P<d>\d\d?)"
+    rf"|(?P<M>{_MONTH}) (?P<D>\d\d?)(?:st|nd|rd|th)?(?:,? ?(?P<Y>\d{{4}}))?"
+    rf"|(?P<d2>\d\d?)(?:st|nd|rd|th)? (?:of )?(?P<m2>{_MONTH}),?(?: (?P<y2>\d{{4}}))?",
+    re.IGNORECASE,
+)
+_SLASHED = re.compile(r"\d+([/-])\d+(?:\1\d+)+")
+_BASE = re.compile(r"([0-9A-Fa-f]*[0-9][0-9A-Fa-f.]*|[A-F]+(?=_\{?16\}?$))_(?:\{(\\text\{[^{}]+\}|[^{}]+)\}|(\d))")
+_ENVIRONMENT = re.compile(r"[(\[|]?\\begin\{(\w+)\*?\}(.*)\\end\{\1\*?\}[)\]|]?(\.?)", re.DOTALL)
+_MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
+_COLUMNS = re.compile(r"^ *\{[lcr| ]*\}")
+_ASSIGNED = re.compile(r"([A-Za-z](?:_\{?\w\}?)?)(=|\\in(?![A-Za-z]))(?=.)(.*)", re.DOTALL)
+_RELATION = re.compile(r"(<|>|\\leq(?![A-Za-z])|\\geq(?![A-Za-z]))")
+_VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w\}?)?")
+_AND_OR = re.compile(r"(?:,|;)? ?(?:\\text\{ *(?:and|or) *\}|\b(?:and|or)\b) ?")
+_OPENING, _CLOSING = ("(", "[", "\\{", "\\langle"), (")", "]", "\\}", "\\rangle")
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
+# math-verify drops these or reads letters around them as products: the text is compared
+_UNREAD = re.compile(
+    r"\\(?:ldots|overline|overrightarrow|widehat|hat|vec|bar|tilde|angle|triangle|parallel|perp|sim|cong|equiv|text|"
+    r"to|rightarrow|forall|exists|begin|mid|nmid|dot|underline|square)(?![A-Za-z])|['!?:;&#@\"]{1}(?<!!)|%|_\{?\d{2,}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number; ``last_place``: the unit of the last of its decimals, 0 for an exact one. ``unit`` stands behind it;
+    ``bare``: the number without it is the same answer."""
+
+    value: Fraction
+    last_place: Fraction = Fraction(0)
+    unit: str = ""
+    bare: bool = True
+    computed: bool = False  # of an irrational one, to 60 digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    """Values in brackets: a tuple, an interval, a set; a list without brackets, in any order. ``variable``: of the
+    inequality that the interval was written as."""
+
+    opening: str
+    closing: str
+    items: tuple[Value, ...]
+    variable: str = ""
+
+    @property
+    def ordered(self) -> bool:
+        return self.opening not in ("", "\\{") or any(
+            item == Fixed(kind="text", parts=("\\ldots",)) for item in self.items
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Rows of values; ``kind``: matrix, or the environment's name where that means something else."""
+
+    kind: str
+    rows: tuple[tuple[Value, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    """A variable and its value: ``x = 3``."""
+
+    variable: str
+    value: Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """A time, date, ratio, number in a base, union or a text: equal where all parts are."""
+
+    kind: str
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expression:
+    """Anything else: math-verify reads it, or (not ``whole``) finds an answer in it."""
+
+    text: str
+    whole: bool = True
+
+
+_COMPUTED = Fraction(1, 10**40)
+Value = Number | Several | Matrix | Assigned | Fixed | Expression
+Same = Callable[[Value, Value], bool]  # compares where a side is an Expression
+
+
+def plain_text(text: str) -> str:
+    """``text`` in one spelling of LaTeX, its blanks only where they mean something."""
+    text = unicodedata.normalize("NFC", text)
+    written: list[str] = []
+    for character in text:
+        kind, shown = unicodedata.decomposition(character).partition(" ")[0], ""
+        if kind == "<fraction>":
+            above, _, below = unicodedata.normalize("NFKC", character).partition("\u2044")
+            shown = f"\\frac{{{above}}}{{{below}}}" if below else character
+        elif kind in ("<super>", "<sub>"):
+            mark = "^" if kind == "<super>" else "_"
+            inside = unicodedata.normalize("NFKC", character).translate(_NAMED_TABLE)
+            again = bool(written) and written[-1].startswith(mark + "{") and written[-1].endswith("}")
+            shown = f"{written.pop()[:-1]}{inside}}}" if again else f"{mark}{{{inside}}}"
+        elif kind == "<wide>":
+            shown = unicodedata.normalize("NFKC", character)
+        written.append(shown or _NAMED.get(character, character))
+    text = "".join(written)
+    for pattern, instead in _REWRITTEN:
+        text = pattern.sub(instead, text)
+    text = _BLANK.sub("", re.sub(" +", " ", text))
+    return _COMMAND_BLANK.sub(r"\1", text).strip().rstrip(".").strip()
+
+
+_NAMED_TABLE = str.maketrans({mark: "-" for mark in MINUS})
+
+
+def read_value(text: str) -> Value | None:
+    """The value of a text that `plain_text` made; None where it holds neither letter nor digit."""
+    environment = _ENVIRONMENT.fullmatch(text)
+    if environment and "\\begin" not in environment[2]:
+        return _matrix(environment[1], environment[2])
+    if not any(character.isalnum() for character in text):
+        return None
+    return _number(text) or _fixed(text) or _relation(text) or _several(text) or _expression(text)
+
+
+def _matrix(name: str, inside: str) -> Value:
+    rows = [
+        row for row in re.split(r"\\\\(?:\[[^\]]*\])?", _COLUMNS.sub("", inside).replace("\\hline", "")) if row.strip()
+    ]
+    cells = [[cell.strip() for cell in row.split("&")] for row in rows]
+    values = tuple(tuple(_part(cell) for cell in row) for row in cells)
+    return Matrix(kind="matrix" if name in _MATRICES else name, rows=values)
+
+
+def _part(text: str) -> Value:
+    return read_value(text.strip()) or Fixed(kind="text", parts=(text.strip(),))
+
+
+def _number(text: str) -> Number | None:
+    if letter := _LETTER_UNIT.fullmatch(text):
+        number = _plain_number(letter[1])
+        return number and replace(number, unit=letter[2] + (letter[3] or ""), bare=False)
+    if text.endswith("%") or text.lower().endswith((" percent", "\\text{percent}", "\\text{ percent}")):
+        number = _plain_number(re.split(r"%$| ?(?:\\text\{ ?)?percent\}?$", text, flags=re.IGNORECASE)[0])
+        return number and replace(number, value=number.value / 100, last_place=number.last_place / 100)
+    if number := _plain_number(text):
+        return number
+    found = _UNIT.fullmatch(text)
+    number = found and _plain_number(re.sub("[€£¥]", "", found["number"]))
+    if not found or not number:
+        currency = re.fullmatch(r"([-+]?)([€£¥])([-+]?.*)", text)
+        number = currency and _plain_number(currency[1] + currency[3])
+        return replace(number, unit=currency[2]) if currency and number else None
+    unit = _unit(found["unit"])
+    if unit in _SCALES:
+        scale = _SCALES[unit]
+        return replace(number, value=number.value * scale, last_place=number.last_place * scale)
+    return None if unit.split(" ")[0] in _SCALES else replace(number, unit=unit)
+
+
+def _unit(text: str) -> str:
+    """A unit in one spelling: words in lower case without a plural s, their abbreviations as they are."""
+    text = re.sub(r"\bper\b", "/", _UNSET.sub(r" \1 ", text)).replace("{", "").replace("}", "")
+    text = text.replace("^\\circ", " degree ")
+    words = [word.lower().rstrip("s") if len(word) > 3 else word for word in re.findall(r"[^\W\d_]+|[^\w ]|\d+", text)]
+    return " ".join(words).removesuffix(" .")
+
+
+def _plain_number(text: str) -> Number | None:
+    sign, text = (-1, text[1:].lstrip()) if text.startswith("-") else (1, text.removeprefix("+").lstrip())
+    for name, form in _FORMS.items():
+        if found := form.fullmatch(text):
+            number = _READERS[name](*(group for group in found.groups() if group is not None))
+            return number and replace(number, value=sign * number.value)
+    return None
+
+
+def _decimal(text: str) -> Number:
+    digits = text.replace(",", "").replace(" ", "")
+    places = len(digits.partition(".")[2])
+    return Number(value=Fraction(digits.rstrip(".")), last_place=Fraction(1, 10**places) if places else Fraction(0))
+
+
+def _repeating(whole: str, begun: str, again: str) -> Number:
+    value = Fraction(int(begun or "0"), 10 ** len(begun)) + int(whole or "0")
+    return Number(value=value + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(begun)))
+
+
+def _scientific(text: str, exponent: str) -> Number:
+    number, scale = _decimal(text), Fraction(10) ** int(exponent)
+    return Number(value=number.value * scale, last_place=number.last_place * scale)
+
+
+def _fraction(above: str, below: str) -> Number | None:
+    first, second = _plain_number(above), _plain_number(below)
+    if first is None or second is None or not second.value:
+        return None
+    value = first.value / second.value
+    return Number(value=value, last_place=abs(value) if first.last_place or second.last_place else Fraction(0))
+
+
+def _power(base: str, exponent: str) -> Number | None:
+    return Number(value=Fraction(int(base)) ** int(exponent)) if int(base) or int(exponent) > 0 else None
+
+
+def _mixed(whole: str, above: str, below: str) -> Number | None:
+    return Number(value=int(whole) + Fraction(int(above), int(below))) if int(below) else None
+
+
+_READERS: dict[str, Callable[..., Number | None]] = {
+    "decimal": _decimal,
+    "repeating": _repeating,
+    "power_of_ten": _scientific,
+    "exponent": _scientific,
+    "power": _power,
+    "fraction": _fraction,
+    "mixed": _mixed,
+}
+
+
+def _fixed(text: str) -> Fixed | None:
+    shown = re.sub(" +", " ", _UNSET.sub(r" \1", text)).strip()
+    if time := _TIME.fullmatch(shown):
+        hour, half = int(time[1]), (time[4] or "").lower()
+        if half and 1 <= hour <= 12:
+            hour = hour % 12 + 12 * (half == "p")
+        return Fixed(kind="time", parts=(hour, int(time[2]), int(time[3] or 0)))
+    if date := _DATE.fullmatch(shown):
+        year, month, day = (
+            date[a] or date[b] or date[c] for a, b, c in (("y", "Y", "y2"), ("m", "M", "m2"), ("d", "D", "d2"))
+        )
+        number = int(month) if month.isdigit() else _MONTHS.index(month[:3].lower()) + 1
+        return Fixed(kind="date", parts=(year and int(year), number, int(day)))
+    if _SLASHED.fullmatch(shown):
+        return Fixed(kind="text", parts=(*map(int, re.split("[/-]", shown)),))
+    if base := _BASE.fullmatch(text):
+        digits, of = base[1].upper(), _UNSET.sub(r"\1", base[2] or base[3]).strip().lower()
+        return None if of == "10" else Fixed(kind="base", parts=(digits, of))
+    if re.fullmatch(r"[+-]?(?:\\infty|\\?inf(?:ini)?ty|inf|infinity)", text):
+        return Fixed(kind="infinity", parts=(text.startswith("-"),))
+    if text == "\\emptyset" or text == "\\{\\}":
+        return Fixed(kind="empty", parts=())
+    pieces = text.split(":")
+    numbers = [_plain_number(piece) for piece in pieces]
+    if len(pieces) > 1 and all(numbers):
+        return Fixed(kind="ratio", parts=tuple(number.value for number in numbers if number))
+    if len(parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
+        return Fixed(kind="union", parts=tuple(sorted((_part(part) for part in parts), key=repr)))
+    return None
+
+
+def _relation(text: str) -> Value | None:
+    """``x = 3`` and ``x \\in [1, 2)``; inequalities in one variable as intervals, several between "or" as a union."""
+    assigned = _ASSIGNED.fullmatch(text)
+    if assigned and not re.search(r"=|<|>|,|\\[lg]eq", assigned[3].replace("\\in", "")):
+        return Assigned(variable=assigned[1], value=_part(assigned[3]))
+    if assigned and assigned[2] != "=":
+        return Assigned(variable=assigned[1], value=_part(assigned[3]))
+    parts = _AND_OR.split(text)
+    if len(parts) == 2 and re.search(r"\bor\b", text) and all(_RELATION.search(part) for part in parts):
+        found = [_relation(part) for part in parts]
+        if all(isinstance(one, Several) for one in found):
+            return Fixed(kind="union", parts=tuple(sorted(found, key=repr)))
+    pieces = _RELATION.split(text)
+    if len(pieces) not in (3, 5) or "," in text:
+        return None
+    ends, signs = [piece.strip() for piece in pieces[::2]], pieces[1::2]
+    if signs[0] in (">", "\\geq"):
+        ends.reverse()
+        signs = [{">": "<", "\\geq": "\\leq"}.get(sign, "") for sign in reversed(signs)]
+    if any(sign not in ("<", "\\leq") for sign in signs):
+        return None
+    low, high = Fixed(kind="infinity", parts=(True,)), Fixed(kind="infinity", parts=(False,))
+    if len(ends) == 2:
+        if _VARIABLE.fullmatch(ends[0]):
+            ends, signs = ["", *ends], ["<", *signs]
+        else:
+            ends, signs = [*ends, ""], [*signs, "<"]
+    if not _VARIABLE.fullmatch(ends[1]) or _VARIABLE.fullmatch(ends[0]) or _VARIABLE.fullmatch(ends[2]):
+        return None
+    items = (_part(ends[0]) if ends[0] else low, _part(ends[2]) if ends[2] else high)
+    opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
+    return Several(opening=opening, closing=closing, items=items, variable=ends[1])
+
+
+def _several(text: str) -> Value | None:
+    items, opening, closing = _split(text)
+    if items is None:
+        return None
+    if len(items) == 1 and opening == "":
+        listed = [part for part in _AND_OR.split(text) if part]
+        if len(listed) > 1 and all(len(part) < 40 for part in listed):
+            items = listed
+        elif text.count("\\pm") == 1 and "\\mp" not in text:
+            before, _, behind = text.partition("\\pm")
+            items = [f"{before}+{behind}".removeprefix("+"), f"{before}-{behind}"]
+        else:
+            return None
+    if len(items) == 1 and opening == "(":
+        return read_value(items[0])
+    if opening == "\\{" and re.search(r"\\mid(?![A-Za-z])|\||:", text):
+        return None
+    values = [_part(item) for item in items]
+    if opening in ("", "\\{"):  # what was split inside it
+        values = [one for value in values for one in _flat(value)]
+    return Several(opening=opening, closing=closing, items=tuple(values))
+
+
+def _flat(value: Value) -> tuple[Value, ...]:
+    return value.items if isinstance(value, Several) and value.opening == "" else (value,)
+
+
+def _split(text: str) -> tuple[list[str] | None, str, str]:
+    """Items between the commas of a text and the brackets around all of it; None where brackets don't pair."""
+    tokens = _TOKEN.findall(text)
+    opening, closing = "", ""
+    if len(tokens) > 1 and tokens[0] in _OPENING and tokens[-1] in _CLOSING and _encloses(tokens):
+        opening, closing, tokens = tokens[0], tokens[-1], tokens[1:-1]
+    items, depth = [""], 0
+    for token in tokens:
+        depth += (token in (*_OPENING, "{")) - (token in (*_CLOSING, "}"))
+        if depth < 0:
+            return None, "", ""
+        if token in (",", ";") and not depth:
+            items.append("")
+        else:
+            items[-1] += token
+    return None if depth else [item.strip() for item in items], opening, closing
+
+
+def _encloses(tokens: list[str]) -> bool:
+    depth = 0
+    for number, token in enumerate(tokens, start=1):
+        depth += (token in (*_OPENING, "{")) - (token in (*_CLOSING, "}"))
+        if not depth:
+            return number == len(tokens)
+    return False
+
+
+def _expression(text: str) -> Value:
+    return Fixed(kind="text", parts=(text,)) if _UNREAD.search(text) else Expression(text=text)
+
+
+# --- equality --------------------------------------------------------------------------------------------
+
+
+def equal_values(first: Value, second: Value, tolerance: Fraction, same: Same) -> bool:
+    """Whether two values are one answer. ``tolerance``: the relative difference that two numbers may have of which one
+    has decimals; they must agree to the last place of both as well."""
+    if first == second:
+        return True
+    if isinstance(first, Assigned) or isinstance(second, Assigned):
+        pair = [one.variable if isinstance(one, Assigned) else "" for one in (first, second)]
+        values = [one.value if isinstance(one, Assigned) else one for one in (first, second)]
+        return (not all(pair) or pair[0] == pair[1]) and equal_values(values[0], values[1], tolerance, same)
+    if isinstance(first, Number) and isinstance(second, Number):
+        return _equal_units(first, second) and close_numbers(first, second, tolerance)
+    if isinstance(first, Several) and isinstance(second, Several):
+        return _equal_several(first, second, tolerance, same)
+    if isinstance(first, Matrix) and isinstance(second, Matrix):
+        if first.kind != second.kind or [*map(len, first.rows)] != [*map(len, second.rows)]:
+            return False
+        cells = zip((c for row in first.rows for c in row), (c for row in second.rows for c in row), strict=True)
+        return all(equal_values(one, other, tolerance, same) for one, other in cells)
+    if isinstance(first, Fixed) and isinstance(second, Fixed) and first.kind == second.kind == "union":
+        return len(first.parts) == len(second.parts) and _in_any_order(first.parts, second.parts, tolerance, same)
+    if isinstance(first, Expression) or isinstance(second, Expression):
+        return same(first, second)
+    return False
+
+
+def _equal_units(first: Number, second: Number) -> bool:
+    if first.unit == second.unit:
+        return True
+    return (not first.unit and second.bare) or (not second.unit and first.bare)
+
+
+def close_numbers(first: Number, second: Number, tolerance: Fraction) -> bool:
+    """Equality of numbers: exact where both are."""
+    place = max(first.last_place, second.last_place)
+    difference = abs(first.value - second.value)
+    if first.computed or second.computed:
+        place = max(place, abs(first.value)) if first.computed and second.computed else place
+        tolerance = tolerance if first.last_place or second.last_place else _COMPUTED
+        return (not place or difference < place) and difference <= tolerance * max(abs(first.value), abs(second.value))
+    if not place or not difference:
+        return not difference
+    return difference < place and difference <= tolerance * max(abs(first.value), abs(second.value))
+
+
+def _equal_several(first: Several, second: Several, tolerance: Fraction, same: Same) -> bool:
+    if len(first.items) != len(second.items) or (
+        first.variable and second.variable and first.variable != second.variable
+    ):
+        return False
+    brackets = {(first.opening, first.closing), (second.opening, second.closing)}
+    if len(brackets) > 1 and brackets not in ({("", ""), ("\\{", "\\}")}, {("", ""), ("(", ")")}):
+        return False
+    if first.ordered or second.ordered:
+        return all(
+            equal_values(one, other, tolerance, same) for one, other in zip(first.items, second.items, strict=True)
+        )
+    return _in_any_order(first.items, second.items, tolerance, same)
+
+
+def _in_any_order(first: tuple[Value, ...], second: tuple[Value, ...], tolerance: Fraction, same: Same) -> bool:
+    left = list(second)
+    for one in first:
+        found = next((i for i, other in enumerate(left) if equal_values(one, other, tolerance, same)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True

@@ -1,0 +1,60 @@
+"""The text of a response that verifiers are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from headway.config.schema import Experiment
+from headway.records.clients import TextCodec
+from headway.records.rollout import Rollout
+from headway.rollout.verification.extraction import without_reasoning
+from headway.tokens.format_probe import output_format
+from headway.tokens.output_parsing import OutputFormat
+from headway.tokens.tokenizer import Tokenizer
+
+_END_OF_PROMPT = 16  # tokens: more than a mark of reasoning and the blanks behind it
+
+
+class ScoredText:
+    """Text of tokens without the stop string that ended them, and without what the chat template marks as reasoning:
+    only what follows its end mark is an answer. ``written``: the template's format; None where reasoning is wanted."""
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str] = (), written: OutputFormat | None = None) -> None:
+        self._codec, self._stop = codec, tuple(filter(None, stop))
+        self._written = written if written is not None and written.reasoning else None
+
+    @classmethod
+    def of(cls, experiment: Experiment, codec: TextCodec) -> ScoredText:
+        """For a run: ``rollout.stop``, and the template's marks unless ``verifier.reasoning``."""
+        asked = experiment.model.template == "chat" and not experiment.verifier.reasoning
+        marked = asked and isinstance(codec, Tokenizer)
+        return cls(codec, experiment.rollout.stop, output_format(cast("Tokenizer", codec)) if marked else None)
+
+    def rollout(self, rollout: Rollout) -> str:
+        """The text that a verifier of ``rollout`` is given."""
+        ids = rollout.judged_ids
+        before = rollout.response_ids[: len(rollout.response_ids) - len(ids)] or rollout.prompt_ids
+        return self(before, ids)
+
+    def __call__(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """The text of ``ids``, sampled behind ``before``."""
+        text, but_last = self._decode(ids), self._decode(ids[:-1]) if self._stop else ""
+        found = (text.find(stop, max(0, len(but_last) - len(stop) + 1)) for stop in self._stop)
+        if ends := [at for at in found if at >= 0]:
+            text = text[: min(ends)]
+        if self._written is None:
+            return text
+        opening, closing = self._written.thought
+        opened = self._decode(before[-_END_OF_PROMPT:]).rstrip().endswith(opening)
+        answer = without_reasoning(text, opening, closing, opened=opened)
+        return answer.removeprefix(self._written.content_mark)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Their text; marks are kept that are special tokens."""
+        codec, written = cast("Any", self._codec), self._written
+        marks = () if written is None else (*written.thought, written.content_mark)
+        kept = {i for token, i in (written.special if written else ()) if any(token in mark for mark in marks)}
+        if not kept:
+            return self._codec.decode(ids)
+        return codec.decode([i for i in ids if i in kept or i not in codec.special_ids], keep_special=True)
