@@ -143,8 +143,8 @@ def _refuse_thread(name: str, value: Any) -> None:
 
 
 def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any]]:
-    """Convert a request's conversation to OpenAI's message format. ``paths``: takes the request's fields by the paths of
-    what they become. Raises RequestRefused naming the field."""
+    """Convert a request's conversation to OpenAI's message format. ``paths``: takes the request's fields by the paths
+    of what they become. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     system = values["system"]
     if system:

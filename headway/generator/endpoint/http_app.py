@@ -70,7 +70,7 @@ class HttpApp(ABC):
         in a browser may have its own name resolve to 127.0.0.1."""
         host = exchange.header("host")
         if host and is_loopback(self.settings.address) and not is_loopback_host(host):
-            what = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1], as this machine alone is served"
+            what = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1]: this machine is served"
             raise HttpError(421, what, code="misdirected_request")
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:

@@ -45,8 +45,8 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
     connections, files = min(settings.connections, _room()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if connections < settings.connections:
         _log.warning(
-            "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those that "
-            "were never used are closed for others", settings.connections, files, connections,
+            "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those "
+            "that were never used are closed for others", settings.connections, files, connections,
         )  # fmt: skip
     with closing(listener or listening(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
