@@ -90,7 +90,7 @@ class App(HttpApp):
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
         ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
         each checks its own keys. ``on_event(name, detail)``: reports what clients ask for and don't get, each once."""
-        super().__init__(settings)
+        super().__init__(settings, proxied=bool(further))
         self._access = access
         self._chat = chat
         self._context_tokens = context_tokens
