@@ -1,7 +1,7 @@
 """Grammars in Lark of texts that stand inside a JSON string: each of their terminals as JSON writes it.
 
-Example: ``start: "a" /[^\\n]+/ "\\n"`` matches the text between the quotes of a JSON string, where a line's end is ``\\n``
-in two characters.
+Example: ``start: "a" /[^\\n]+/ "\\n"`` matches the text between the quotes of a JSON string, where a line's end is
+``\\n`` in two characters.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _Ranges = list[tuple[int, int]]
 
 
 def quoted_lark(text: str) -> str:
-    """The grammar of the JSON texts, without their quotes, of the texts of a grammar in Lark. Raises ValueError for what
-    it can't express: lookarounds, references to groups, directives but %ignore and %import of common terminals."""
+    """The grammar of the JSON texts, without their quotes, of the texts of a grammar in Lark. Raises ValueError for
+    what it can't express: lookarounds, references to groups, directives but %ignore and %import of common terminals."""
     definitions: list[str] = []
 
     def replaced(found: re.Match[str]) -> str:
@@ -65,8 +65,8 @@ def quoted_lark(text: str) -> str:
 
 
 def _as_terminals(grammar: str) -> str:
-    """The grammar with its rules as terminals, where none calls itself: the library's lexer ends a terminal at the first
-    character that can't continue it, and an escape has two. With %ignore, or recursion, it stays as it is: then a
+    """The grammar with its rules as terminals, where none calls itself: the library's lexer ends a terminal at the
+    first character that can't continue it, and an escape has two. With %ignore, or recursion, it stays as it is: then a
     terminal that may be followed by an escape can end too late, and less is allowed."""
     rules = {found[1]: found[2] for found in _RULE.finditer(grammar)}
     called = {name: set(_NAME.findall(_LITERAL.sub(" ", body))) & set(rules) for name, body in rules.items()}

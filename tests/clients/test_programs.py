@@ -1,8 +1,8 @@
 """Coding agents as npm installs them: each does a task of three tool calls with a scripted model, over HTTP.
 
 Each runs without a person, in a home folder of its own, and asks nobody but the endpoint. A relay keeps what was on the
-wire; of each call there is one recorded answer, whose tokens are those that the model said, behind a prompt whose tokens
-are those of the chat template's text of what the client sent.
+wire; of each call there is one recorded answer, whose tokens are those that the model said, behind a prompt whose
+tokens are those of the chat template's text of what the client sent.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def _refuse_thread(name: str, value: Any) -> None:
 
 
 def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any]]:
-    """Convert a request's conversation to OpenAI's message format. ``paths``: takes the request's fields by the paths of
-    what they become. Raises RequestRefused naming the field."""
+    """Convert a request's conversation to OpenAI's message format. ``paths``: takes the request's fields by the paths
+    of what they become. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     system = values["system"]
     if system:
@@ -156,8 +156,9 @@ def openai_messages(values: Values, paths: dict[str, str]) -> list[dict[str, Any
     for number, message in enumerate(messages):
         field = f"messages[{number}]"
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant", "system"):
-            raise RequestRefused(f"{field}.role: valid are 'user', 'assistant' and 'system'", param=f"{field}.role")
+        valid = ("user", "assistant", "system") if number else ("user", "assistant")  # else it is the field system
+        if not isinstance(role, str) or role not in valid:
+            raise RequestRefused(f"{field}.role: valid are {', '.join(map(repr, valid))}", param=f"{field}.role")
         content: Any = message.get("content")
         blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):

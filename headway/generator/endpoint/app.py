@@ -89,8 +89,8 @@ class App(HttpApp):
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
         ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
-        each checks its own keys. ``on_event(name, detail)``: reports what clients ask for and don't get, once for each."""
-        super().__init__(settings)
+        each checks its own keys. ``on_event(name, detail)``: reports what clients ask for and don't get, each once."""
+        super().__init__(settings, proxied=bool(further))
         self._access = access
         self._chat = chat
         self._context_tokens = context_tokens
@@ -174,7 +174,7 @@ class App(HttpApp):
         for kind in dict.fromkeys(left_out):
             if kind not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add(kind)
-                what = f"a client offers the hosted tool {fields.shown(kind)}: this server has none, so it is left out; said once"
+                what = f"a client offers the hosted tool {fields.shown(kind)}: it is left out; said once"
                 self._on_event("hosted_tool", what)
 
     async def _constrained(self, asked: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:

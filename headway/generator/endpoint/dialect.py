@@ -191,7 +191,7 @@ def _require_answerable(request: CallRequest, constraint: Constraint | None, giv
         what = "a text to be continued is needed, without calls or reasoning that is still open"
         raise RequestRefused(f"{place}: {what}", param=place)
     if constraint is not None and not constraint.optional:
-        what = f"{constraint.param}: a final message of the assistant is continued, which no format or choice of tools holds for"
+        what = f"{constraint.param}: no format or choice of tools holds for the continuation of a final message"
         raise RequestRefused(what, param=constraint.param)
 
 

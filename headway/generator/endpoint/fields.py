@@ -46,8 +46,8 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "")
 
 @contextmanager
 def nesting_named(body: Mapping[str, Any]) -> Iterator[None]:
-    """Raise RequestRefused for a schema that is nested too deeply, and with the deepest field of ``body`` where the block
-    meets Python's limit of nesting."""
+    """Raise RequestRefused for a schema that is nested too deeply, and with the deepest field of ``body`` where the
+    block meets Python's limit of nesting."""
     try:
         for name in (one for one in body if one not in _CONVERSATION):
             if _levels(body[name]) > _MOST_LEVELS:

@@ -1,8 +1,8 @@
-"""Fields of other servers' APIs (vLLM, SGLang, TGI, llama.cpp, OpenRouter, Ollama, hosted models) that this one has not.
+"""Fields of other servers' APIs (vLLM, SGLang, TGI, llama.cpp, OpenRouter, Ollama, hosted models) that this one lacks.
 
 Each is accepted with a value that asks for nothing. Otherwise those that change the form or the end of an answer, or
-which model gives it, are refused by name; those that change how its tokens are sampled are refused where sampling is the
-client's, and reported where the experiment's holds.
+which model gives it, are refused by name; those that change how its tokens are sampled are refused where sampling is
+the client's, and reported where the experiment's holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _FORMS: Mapping[str, str] = {
     _CONSTRAIN: "guided_ structured_outputs regex ebnf json_schema grammar grammar_lazy grammar_triggers format nvext "
     "extra_body custom_logit_processor custom_params logits_processors vllm_xargs",
     "answers end at the model's own stop tokens and at the texts of stop": "stop_token_ids stop_regex "
-    "bad_words bad_words_ids allowed_token_ids ignore_eos min_tokens min_new_tokens min_length include_stop_str_in_output "
+    "bad_words bad_words_ids allowed_token_ids ignore_eos min_tokens min_new_tokens min_length "
+    "include_stop_str_in_output "
     "no_stop_trim forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens",
     "answers have no such parts": "return_ echo logprob_start_len top_logprobs_num "
     "logprob_token_ids token_ids_logprob n_probs post_sampling_probs top_n_tokens details decoder_input_details "
@@ -32,7 +33,7 @@ _FORMS: Mapping[str, str] = {
     "prompts are read whole": "truncate_prompt_tokens truncation_side truncate transforms prompt_embeds "
     "input_embeds image_data mm_processor_kwargs media_io_kwargs",
     "answers are sampled one by one": "use_beam_search",
-    "this server looks nothing up": "web_search_options plugins mcp_servers search_parameters data_sources enable_search",
+    "this server looks nothing up": "web_search_options plugins mcp_servers search_parameters data_sources",
     "the field model names what answers": "models lora_path lora_request lora adapter_id adapter_source",
     "the model's own format tells reasoning from text": "reasoning_format thinking_forced_open "
     "reasoning_in_content chat_format",
@@ -55,7 +56,7 @@ _SAMPLING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "dry_multiplier", "diversity_penalty"), (0,)),
     **dict.fromkeys(("min_p", "top_a", "mirostat", "dynatemp_range", "xtc_probability", "smoothing_factor"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha", "top_n_sigma"), (0, -1)),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "typical", "tfs", "tfs_z"), (1,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z"), (1,)),
     **dict.fromkeys(("encoder_repetition_penalty", "smoothing_curve", "temperature_decay"), (1,)),
     **dict.fromkeys(("early_stopping", "watermark", "temperature_last", "dynamic_temperature"), (False,)),
     **dict.fromkeys(("samplers", "sampler_order", "sampler_priority"), ([], "")),

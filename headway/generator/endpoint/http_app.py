@@ -26,8 +26,10 @@ Counted = Counter[tuple[str, int]]  # responses by route and status; 0: the clie
 class HttpApp(ABC):
     """Base of the ASGI applications: `answer` responds to an exchange or raises, and every error becomes a response."""
 
-    def __init__(self, settings: EndpointConfig) -> None:
-        """``settings``: limits of size and time."""
+    def __init__(self, settings: EndpointConfig, *, proxied: bool = False) -> None:
+        """``settings``: limits of size and time. ``proxied``: a proxy may pass requests on, under names of its own; all
+        need keys then."""
+        self._proxied = proxied
         self.settings = settings
         self.responses: Counted = Counter()
         self._numbers = itertools.count(1)
@@ -69,8 +71,8 @@ class HttpApp(ABC):
         """Raise HttpError 421 where a server that only this machine reaches is asked for under another's name: a page
         in a browser may have its own name resolve to 127.0.0.1."""
         host = exchange.header("host")
-        if host and is_loopback(self.settings.address) and not is_loopback_host(host):
-            what = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1], as this machine alone is served"
+        if host and not self._proxied and is_loopback(self.settings.address) and not is_loopback_host(host):
+            what = f"the header Host is {host!r}: valid are localhost, 127.0.0.1 and [::1]: this machine is served"
             raise HttpError(421, what, code="misdirected_request")
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:

@@ -170,8 +170,8 @@ class Responses(Dialect):
 
 
 def _messages(values: Values, tools: ResponseTools, paths: dict[str, str]) -> list[dict[str, Any]]:
-    """Convert a request's conversation to chat messages. ``paths``: takes the request's fields by the paths of what they
-    become. Raises RequestRefused naming the field."""
+    """Convert a request's conversation to chat messages. ``paths``: takes the request's fields by the paths of what
+    they become. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     instructions = values["instructions"]
     if instructions:

@@ -9,7 +9,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import Any
+from typing import Any, ClassVar
 
 import httptools
 import uvicorn
@@ -45,13 +45,13 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
     connections, files = min(settings.connections, _room()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if connections < settings.connections:
         _log.warning(
-            "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those that "
-            "were never used are closed for others", settings.connections, files, connections,
+            "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those "
+            "that were never used are closed for others", settings.connections, files, connections,
         )  # fmt: skip
     with closing(listener or listening(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
             app,
-            http=_protocol(settings.connections, connections, settings.body_timeout_s),
+            http=_protocol(settings, connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -83,93 +83,99 @@ def _room() -> int:
     return max(1, most - len(os.listdir("/proc/self/fd")) - min(_SPARED, most // 4))
 
 
-def _protocol(connections: int, room: int, timeout_s: float) -> type[HttpToolsProtocol]:
-    idle: dict[Protocol, None] = {}  # without a request under way, the longest first
+class _Protocol(HttpToolsProtocol):
+    """HTTP with limits that uvicorn lacks: concurrent connections, size of a request's head, time until a request
+    is whole. The application itself waits for the body of a request that it answers."""
 
-    class Protocol(HttpToolsProtocol):
-        """HTTP with limits that uvicorn lacks: concurrent connections, size of a request's head, time until a request
-        is whole. The application itself waits for the body of a request that it answers."""
+    most_connections: ClassVar[int]
+    room: ClassVar[int]  # connections that this process has files for
+    timeout_s: ClassVar[float]
+    idle: ClassVar[dict[_Protocol, None]]  # without a request under way, the longest first
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.in_head = True
-            idle[self] = None
-            self.unfinished_bytes = 0  # of an incomplete head
-            self.messages = 0  # complete requests so far
-            self.unread: list[Connection] = []  # of exchanges whose responses may be unread
-            self.deadline: asyncio.TimerHandle | None = self.loop.call_later(timeout_s, self.refuse_late)
-            if len(self.connections) > connections:
-                transport.abort()
-            elif len(self.connections) > room:
-                written = [one for one in idle if one is not self and not one.transport.get_write_buffer_size()]
-                unused = (one for one in reversed(written) if not one.messages)
-                closed = next(unused, written[0] if written else self)
-                idle.pop(closed)
-                closed.transport.abort()
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.in_head = True
+        self.idle[self] = None
+        self.unfinished_bytes = 0  # of an incomplete head
+        self.messages = 0  # complete requests so far
+        self.unread: list[Connection] = []  # of exchanges whose responses may be unread
+        self.deadline: asyncio.TimerHandle | None = self.loop.call_later(self.timeout_s, self.refuse_late)
+        if len(self.connections) > self.most_connections:
+            transport.abort()
+        elif len(self.connections) > self.room:
+            written = [one for one in self.idle if one is not self and not one.transport.get_write_buffer_size()]
+            unused = (one for one in reversed(written) if not one.messages)
+            closed = next(unused, written[0] if written else self)
+            self.idle.pop(closed)
+            closed.transport.abort()
 
-        def data_received(self, data: bytes) -> None:
-            messages = self.messages
-            super().data_received(data)
-            still = self.in_head and messages == self.messages
-            self.unfinished_bytes = self.unfinished_bytes + len(data) if still else 0
-            if self.unfinished_bytes > _HEAD_BYTES:
-                self.refuse_head()
-            whole = self.in_head and not self.unfinished_bytes
-            if self.deadline is not None and (whole or messages != self.messages):
-                self.deadline.cancel()
-                self.deadline = None
-            if self.deadline is None and not whole:
-                self.deadline = self.loop.call_later(timeout_s, self.refuse_late)
+    def data_received(self, data: bytes) -> None:
+        messages = self.messages
+        super().data_received(data)
+        still = self.in_head and messages == self.messages
+        self.unfinished_bytes = self.unfinished_bytes + len(data) if still else 0
+        if self.unfinished_bytes > _HEAD_BYTES:
+            self.refuse_head()
+        whole = self.in_head and not self.unfinished_bytes
+        if self.deadline is not None and (whole or messages != self.messages):
+            self.deadline.cancel()
+            self.deadline = None
+        if self.deadline is None and not whole:
+            self.deadline = self.loop.call_later(self.timeout_s, self.refuse_late)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            idle.pop(self, None)
-            if self.deadline is not None:
-                self.deadline.cancel()
-            sock = self.transport.get_extra_info("socket")
-            reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-            for exchange in self.unread:
-                exchange.lost = True
-                if reset and exchange.on_reset is not None:
-                    exchange.on_reset()
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.idle.pop(self, None)
+        if self.deadline is not None:
+            self.deadline.cancel()
+        sock = self.transport.get_extra_info("socket")
+        reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        for exchange in self.unread:
+            exchange.lost = True
+            if reset and exchange.on_reset is not None:
+                exchange.on_reset()
+        super().connection_lost(exc)
 
-        def on_headers_complete(self) -> None:
-            self.in_head = False
-            idle.pop(self, None)
-            if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
-                self.refuse_head()
-                raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
-            if self.cycle is None or self.cycle.response_complete:
-                self.unread.clear()  # a client that sends its next request has read the responses before
-            self.unread.append(Connection())
-            extensions: Any = {CONNECTION: self.unread[-1]}
-            self.scope["extensions"] = extensions
-            super().on_headers_complete()
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        self.idle.pop(self, None)
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
+            self.refuse_head()
+            raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
+        if self.cycle is None or self.cycle.response_complete:
+            self.unread.clear()  # a client that sends its next request has read the responses before
+        self.unread.append(Connection())
+        extensions: Any = {CONNECTION: self.unread[-1]}
+        self.scope["extensions"] = extensions
+        super().on_headers_complete()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle.response_complete and not self.transport.is_closing():
-                idle[self] = None
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.idle[self] = None
 
-        def on_message_complete(self) -> None:
-            self.in_head = True
-            self.messages += 1
-            super().on_message_complete()
+    def on_message_complete(self) -> None:
+        self.in_head = True
+        self.messages += 1
+        super().on_message_complete()
 
-        def send_400_response(self, msg: str) -> None:
-            self.transport.write(_refusal(b"400 Bad Request", HttpError(400, msg)))
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(_refusal(b"400 Bad Request", HttpError(400, msg)))
+        self.transport.close()
+
+    def refuse_head(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
             self.transport.close()
 
-        def refuse_head(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.write(_TOO_LARGE)
-                self.transport.close()
+    def refuse_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.deadline = self.loop.call_later(self.timeout_s, self.refuse_late)
+        elif not self.transport.is_closing():
+            self.transport.write(_TOO_LATE if self.unfinished_bytes else b"")
+            self.transport.close()
 
-        def refuse_late(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.deadline = self.loop.call_later(timeout_s, self.refuse_late)
-            elif not self.transport.is_closing():
-                self.transport.write(_TOO_LATE if self.unfinished_bytes else b"")
-                self.transport.close()
 
-    return Protocol
+def _protocol(settings: EndpointConfig, room: int) -> type[HttpToolsProtocol]:
+    """The protocol of one server."""
+    limits = {"most_connections": settings.connections, "room": room, "timeout_s": settings.body_timeout_s, "idle": {}}
+    return type("Protocol", (_Protocol,), limits)

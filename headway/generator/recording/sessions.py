@@ -262,12 +262,12 @@ class Sessions:
     def _note(self, client: ClientSampling) -> None:
         given = msgspec.structs.asdict(client)
         further = given.pop("further") or {}
-        for name, value in (given | further).items():
-            if value is not None and name not in (*self._told, "seed"):  # a client's seed is used
-                self._told.add(name)
-                self._on_event(
-                    "client_sampling", f"a client asks for {name} = {value}: the experiment's holds; said once"
-                )
+        known = (*self._told, "seed")  # a client's seed is used
+        new = {name: value for name, value in (given | further).items() if value is not None and name not in known}
+        if new:
+            self._told |= set(new)
+            asked = ", ".join(f"{name} = {value}" for name, value in new.items())
+            self._on_event("client_sampling", f"a client asks for {asked}: the experiment's holds; said once")
 
 
 def _request(

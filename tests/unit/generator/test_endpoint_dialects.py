@@ -212,7 +212,7 @@ def test_responses_as_the_openai_client_reads_them() -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "no such kind"}]}, "tools[0]"),
     ],
 )
 def test_responses_that_are_refused(change: Any, param: str) -> None:

@@ -177,7 +177,11 @@ async def crowd():
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
     async with served(connections=4096) as server:
         host, _, port = server.address.removeprefix("http://").rpartition(":")
-        script = "import resource,socket,sys\\nresource.setrlimit(resource.RLIMIT_NOFILE,(999,999))\\nall=[socket.create_connection((%r,%s)) for _ in range(400)]\\nprint('open',flush=True)\\nsys.stdin.read()" % (host, port)
+        script = (
+            "import resource,socket,sys\\nresource.setrlimit(resource.RLIMIT_NOFILE,(999,999))\\n"
+            "all=[socket.create_connection((%r,%s)) for _ in range(400)]\\n"
+            "print('open',flush=True)\\nsys.stdin.read()" % (host, port)
+        )
         idle = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdin=-1, stdout=-1)
         await idle.stdout.readline()
         for _ in range(5):
