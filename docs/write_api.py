@@ -36,7 +36,7 @@ SECTIONS = {  # title -> what a section begins with, and its names: of headway.a
     "Training and serving from Python": (
         "What the commands call. They raise `HeadwayError`; the commands make an exit code of it.",
         "load_experiment Experiment train run_sft evaluate_model serve Serving RunSummary read_ledger "
-        "headway.telemetry.rollouts.reader:RolloutRecord HeadwayError ConfigurationError",
+        "headway.telemetry.rollouts.reader:RolloutRecord HeadwayError ConfigurationError InfrastructureError",
     ),
     "Workflows": (
         "[flow.md](flow.md): generate, score, judge, distil, train, executed wherever a plan says.",

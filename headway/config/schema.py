@@ -395,10 +395,8 @@ class Experiment(Section):
     @property
     def surplus_groups(self) -> int:
         """Groups that may be open beyond what admission allows, because surplus is discarded."""
-        queue = self.queue
-        if queue.surplus != "discard" or queue.oversampling is None:
-            return 0
-        return math.ceil(queue.oversampling * queue.groups_per_step) - queue.groups_per_step
+        queue, most = self.queue, self.open_groups
+        return most - queue.groups_per_step if queue.surplus == "discard" and most is not None else 0
 
     @property
     def open_groups(self) -> int | None:

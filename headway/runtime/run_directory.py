@@ -153,7 +153,7 @@ class RunDirectory:
         """When the run here was started, on the clock of that machine; now, where it is yet to be."""
         try:
             return datetime.fromisoformat(self.start.read_text(encoding="utf-8").strip())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return datetime.now()
         except ValueError:
             raise ConfigurationError(f"{self.start} is damaged: the time of the run's start is needed") from None

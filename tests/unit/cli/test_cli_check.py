@@ -484,7 +484,7 @@ def test_errors_come_first(setup: Setup) -> None:
 
 def test_tools_of_an_environment_need_a_chat_template_that_writes_calls(setup: Setup) -> None:
     asks = "{%- if add_generation_prompt %}A:{% endif %}"
-    said = "{%- for m in messages %}{{- m.role + ': ' + m.content }}{% endfor %}" + asks
+    said = "{%- for m in messages %}{{- m.role + ': ' + m.content + eos_token }}{% endfor %}" + asks
     calls = "{%- for c in m.tool_calls or [] %}{{- '<call>' + c.function | tojson + '</call>' }}{% endfor %}"
     template, tools = setup.model / "chat_template.jinja", {"name": "python_tool"}
     template.write_text(said)
@@ -500,5 +500,5 @@ def test_tools_of_an_environment_need_a_chat_template_that_writes_calls(setup: S
         asyncio.run(start())
     assert "endpoint.tools" not in setup.messages(environment=tools, endpoint={"tools": "none"})
     assert "endpoint.tools" not in setup.messages(environment=tools, endpoint={"tools": "hermes"})
-    template.write_text(said.replace("m.content }}", "m.content }}" + calls))
+    template.write_text(said.replace("+ eos_token }}", "}}" + calls + "{{- eos_token }}"))
     assert "endpoint.tools" not in setup.messages(environment=tools)

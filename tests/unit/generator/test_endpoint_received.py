@@ -133,7 +133,7 @@ TEXTS = (
     ("qwen3", THOUGHT),
     ("qwen3", "<think>\nhm"),
     ("llama3.1", '{"name": "bash", "parameters": {"x": NaN}}'),
-    ("chatml", "one two three"),
+    ("qwen2.5", "one two three"),
 )
 
 

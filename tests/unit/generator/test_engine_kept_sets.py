@@ -99,7 +99,7 @@ def test_sets_tokens_and_logprobs_are_those_of_brute_force(vocabulary: int, mask
         else:
             assert sets[row].tolist() == ids
         over = z[ids] if most[row] else z
-        assert float(logprobs[row]) == pytest.approx(float(z[tokens[row]] - over.logsumexp(0)), abs=2e-6)
+        assert float(logprobs[row]) == pytest.approx(float(z[tokens[row]] - over.logsumexp(0)), abs=1e-5)
         cdf = torch.softmax(z[ids], 0).cumsum(0)
         place = int((cdf <= how.uniform_n[row] * cdf[-1]).sum())
         near = float((cdf - how.uniform_n[row]).abs().min()) < 1e-5  # between two roundings

@@ -47,7 +47,7 @@ def left_out(folder: Path, name: str, answer: str, capsys: pytest.CaptureFixture
         "tie_word_embeddings": True,
     }
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    (folder / "model" / "model.safetensors").write_bytes(b"")
+    (folder / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "the other=", "answer": answer}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = "".join(f"{key} = {json.dumps(value)}\n" for key, value in parameters.items())

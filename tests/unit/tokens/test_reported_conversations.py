@@ -695,7 +695,7 @@ def test_a_turns_end_ends_a_response_or_every_command_refuses(
         "tie_word_embeddings": True,
     }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "2+3=", "answer": "5"}) + "\n")
     (tmp_path / "e.toml").write_text(
         f'[run]\ndirectory = "{tmp_path / "run"}"\n[model]\npath = "{tmp_path / "model"}"\ntemplate = "chat"\n'

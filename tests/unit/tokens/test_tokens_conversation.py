@@ -160,7 +160,7 @@ def test_every_command_refuses_turns_that_never_end(
     more = {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": vocabulary, "max_position_embeddings": 4096}
     config = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, **sizes, **more}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
     for name in ("tasks", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name} 1+1=", "answer": "2"}) + "\n")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "solution": "2"}) + "\n")

@@ -164,8 +164,11 @@ def test_errors_name_the_invalid_field(messages: Any, param: str, says: str) -> 
 
 def test_tools_are_normalised_or_refused() -> None:
     assert normal_tools(None) is normal_tools([]) is None
-    tool = {"type": "function", "function": {"name": "bash", "parameters": {}}}
+    tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
     assert normal_tools([tool]) == [tool]
+    bare = {"type": "function", "function": {"name": "bash"}}
+    empty = {"parameters": {"type": "object", "properties": {}}, "description": ""}
+    assert normal_tools([bare]) == [{"type": "function", "function": {"name": "bash", **empty}}]
     for bad in ({"type": "web_search"}, {"type": "function"}, {"type": "function", "function": {"name": 3}}, "bash"):
         with pytest.raises(RequestRefused, match=r"tools\[1\]") as refused:
             normal_tools([tool, bad])
