@@ -28,8 +28,8 @@ _SCHEMA = {"type": "object", "properties": {PROBE: {"type": "string", "descripti
 PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "?", "parameters": _SCHEMA}}]
 
 
-class _Habits(NamedTuple):
-    """How a template takes messages, as it showed by rendering some."""
+class _Conventions(NamedTuple):
+    """A template's conventions for messages, observed by rendering probes."""
 
     reasoning: bool  # in a field of its own; else it looks for it in the content, or nowhere
     parts: bool  # contents as lists of parts alone
@@ -55,7 +55,7 @@ class ChatTemplates:
         self._started = started
         self._origin = origin
         self._renders: dict[tuple[str, bool], Callable[..., str]] = {}  # source, with marks or without -> template
-        self._habits: dict[str, _Habits] = {}
+        self._conventions: dict[str, _Conventions] = {}
         self.rendered: set[Any] = set()  # tools and sequences of roles that `require_rendered` found in their text
 
     def source(self, tools: Sequence[Any] | None) -> str:
@@ -74,7 +74,7 @@ class ChatTemplates:
 
     def reads_reasoning(self, tools: Sequence[Any] | None) -> bool:
         """Whether the template renders reasoning that a message has in a field of its own."""
-        return self._habits_of(self.source(tools)).reasoning
+        return self._conventions_of(self.source(tools)).reasoning
 
     def render(
         self,
@@ -86,7 +86,7 @@ class ChatTemplates:
         """The text of ``messages``; ``marks``: around ``{% generation %}`` blocks. Raises ConfigurationError."""
         source = self.source(tools)
         given = {**self._variables, **variables, "tools": tools, "documents": None}
-        entries = self._entries(messages, self._habits_of(source))
+        entries = self._entries(messages, self._conventions_of(source))
         try:
             return self._rendered(source, {**given, "messages": entries}, marks)
         except Exception as error:  # the boundary to a template, a program that isn't ours
@@ -114,8 +114,8 @@ class ChatTemplates:
                 between = twice.rpartition(PROBE)[0].rpartition(PROBE)[0].rpartition(PROBE)[2]
                 yield TurnEnd("tool_calls" in turn, own, whole, between)
 
-    def _habits_of(self, source: str) -> _Habits:
-        if source not in self._habits:
+    def _conventions_of(self, source: str) -> _Conventions:
+        if source not in self._conventions:
 
             def shown(*messages: Mapping[str, Any], text: str = PROBE) -> bool:
                 return text in self._tried(source, *messages)
@@ -127,8 +127,8 @@ class ChatTemplates:
             reads = any(shown(ask, one) for one in (said, _called({}, said), _called("{}", said)))
             spelled = not shown(ask, _called(value)) or shown(ask, _called(value), text=repr(value))
             worded = spelled and shown(ask, _called(json_text(value)))
-            self._habits[source] = _Habits(reasoning=reads, parts=listed, worded=worded)
-        return self._habits[source]
+            self._conventions[source] = _Conventions(reasoning=reads, parts=listed, worded=worded)
+        return self._conventions[source]
 
     def _tried(self, source: str, *messages: Mapping[str, Any]) -> str:
         """The text of ``messages`` as they are; "" where the template refuses them."""
@@ -138,7 +138,7 @@ class ChatTemplates:
         except Exception:  # the boundary to a template; `render` says what it has against real messages
             return ""
 
-    def _entries(self, messages: Sequence[Mapping[str, Any]], habits: _Habits) -> list[dict[str, Any]]:
+    def _entries(self, messages: Sequence[Mapping[str, Any]], conventions: _Conventions) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
         for message in messages:
             entry = {key: value for key, value in message.items() if value is not None and key not in LOSS}
@@ -146,10 +146,10 @@ class ChatTemplates:
             if entry.get("role") == "developer":  # OpenAI's newer name; few templates know it
                 entry["role"] = "system"
             if entry.get("role") == "assistant":
-                _settle_reasoning(entry, habits.reasoning)
+                _place_reasoning(entry, conventions.reasoning)
             if isinstance(entry.get("tool_calls"), Sequence):
-                entry["tool_calls"] = [normal_call(call, habits.worded) for call in entry["tool_calls"]]
-            if habits.parts and isinstance(entry["content"], str):
+                entry["tool_calls"] = [normal_call(call, conventions.worded) for call in entry["tool_calls"]]
+            if conventions.parts and isinstance(entry["content"], str):
                 entry["content"] = [{"type": "text", "text": entry["content"]}] if entry["content"] else []
             entries.append(entry)
         return entries
@@ -160,7 +160,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return next((text for key in REASONING if isinstance(text := message.get(key), str) and text.strip()), "").strip()
 
 
-def _settle_reasoning(entry: dict[str, Any], reads: bool) -> None:
+def _place_reasoning(entry: dict[str, Any], reads: bool) -> None:
     """Put an assistant's reasoning where the template looks for it: in its field, or inside the content."""
     reasoning, content = reasoning_of(entry), entry["content"]
     if not isinstance(content, str):

@@ -254,7 +254,7 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _look_at_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
-    """Rows that can be read, and hardly mean what they say."""
+    """Warn about rows that can be read but are probably mistakes."""
     if as_text := sum(map(is_conversation_as_text, tasks)):
         what = (
             "1 prompt is the JSON text of a conversation"

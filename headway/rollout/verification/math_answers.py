@@ -260,7 +260,7 @@ def _is_typed(value: Value | None) -> bool:
 
 
 def _end(text: str) -> str:
-    """The end of a response, which is searched."""
+    """The last characters of a response: the part in which an answer is searched."""
     text = text.strip()
     if len(text) > _LONGEST_TEXT:
         text = text[-_LONGEST_TEXT:]

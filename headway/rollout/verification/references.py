@@ -46,7 +46,7 @@ class ReferenceProver:
 
 
 def response_of(verifier: VerifierSettings, answer: str) -> str:
-    """The response that says ``answer`` and nothing else."""
+    """A response that consists of ``answer`` alone, in the form that `extract` asks for."""
     text = answer
     if verifier.name == "math":
         text = reference_text(answer)
