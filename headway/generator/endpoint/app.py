@@ -174,7 +174,7 @@ class App(HttpApp):
         for kind in dict.fromkeys(left_out):
             if kind not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add(kind)
-                what = f"a client offers the hosted tool {fields.shown(kind)}: it is left out; said once"
+                what = f"a client offers the hosted tool {fields.shown(kind)}: it is left out (reported once)"
                 self._on_event("hosted_tool", what)
 
     async def _constrained(self, asked: ParsedRequest, dialect: Dialect, prompt: str) -> ParsedRequest:

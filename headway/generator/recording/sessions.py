@@ -267,7 +267,7 @@ class Sessions:
         if new:
             self._told |= set(new)
             asked = ", ".join(f"{name} = {value}" for name, value in new.items())
-            self._on_event("client_sampling", f"a client asks for {asked}: the experiment's holds; said once")
+            self._on_event("client_sampling", f"a client asks for {asked}: the experiment's value is used (reported once)")
 
 
 def _request(
