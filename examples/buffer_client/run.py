@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{{ '<|eos|>' if loop.last and message.role == 'assistant' }}{% endfor %}"
+)
 ADDRESS = "127.0.0.1:8123"
 
 

@@ -16,7 +16,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOLDER = Path("runs/verifiers")
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{{ '<|eos|>' if loop.last and message.role == 'assistant' }}{% endfor %}"
+)
 
 
 def run(*command: str) -> None:

@@ -30,7 +30,7 @@ from headway.weights.shared_memory import Publisher
 from tests.conformance.reference import forced_logprobs
 
 pytestmark = pytest.mark.real
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<|eos|>' if loop.last and m.role == 'assistant' }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ WRONG = [  # a call, and what it is told
     (("edit_file", {"path": "intervals.py", "old": "", "new": ""}), "error: the old text is empty"),
     (("list_files", {"path": "nothing"}), "error: nothing: No such file"),
     (("run", {"command": "exit 3"}), "[exit code 3]"),
-    (("run", {"command": "a\0b"}), "[exit code 126]"),
+    (("run", {"command": "a\0b"}), "argv[2] can't be passed to a program: embedded null byte"),
     (("run", {"command": "x" * 300_000}), "/usr/bin/sh: Argument list too long"),
     (("run", {"command": "x" * 3_000_000}), "argument list too long"),
     (("remove_file", {"path": "x"}), "error: there is no tool 'remove_file'"),

@@ -123,7 +123,7 @@ def test_serving_a_model_folder(inputs: Path, tmp_path: Path) -> None:
         client.post("/rollouts/mine/reward", body={"reward": 0.5}, cast_to=object)
         with pytest.raises(openai.NotFoundError):
             client.post("/rollouts/other/reward", body={"reward": 0.5}, cast_to=object)
-        with pytest.raises(openai.BadRequestError, match="penalties"):
+        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
             alone.chat.completions.create(model="headway", messages=messages[:1], presence_penalty=1)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0

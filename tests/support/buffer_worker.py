@@ -18,7 +18,10 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{{ '<|eos|>' if loop.last and message.role == 'assistant' }}{% endfor %}"
+)
 OUTAGE_S = 60.0
 
 
