@@ -83,11 +83,14 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
             start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
             header = json.loads(raw[8:start].tobytes())
             for name in sorted(header.keys() - {"__metadata__"}):
-                content = raw[slice(*(start + place for place in header[name]["data_offsets"]))]
+                begin, end = header[name]["data_offsets"]
+                content = raw[start + begin : start + end]
+                if len(content) != end - begin:
+                    raise ValueError(f"{name} isn't whole: the file is cut short")
                 one = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
                 if (first := found.setdefault(name, one)) is not one and not first.equals(one):
                     raise ConfigurationError(_TWICE.format(file.parent, first.file.name, file.name, name))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
     return found
 

@@ -79,7 +79,8 @@ def is_infrastructure(error: BaseException) -> bool:
     kinds = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__]
     if any(map(_TRANSPORT.fullmatch, kinds)):
         return not any(map(_NOT_SENT.fullmatch, kinds))
-    if isinstance(reason := getattr(error, "reason", None), BaseException):  # urllib's, urllib3's
+    reason = vars(error).get("reason")  # urllib's, urllib3's
+    if isinstance(reason, BaseException) and reason is not error:
         return is_infrastructure(reason)
     number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
     return _MACHINE.fullmatch(errno.errorcode.get(number, "")) is not None

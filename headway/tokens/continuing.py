@@ -83,7 +83,7 @@ class Chat:
         begun = replace(last, content=last.content + _SENTINEL, written=last.written and last.written + _SENTINEL)
         text = self.render([*messages[:-1], begun], tools, variables, add_generation_prompt=False)
         before, found, _ = text.rpartition(_SENTINEL)
-        if not found or not before.endswith(last.content.strip()):
+        if not found or not before.endswith(last.content.lstrip()):  # what stands before it, a template may trim
             what = "the chat template doesn't end with a final message of the assistant, so that it can't be continued"
             raise RequestRefused(f"messages: {what}", param="messages")
         return before

@@ -52,6 +52,8 @@ def quoted_lark(text: str) -> str:
             )
         if kind == "range":
             first, last = (json.loads(end.strip()) for end in re.split(r"(?<=\")\s*\.\.\s*(?=\")", written))
+            if not len(first) == len(last) == 1 or last < first:
+                raise ValueError(f"{written}: a range goes from one character to a later one")
             return f"/{_characters([(ord(first), ord(last))])}/"
         if kind == "regex":
             body, _, letters = written[1:].rpartition("/")
@@ -108,7 +110,7 @@ def _flags(letters: str) -> int:
 def _regex(pattern: str, flags: int = 0) -> str:
     try:
         parsed = re._parser.parse(pattern, flags)  # type: ignore[attr-defined]
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise ValueError(f"/{pattern}/: {error}") from None
     return _sequence(parsed, parsed.state.flags)
 

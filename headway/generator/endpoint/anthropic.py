@@ -226,7 +226,7 @@ def _result(block: Mapping[str, Any], place: str) -> Any:
     content, failed = block.get("content") or "", block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise fields.refused(f"{place}.is_error", failed, "true or false")
-    if not failed:
+    if not failed or not isinstance(content, str | list):
         return content
     text = content if isinstance(content, str) else ""
     if text.lower().startswith("error"):

@@ -93,6 +93,7 @@ class ChatCompletions(Dialect):
             "chat_template_kwargs": fields.structure(),
             "continue_final_message": fields.flag(),
             "add_generation_prompt": fields.flag(default=None),
+            "add_special_tokens": fields.only(False, why="the chat template writes them; valid is false"),
         }
 
     def request(self, values: Values) -> CallRequest:

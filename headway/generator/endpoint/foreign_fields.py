@@ -29,7 +29,7 @@ _FORMS: Mapping[str, str] = {
     "logprob_token_ids token_ids_logprob n_probs post_sampling_probs top_n_tokens details decoder_input_details "
     "timings_per_token verbose response_fields audio",
     _LIMIT: "max_new_tokens max_length num_predict max_gen_toks t_max_predict_ms n_indent options parameters",
-    _TEMPLATE: "chat_template enable_thinking thinking_budget thinking_token_budget reasoning_budget documents",
+    _TEMPLATE: "chat_template documents",
     "prompts are read whole": "truncate_prompt_tokens truncation_side truncate transforms prompt_embeds "
     "input_embeds image_data mm_processor_kwargs media_io_kwargs",
     "answers are sampled one by one": "use_beam_search",
@@ -38,6 +38,8 @@ _FORMS: Mapping[str, str] = {
     "the model's own format tells reasoning from text": "reasoning_format thinking_forced_open "
     "reasoning_in_content chat_format",
 }
+# of these each value asks for something, for false and 0 turn thinking off
+_ASKING = ("enable_thinking", "think", "thinking_budget", "thinking_token_budget", "reasoning_budget")
 _DEFAULTS: Mapping[str, tuple[tuple[Any, ...], str]] = {  # neutral values beside null
     "prompt_logprobs": ((False,), "prompts aren't scored"),
     "n_predict": ((-1,), _LIMIT),
@@ -67,6 +69,7 @@ _SAMPLING: Mapping[str, tuple[Any, ...]] = {
 def foreign_fields() -> dict[str, Field]:
     """All fields that have a whole name; those by the beginnings of names are `require_no_foreign`'s."""
     forms = {name: only(*_NOTHING, why=why) for why, names in _FORMS.items() for name in names.split()}
+    forms |= {name: only(why=_TEMPLATE) for name in _ASKING}
     defaults = {name: only(*valid, why=f"{why}; valid is {valid[0]}") for name, (valid, why) in _DEFAULTS.items()}
     sampled = {name: Field(lambda name, value: value, {}) for name in _SAMPLING}
     return {name: field for name, field in (forms | defaults | sampled).items() if not name.endswith("_")}

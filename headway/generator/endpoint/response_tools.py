@@ -108,8 +108,10 @@ class ResponseTools:
     def named(self, item: Mapping[str, Any]) -> Any:
         """The model's name of what a call of the client's conversation names."""
         name, namespace = item.get("name"), item.get("namespace") or ""
+        if not (isinstance(name, str) and isinstance(namespace, str)):
+            return None  # which no call may have
         found = [tool.name for tool in self.tools if (tool.own_name, tool.namespace) == (name, namespace)]
-        return found[0] if found else _joined(namespace, name) if isinstance(name, str) else name
+        return found[0] if found else _joined(namespace, name)
 
     def item(self, call: ToolCall, identity: str) -> dict[str, Any]:
         """The output item of a call by the model."""

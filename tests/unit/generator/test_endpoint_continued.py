@@ -42,6 +42,21 @@ def test_a_begun_answer_is_continued_and_recorded_without_loss_on_its_beginning(
     play(test, " 3.")
 
 
+@pytest.mark.parametrize("begun", ["The sum is ", "```json\n", "  a\n\n"])
+def test_a_begun_answer_may_end_in_white_space(begun: str) -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        for content in (begun, f"{begun}3."):
+            last = [{"role": "assistant", "content": content}, USER][: 1 + (content != begun)]
+            body = {"model": "headway", "messages": [USER, *last], "continue_final_message": content == begun}
+            status, _, answer = await server.post(CHAT, body)
+            assert status == 200, answer
+        [branch] = recorded(server).branches
+        assert server.engine.chat.tokenizer.decode(branch.prompt_ids, keep_special=True).endswith(f"assistant\n{begun}")
+        assert len(branch.turn_ends) == 2
+
+    play(test, "3.")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [

@@ -236,6 +236,33 @@ PATHS: list[tuple[str, dict[str, Any], str]] = [
         },
         "messages[0].content[1].is_error",
     ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "x", "content": 5, "is_error": True}],
+                },
+            ]
+        },
+        "messages[2].content[0].content",
+    ),
+    *(
+        (
+            "responses",
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", "namespace": namespace},
+                    {"type": "function_call_output", "call_id": "c", "output": "5"},
+                ]
+            },
+            "input[0]",
+        )
+        for namespace in (5, ["a"], True)
+    ),
 ]
 
 

@@ -153,6 +153,16 @@ def test_a_task_that_fails_itself_is_named() -> None:
     play(test)
 
 
+def test_other_hosts_names_are_refused_on_loopback() -> None:
+    async def test(service: ServedKernels) -> None:
+        for host, status in (("evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("localhost:8000", 200)):
+            for path in ("/health", "/gpu_status"):
+                response = await service.http.get(path, headers={"host": host})
+                assert response.status_code == status, (host, path)
+
+    play(test)
+
+
 def test_keys_are_required_but_for_health() -> None:
     async def test(service: ServedKernels) -> None:
         assert (await service.eval(candidate())).status_code == 200

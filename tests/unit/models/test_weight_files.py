@@ -179,13 +179,23 @@ def test_a_configuration_that_names_its_file_is_followed(
     assert any(one.shape == theirs.shape and torch.equal(one, theirs) for one in opens(folder).values())
 
 
-@pytest.mark.parametrize("content", [b"", b"none", b"\0" * 8, b"\xff" * 64, b"\2\0\0\0\0\0\0\0[]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"none", b"\0" * 8, b"\xff" * 64, b"\2\0\0\0\0\0\0\0[]", b"\0\0\2\0\0\0\0\0" + b"[" * 131072]
+)
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     folder = qwen(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(content)
     for reads in ("opens", "check"):
         with pytest.raises(ConfigurationError, match=r"model\.safetensors: not a readable safetensors file"):
             read_by(reads, opened)(folder)
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    file = qwen(tmp_path / "m") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    for reads in ("opens", "check"):
+        with pytest.raises(ConfigurationError, match=r"model\.safetensors: not a readable safetensors file.*cut short"):
+            read_by(reads, opened)(file.parent)
 
 
 def test_a_folder_without_weights_has_no_files(tmp_path: Path) -> None:

@@ -67,8 +67,18 @@ def test_grammars_in_lark_hold_inside_json(definition: str, right: list[str], wr
 
 
 @pytest.mark.parametrize(
-    "definition", [r"start: /(?=a)b/", r"start: /\bb/", "start: %json {}", "%declare A\nstart: A", r"start: /(/"]
+    "definition",
+    [
+        r"start: /(?=a)b/",
+        r"start: /\bb/",
+        "start: %json {}",
+        "%declare A\nstart: A",
+        r"start: /(/",
+        'start: "z".."a"',
+        'start: "ab".."z"',
+        "start: /a{99999999999}/",
+    ],
 )
 def test_what_cannot_be_expressed_is_refused(definition: str) -> None:
-    with pytest.raises(ValueError, match=r"can't be expressed|directives|unterminated"):
+    with pytest.raises(ValueError, match=r"can't be expressed|directives|unterminated|a range goes|repetition"):
         quoted_lark(definition)
