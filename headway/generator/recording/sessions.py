@@ -267,7 +267,8 @@ class Sessions:
         if new:
             self._told |= set(new)
             asked = ", ".join(f"{name} = {value}" for name, value in new.items())
-            self._on_event("client_sampling", f"a client asks for {asked}: the experiment's value is used (reported once)")
+            what = f"a client asks for {asked}: the experiment's value is used (reported once)"
+            self._on_event("client_sampling", what)
 
 
 def _request(
