@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.config.section import NonNegative
 from headway.records.task import Task
-from headway.rollout.verification.extraction import Extract, extract_answer, last_match
+from headway.rollout.verification.extraction import Extract, extract_answer
 from headway.rollout.verification.math_values import (
     Assigned,
     Expression,
@@ -166,7 +166,7 @@ def reference_text(answer: str) -> str:
             box for part in text.split("\\boxed")[1:] if (box := extract_answer("\\boxed" + part, "boxed")) is not None
         ]
         return boxes[0] if len(set(boxes)) == 1 else ""
-    formulas = [next(group for group in found.groups() if group is not None) for found in _DELIMITED.finditer(text)]
+    formulas = _formulas(text)
     around = _DELIMITED.sub(" ", text)
     if len(formulas) == 1 and not any(character.isdigit() for character in around):
         whole = read_value(plain_text(text))
@@ -193,7 +193,7 @@ def _reference_words(answer: str) -> str:
     if inside is None and not any(mark in text for mark in _DELIMITERS):
         inside = "" if _is_sentence(text) else text
     inside = text if inside is None else inside
-    formula = _last_delimited(inside)
+    formula = next(reversed(_formulas(inside)), None)
     if formula is not None and not _FONT.search(formula):
         return ""
     words = _unset(inside if formula is None else formula)
@@ -208,7 +208,7 @@ def _said(found: str) -> tuple[str, ...]:
         return (_named(boxed),)
     line = found.rstrip().rpartition("\n")[2]
     tail = _ANSWER_IS.split(line[-_LONGEST_TEXT:])[-1]
-    return _named(line), _named(tail), _named(_last_delimited(tail) or "")
+    return _named(line), _named(tail), _named(next(reversed(_formulas(tail)), ""))
 
 
 def _named(text: str) -> str:
@@ -216,10 +216,9 @@ def _named(text: str) -> str:
     return _unset(text[-_LONGEST_TEXT:]).replace("\\", "")
 
 
-def _last_delimited(text: str) -> str | None:
-    """The inside of the last formula in ``text``."""
-    last = last_match(_DELIMITED, text)
-    return None if last is None else next(group for group in last.groups() if group is not None)
+def _formulas(text: str) -> list[str]:
+    """The insides of the formulas in ``text``."""
+    return [next(group for group in found.groups() if group is not None) for found in _DELIMITED.finditer(text)]
 
 
 def _unset(text: str) -> str:
@@ -239,17 +238,22 @@ def _candidates(found: str, whole: bool) -> tuple[list[str], bool]:
     if boxed is not None:
         return [boxed], True
     text = _end(found)
-    formulas = list(_DELIMITED.finditer(text))
+    formulas = _formulas(text)
     if "\n" not in text and not formulas and "\\boxed" not in text:
         plain = not whole or not _TWO_LETTERS.search(_COMMAND.sub(" ", text))
         if plain or _is_typed(read_value(plain_text(text))):
             return [text], True
     line = text.rpartition("\n")[2]
-    tail = _ANSWER_IS.split(line)[-1].strip(" *_:")
+    tail = _ANSWER_IS.split(line)[-1].strip(" *_:").rstrip(". *_")
+    value, listed = read_value(plain_text(tail)), _formulas(tail)
+    if listed and _LISTED.fullmatch(_DELIMITED.sub(" ", tail)):
+        return [", ".join(listed)], True
+    if tail != line and _is_typed(value.value if isinstance(value, Assigned) else value):
+        return [tail], True
     if formulas:
-        first = _DELIMITED.match(tail)
-        last = next(group for group in (first or formulas[-1]).groups() if group is not None)
-        return [last, line], first is not None or not _BEGINS_A_NUMBER.match(tail) or tail == line
+        first = _DELIMITED.match(tail) is not None
+        last = listed[0] if first else formulas[-1]
+        return [last, line], first or not _BEGINS_A_NUMBER.match(tail) or tail == line
     last = re.findall(r"\S*\d\S*", line)[-1:]  # a time or a date isn't its last number
     return [tail, line, *last], any(_is_typed(read_value(plain_text(one))) for one in last)
 

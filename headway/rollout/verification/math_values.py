@@ -45,6 +45,8 @@ _REWRITTEN = [
         (r"\\(?:mathrm|mbox|hbox|textrm|textsf|operatorname|rm) *\{", r"\\text{"),
         (r"\\sqrt +(\d+|[A-Za-z])", r"\\sqrt{\1}"),
         (r"\^\{\\circ\}", r"^\\circ "),
+        (r"^\s*(?:=|\*\*(?=.*\*\*\s*$))|(?<=.)\*\*\s*$", ""),  # what stands before an answer, or sets it bold
+        (r"^\s*\\text\{ *(\(?[A-Za-z]\)?) *\}\s*$", r"\1"),  # a choice
     )
 ]
 _BLANK = re.compile(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])")  # but the one between two words, digits or both
@@ -72,9 +74,12 @@ _WORD = rf"(?!(?:{_NO_UNITS})\b)[A-Za-zµμΩ]{{2,}}"
 _EXPONENT = r"(?:\^(?:\{-?\d\}|-?\d|\\circ))"
 _UNIT_PART = rf"(?:\\text\{{[^{{}}\d]*\}}|{_WORD}|[A-Za-z](?=[/^])|(?<=/)[A-Za-z](?![A-Za-z])){_EXPONENT}?"
 _UNIT = re.compile(
-    rf"(?P<number>[-+]?[€£¥]?[-+]?[\d.](?:.*?[\d}}.])??)(?P<unit>"
+    rf"(?P<number>[-+]?[€£¥]?[-+]?(?:\\frac\{{)?[\d.](?:.*?[\d}}.])??)(?P<unit>"
     rf"\^\\circ ?[CFK]?| ?[€£¥]| ?\\text\{{[^{{}}\d]*\}}{_EXPONENT}?(?:[/ ]{_UNIT_PART})*"
     rf"|(?: |(?=(?:{_WRITTEN_ON})(?![A-Za-z]))){_UNIT_PART}(?:[/ .]?{_UNIT_PART})*| ?[a-zA-Z]/[a-zA-Z]{_EXPONENT}?)"
+)
+_MEASURED = re.compile(  # without a variable
+    rf"((?:\\(?:frac|sqrt|pi|cdot|times)|[^\\A-Za-z])+(?<=[\d}})i]))(\\text\{{[^{{}}\d]*\}}{_EXPONENT}?)"
 )
 _LETTER_UNIT = re.compile(rf"({_SIGNED}) ([mgshLlNJWVAKCF])(\^\d)?")
 _UNSET = re.compile(r"\\text\{ *([^{}]*?) *\}")
@@ -164,8 +169,11 @@ class Expression:
 
     text: str
     whole: bool = True
+    unit: str = ""
+    bare: bool = True  # as a number's
 
 
+_Measured = Number | Expression
 _COMPUTED = Fraction(1, 10**40)
 Value = Number | Several | Matrix | Assigned | Fixed | Expression
 Same = Callable[[Value, Value], bool]  # compares where a side is an Expression
@@ -423,6 +431,8 @@ def _encloses(tokens: list[str]) -> bool:
 
 
 def _expression(text: str) -> Value:
+    if (measured := _MEASURED.fullmatch(text)) and not _UNREAD.search(measured[1]):
+        return Expression(text=measured[1], unit=_unit(measured[2]))
     return Fixed(kind="text", parts=(text,)) if _UNREAD.search(text) else Expression(text=text)
 
 
@@ -450,11 +460,12 @@ def equal_values(first: Value, second: Value, tolerance: Fraction, same: Same) -
     if isinstance(first, Fixed) and isinstance(second, Fixed) and first.kind == second.kind == "union":
         return len(first.parts) == len(second.parts) and _in_any_order(first.parts, second.parts, tolerance, same)
     if isinstance(first, Expression) or isinstance(second, Expression):
-        return same(first, second)
+        alike = not isinstance(first, _Measured) or not isinstance(second, _Measured) or _equal_units(first, second)
+        return alike and same(first, second)
     return False
 
 
-def _equal_units(first: Number, second: Number) -> bool:
+def _equal_units(first: _Measured, second: _Measured) -> bool:
     if first.unit == second.unit:
         return True
     return (not first.unit and second.bare) or (not second.unit and first.bare)

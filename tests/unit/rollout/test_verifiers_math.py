@@ -60,6 +60,16 @@ def judge(answer: str, response: str, **parameters: Any) -> Verdict:
         ("-\\$5", "\\boxed{-5}"),
         ("She has 3 and 4, so 3+4 = <<3+4=7>>7\n#### 7", "The answer is 7."),  # a worked solution in GSM8K's manner
         ("5", "first \\boxed{4}, no: \\boxed{5}"),
+        ("A", "\\boxed{\\text{A}}"),  # a choice, however it is set
+        ("\\text{(A)}", "\\boxed{A}"),
+        ("\\textbf{(A)}", "The answer is (A)."),
+        ("18", "**18**"),
+        ("72", "= 72"),
+        (".5", "The answer is .5"),
+        ("\\frac{7}{10}\\text{ mile}", "\\boxed{0.7}"),  # a unit behind any number
+        ("2\\sqrt{3}\\text{ cm}", "\\boxed{2\\sqrt{3}}"),
+        ("12\\pi", "\\boxed{12\\pi\\text{ cm}^2}"),
+        ("5, 6", "The answer is $5$ or $6$."),
         ("7", "1 2 3 4 " * 2000 + "\nso it is 7"),  # only its end is searched: the search is quadratic
     ],
 )
@@ -73,6 +83,11 @@ def test_equal(answer: str, response: str) -> None:
     [
         ("3x+5", "3", "not equal to the reference"),
         ("5", "\\boxed{6}", "not equal to the reference"),
+        ("A", "\\boxed{\\text{B}}", "not equal to the reference"),
+        ("5\\pi\\text{ cm}", "\\boxed{5\\pi\\text{ m}}", "not equal to the reference"),
+        ("5 cm", "The answer is 5 kg", "not equal to the reference"),  # the whole answer, not its last number
+        ("x=5", "So the answer is $y=5$.", "not equal to the reference"),
+        ("5", "The answer is $5$ or $6$", "not equal to the reference"),
         ("x+1", "$y+1$", "not equal to the reference"),
         ("0.333333", "0.3", "not equal to the reference"),
         ("east", "\\boxed{seat}", "not equal to the reference"),  # as products of letters they would be
