@@ -25,7 +25,7 @@ _SET_ITEMS = 6  # values of a set's items whose subsets are listed
 
 def readable(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema, not those inside it."""
-    found = {key: value for key, value in schema.items() if not _is_one(value, _VACUOUS.get(key, ()))}
+    found = {key: value for key, value in schema.items() if not is_one_of(value, _VACUOUS.get(key, ()))}
     if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
         del found["format"]
     if "contains" not in found:
@@ -52,7 +52,8 @@ def readable(schema: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_one(value: Any, valid: Sequence[Any]) -> bool:
+def is_one_of(value: Any, valid: Sequence[Any]) -> bool:
+    """Whether ``value`` equals one of these; a truth value is no number."""
     return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in valid)
 
 

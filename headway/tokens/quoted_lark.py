@@ -44,12 +44,10 @@ def quoted_lark(text: str) -> str:
         if kind == "comment":
             return ""
         if kind == "text":
-            plain, folded = json.loads(written.removesuffix("i")), written.endswith("i")
-            return (
-                f"/{_regex(re.escape(plain), re.IGNORECASE)}/"
-                if folded
-                else json.dumps(_json(plain), ensure_ascii=False)
-            )
+            plain = json.loads(written.removesuffix("i"))
+            if written.endswith("i"):
+                return f"/{_regex(re.escape(plain), re.IGNORECASE)}/"
+            return json.dumps(_json(plain), ensure_ascii=False)
         if kind == "range":
             first, last = (json.loads(end.strip()) for end in re.split(r"(?<=\")\s*\.\.\s*(?=\")", written))
             if not len(first) == len(last) == 1 or last < first:

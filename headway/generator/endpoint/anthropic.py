@@ -226,12 +226,10 @@ def _result(block: Mapping[str, Any], place: str) -> Any:
     content, failed = block.get("content") or "", block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise fields.refused(f"{place}.is_error", failed, "true or false")
-    if not failed or not isinstance(content, str | list):
-        return content
-    text = content if isinstance(content, str) else ""
-    if text.lower().startswith("error"):
-        return content
-    return f"error: {text}" if isinstance(content, str) else [{"type": "text", "text": "error:"}, *content]
+    if failed and isinstance(content, list):
+        return [{"type": "text", "text": "error:"}, *content]
+    unsaid = failed and isinstance(content, str) and not content.lower().startswith("error")
+    return f"error: {content}" if unsaid else content
 
 
 def openai_tools(raw: Any) -> list[dict[str, Any]] | None:

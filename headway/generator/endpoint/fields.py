@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from headway.records.conversations import RequestRefused
 from headway.records.generation import LOWEST_TEMPERATURE
+from headway.tokens.grammar_schemas import is_one_of
 
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
@@ -178,11 +179,6 @@ def only(*valid: Any, why: str) -> Field:
         return value
 
     return Field(checked, {"enum": list(valid)} if valid else {"type": "null"})
-
-
-def is_one_of(value: Any, valid: Iterable[Any]) -> bool:
-    """Whether ``value`` equals one of these; a truth value is no number."""
-    return any(value == known and isinstance(value, bool) is isinstance(known, bool) for known in valid)
 
 
 def shown(value: Any) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.generator.endpoint.fields import Field, Values, is_one_of, only, shown
+from headway.generator.endpoint.fields import Field, Values, only, shown
 from headway.records.conversations import RequestRefused
+from headway.tokens.grammar_schemas import is_one_of
 
 _CONSTRAIN = "write response_format, or a tool's schema with tool_choice or strict"
 _LIMIT = "write max_tokens"

@@ -116,17 +116,10 @@ class ResponseTools:
     def item(self, call: ToolCall, identity: str) -> dict[str, Any]:
         """The output item of a call by the model."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
-        named = {"name": call.name} if tool is None else tool.called
+        named = {"call_id": call.call_id, **({"name": call.name} if tool is None else tool.called)}
         if tool is not None and tool.custom:
-            text = _text(call.arguments)
-            return {
-                "id": f"ctc_{identity}",
-                "type": "custom_tool_call",
-                "call_id": call.call_id,
-                **named,
-                "input": text,
-            }
-        asked = {"call_id": call.call_id, **named, "arguments": call.arguments, "status": "completed"}
+            return {"id": f"ctc_{identity}", "type": "custom_tool_call", **named, "input": _text(call.arguments)}
+        asked = {**named, "arguments": call.arguments, "status": "completed"}
         return {"id": f"fc_{identity}", "type": "function_call", **asked}
 
 

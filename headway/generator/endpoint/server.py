@@ -48,10 +48,12 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those "
             "that were never used are closed for others", settings.connections, files, connections,
         )  # fmt: skip
+    most = {"most_connections": settings.connections, "room": connections}
+    limits = {**most, "timeout_s": settings.body_timeout_s, "idle": dict[_Protocol, None]()}
     with closing(listener or listening(settings.address, "endpoint.address")) as listener:
         config = uvicorn.Config(
             app,
-            http=_protocol(settings, connections),
+            http=type("Protocol", (_Protocol,), limits),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -173,9 +175,3 @@ class _Protocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self.transport.write(_TOO_LATE if self.unfinished_bytes else b"")
             self.transport.close()
-
-
-def _protocol(settings: EndpointConfig, room: int) -> type[HttpToolsProtocol]:
-    """The protocol of one server."""
-    limits = {"most_connections": settings.connections, "room": room, "timeout_s": settings.body_timeout_s, "idle": {}}
-    return type("Protocol", (_Protocol,), limits)
