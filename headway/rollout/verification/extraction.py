@@ -14,7 +14,7 @@ MINUS = "\u2212\u2012\u2013\u2014\ufe63\uff0d"  # and their like, as which a min
 _TYPESET = str.maketrans({**dict.fromkeys(MINUS, "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")})
 _LATEX_BLANK = re.compile(r"\\[,;:! ]|~")
 _NUMBER = re.compile(
-    r"(?P<sign>[-+])?(?P<apart>[^\S\n]*)(?:(?<=[-+\s])(?:US)?\\?[$€£¥] ?)?"
+    r"(?:(?P<sign>[-+])(?P<apart>[^\S\n]*))?(?:(?<=[-+\s])(?:US)?\\?[$€£¥] ?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|(?<![0-9.] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
     r"(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?P<exponent>[eE][-+]?[0-9]+)?"
@@ -91,7 +91,7 @@ def only_number(text: str) -> Decimal | None:
         return None
     before, behind = text[: matches[0].start()], text[matches[0].end() :]
     beside = (before, behind)
-    attached = before[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", behind)
+    attached = before.rstrip(" \t")[-1:].isalpha() or re.match(r"[^\W\d_](?![^\W\d_])", behind)
     if attached or not all(_BESIDE.fullmatch(part) for part in beside) or any(map(_NUMERALS.search, beside)):
         return None
     return _decimal(matches[0])

@@ -18,6 +18,7 @@ from typing import Any
 from headway.config.section import NonNegative
 from headway.records.task import Task
 from headway.rollout.verification.extraction import Extract, extract_answer
+from headway.rollout.verification.math_text import plain_text
 from headway.rollout.verification.math_values import (
     Assigned,
     Expression,
@@ -28,12 +29,12 @@ from headway.rollout.verification.math_values import (
     Value,
     close_numbers,
     equal_values,
-    plain_text,
     read_value,
 )
 from headway.runtime.imports import import_extra
 
 _LONGEST_TEXT = 4000  # characters at the end of a response that are searched: the search is quadratic in digits
+_LONGEST_PARSED = 500  # characters of an expression that a response consists of; longer ones are searched
 _DELIMITERS = ("$", "\\boxed", "\\fbox", "\\(", "\\[", "\\begin")
 _COMMAND = re.compile(r"\\(?:text|mathrm|operatorname|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
@@ -99,7 +100,8 @@ def math_scorer(
     def differs(reference: Value, found: str) -> str:
         """Why the answer in ``found`` isn't the reference; "" where it is."""
         candidates, decisive = _candidates(found, whole=extract == "all")
-        values = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
+        read = [value for text in candidates if (value := read_value(plain_text(text[:_LONGEST_TEXT])))]
+        values = [value for value in read if value == reference or not _is_prose(value)]
         if not (decisive and values):
             values.append(Expression(text=_end(found), whole=False))
         if any(equal_values(reference, value, tolerance, same) for value in values):
@@ -176,6 +178,11 @@ def reference_text(answer: str) -> str:
     return (
         "" if _is_sentence(text) and isinstance(read_value(plain_text(text)), (Expression, Several, Assigned)) else text
     )
+
+
+def _is_prose(value: Value) -> bool:
+    """Whether an expression is none: math-verify would need seconds to find that out."""
+    return isinstance(value, Expression) and (len(value.text) > _LONGEST_PARSED or _is_sentence(value.text))
 
 
 def _is_sentence(text: str) -> bool:
