@@ -6,51 +6,10 @@ Two values are equal only where both were read whole: what isn't understood is c
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
-
-from headway.rollout.verification.extraction import MINUS
-
-_NAMED = {
-    **dict.fromkeys(MINUS, "-"),
-    **{"×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq "},
-    **{"≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "…": r"\ldots ", "±": r"\pm "},
-    **{"∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ", "ℝ": r"\mathbb{R}", "√": r"\sqrt ", "’": "'", "′": "'"},
-}
-_REWRITTEN = [
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"\$|(?<!\\)\\[()\[\]]", ""),
-        (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![A-Za-z])", ""),
-        (r"\{,\}|(?<=\d)\\!,\\!(?=\d{3})", ","),
-        (r"(?<!\\)\\(?:q?quad(?![A-Za-z])|[ ,;:!>])|~|\s", " "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac *(\d) *\{", r"\\frac{\1}{"),
-        (r"\\frac *(\{[^{}]*\}) *(\d)", r"\\frac\1{\2}"),
-        (r"\\le(?![A-Za-z])|<=|\\leqslant(?![A-Za-z])", r"\\leq "),
-        (r"\\ge(?![A-Za-z])|>=|\\geqslant(?![A-Za-z])", r"\\geq "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\ne(?![A-Za-z])|!=", r"\\neq "),
-        (r"\\(?:c|l)?dots(?:[cb])?(?![A-Za-z])|\.\.\.+", r"\\ldots "),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
-        (r"\\%", "%"),
-        (r"\\(?:mathbf|mathit|textbf|textit|boldsymbol|emph|mathsf)\{([^{}]*)\}", r"\1"),
-        (r"\\(?:mathrm|mbox|hbox|textrm|textsf|operatorname|rm) *\{", r"\\text{"),
-        (r"\\sqrt +(\d+|[A-Za-z])", r"\\sqrt{\1}"),
-        (r"\^\{\\circ\}", r"^\\circ "),
-        (r"^\s*(?:=|\*\*(?=.*\*\*\s*$))|(?<=.)\*\*\s*$", ""),  # what stands before an answer, or sets it bold
-        (r"^\s*\\text\{ *(\(?[A-Za-z]\)?) *\}\s*$", r"\1"),  # a choice
-    )
-]
-_BLANK = re.compile(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])")  # but the one between two words, digits or both
-_COMMAND_BLANK = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
 
 _GROUPED = r"(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+|\d+)"
 _DECIMAL = rf"(?:{_GROUPED}(?:\.\d*)?|\.\d+)"
@@ -177,33 +136,6 @@ _Measured = Number | Expression
 _COMPUTED = Fraction(1, 10**40)
 Value = Number | Several | Matrix | Assigned | Fixed | Expression
 Same = Callable[[Value, Value], bool]  # compares where a side is an Expression
-
-
-def plain_text(text: str) -> str:
-    """``text`` in one spelling of LaTeX, its blanks only where they mean something."""
-    text = unicodedata.normalize("NFC", text)
-    written: list[str] = []
-    for character in text:
-        kind, shown = unicodedata.decomposition(character).partition(" ")[0], ""
-        if kind == "<fraction>":
-            above, _, below = unicodedata.normalize("NFKC", character).partition("\u2044")
-            shown = f"\\frac{{{above}}}{{{below}}}" if below else character
-        elif kind in ("<super>", "<sub>"):
-            mark = "^" if kind == "<super>" else "_"
-            inside = unicodedata.normalize("NFKC", character).translate(_NAMED_TABLE)
-            again = bool(written) and written[-1].startswith(mark + "{") and written[-1].endswith("}")
-            shown = f"{written.pop()[:-1]}{inside}}}" if again else f"{mark}{{{inside}}}"
-        elif kind == "<wide>":
-            shown = unicodedata.normalize("NFKC", character)
-        written.append(shown or _NAMED.get(character, character))
-    text = "".join(written)
-    for pattern, instead in _REWRITTEN:
-        text = pattern.sub(instead, text)
-    text = _BLANK.sub("", re.sub(" +", " ", text))
-    return _COMMAND_BLANK.sub(r"\1", text).strip().rstrip(".").strip()
-
-
-_NAMED_TABLE = str.maketrans({mark: "-" for mark in MINUS})
 
 
 def read_value(text: str) -> Value | None:
