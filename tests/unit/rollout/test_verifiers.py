@@ -347,5 +347,5 @@ class TestChosenByTasks:
 
 
 def test_a_response_of_blanks_takes_no_time() -> None:
-    scorer = resolve_verifier(VerifierSettings(name="numeric"))
+    scorer = resolve_verifier(VerifierConfig(name="numeric"))
     assert scorer(Task(task_id="feed", prompt="p", answer="5"), " " * 300_000 + "5") == 1.0  # was quadratic: an hour
