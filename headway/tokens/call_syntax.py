@@ -139,6 +139,7 @@ class _Patterns(NamedTuple):
     first: re.Pattern[str]  # up to the first call's object or arguments, from its mark on
     later: re.Pattern[str]
     tail: re.Pattern[str]
+    tail_mark: re.Pattern[str]  # without blanks before it
     closed: re.Pattern[str]
     pair: re.Pattern[str]
     end: re.Pattern[str]  # of a value that is a text
@@ -155,7 +156,7 @@ def _flexible(text: str) -> str:
 
 def _named(text: str, named_ids: bool) -> str:
     """A pattern of a head: the name's first place is a group, further ones are equal to it."""
-    name = r"""(?P<name>[^\s<>"'(){}\[\],]+)"""
+    name = r"""(?P<name>[^\s<>"'(){}\[\],]{1,256})"""
     call_id = rf"(?P<id>(?:functions\.)?{name}(?::\d+)?)" if named_ids else r"[\w.:-]*"
     first, *further = _flexible(text.strip()).split(NAME)
     pattern = first + "".join((r"(?P=name)" if number else name) + piece for number, piece in enumerate(further))
@@ -172,27 +173,30 @@ def _border(text: str) -> str:
 def _patterns(syntax: CallSyntax) -> _Patterns:
     head = _named(syntax.object_head[0], syntax.named_ids)
     opening = _flexible(syntax.opening.strip())
+    opening += r"\s*+" * bool(opening)  # possessive here and below: long runs of blanks would take quadratic time
     pre = re.split(f"[{NAME}{CALL_ID}]", syntax.object_head[0])[0]
     marked = any(character.isalpha() for character in pre)
-    first = rf"(?:{opening}\s*)?{head}" if marked else rf"{opening}\s*{head}"
+    first = rf"(?:{opening})?{head}" if marked else opening + head
     if not syntax.marks:
-        first = rf"\s*(?:{re.escape(PYTHON_TAG)})?\s*{first}"
+        first = rf"\s*+(?:{re.escape(PYTHON_TAG)}\s*+)?{first}"
     tail = syntax.tail
     if syntax.keys:  # the object's own end is JSON
         whole = re.sub(f"[{NAME}{CALL_ID}]", "x", syntax.object_head[1] + "{}" + tail)
         tail = whole[JSON.raw_decode(whole)[1] :]
     pairs = syntax.pairs or Pairs(assign="")
     steps = [_flexible(step) for step in re.findall(r"<[^>]*>|[^\s<]+", tail)] or [""]
-    ends = r"\s*" + r"(?:\s*".join(steps) + ")?" * (len(steps) - 1)  # the first, and as many as were written
+    ends = r"(?:\s*+".join(steps) + ")?" * (len(steps) - 1)  # the first, and as many as were written
     key = r"[^\n]*?" if pairs.before.strip() else r"[^\s=:,(){}]+"
     assign = "|".join(_border(text) for text in (pairs.assign_text, pairs.assign) if text)
-    pair = rf"\s*(?:{_flexible(pairs.separator.strip())})?\s*{_flexible(pairs.before.strip())}"
-    ahead = rf"(?={pair}{key}(?:{assign})|{ends})"
+    separator = _flexible(pairs.separator.strip())
+    pair = r"\s*+" + rf"(?:{separator}\s*+)?" * bool(separator) + _flexible(pairs.before.strip())
+    ahead = rf"(?={pair}{key}(?:{assign})|\s*+{ends})"
     return _Patterns(
         first=re.compile(first),
         later=re.compile(head if marked else rf"\s*(?:{_flexible(syntax.between.strip()) or '[;,]'}|[;,])\s*{head}"),
-        tail=re.compile(ends),
-        closed=re.compile(rf"\s*;?\s*(?:{_flexible(syntax.closing.strip())})?\s*$"),
+        tail=re.compile(r"\s*+" + ends),
+        tail_mark=re.compile(ends),
+        closed=re.compile(rf"\s*+(?:;\s*+)?(?:{_flexible(syntax.closing.strip())}\s*+)?$"),
         pair=re.compile(rf"{pair}(?P<key>{key})(?P<assign>{assign})"),
         end=re.compile((_border(pairs.quote + pairs.end) if pairs.quote + pairs.end else "") + ahead),
         close=re.compile(rf"\s*{_flexible(pairs.end.strip())}"),
@@ -293,7 +297,7 @@ def _read_pairs(text: str, at: int, pairs: Pairs, patterns: _Patterns, schema: A
     while (behind := patterns.tail.match(text, at)) is None:
         pair = patterns.pair.match(text, at)
         if pair is None:
-            raise Unreadable(cut=patterns.tail.search(text, at) is None)
+            raise Unreadable(cut=patterns.tail_mark.search(text, at) is None)
         key, at = pair["key"], pair.end()
         is_text = bool(pairs.assign_text) and re.fullmatch(_border(pairs.assign_text), pair["assign"]) is not None
         if pairs.quote and (pairs.escapes or not is_text):
@@ -308,7 +312,7 @@ def _read_pairs(text: str, at: int, pairs: Pairs, patterns: _Patterns, schema: A
             continue
         end = patterns.end.search(text, at)
         if end is None:
-            raise Unreadable(cut=patterns.tail.search(text, at) is None)
+            raise Unreadable(cut=patterns.tail_mark.search(text, at) is None)
         written, at = text[at : end.start()], end.end()
         kind = properties.get(key, {}) if isinstance(properties, Mapping) else {}
         found[key] = written if is_text else typed(written, kind, schema)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from recorded_agent import KINDS, LLAMA31, QWEN3, QWEN25, R1, chat_of
 from scratch_folders import scratch_folder
 
+from headway.tokens.call_syntax import CALL_ID, NAME, SYNTAXES
 from headway.tokens.continuing import Chat
 from headway.tokens.format_probe import output_format
 from headway.tokens.messages import Message, same_answer
@@ -231,3 +232,13 @@ def test_text_is_encoded_as_it_stands_behind_a_special_token(tmp_path: Path) -> 
         assert chat.encode_behind(end, text) == whole[whole.index(end) + 1 :]
         assert chat.encode_behind(None, text) == tokenizer.encode(text)
         assert chat.encode_behind(end, "") == []
+
+
+@pytest.mark.parametrize("tools", SYNTAXES)
+def test_long_runs_of_blanks_behind_a_mark_take_no_time(tools: str):
+    """A policy that writes nothing but line breaks to its limit stalled its worker for seconds (quadratic)."""
+    syntax = SYNTAXES[tools][0]
+    head = (syntax.opening + syntax.head).replace(NAME, "f").replace(CALL_ID, "f:0")
+    for begun in (*syntax.marks, head):
+        text = begun + "\n" * 200_000
+        assert not parsed(text, OutputFormat(tools=tools)).calls
