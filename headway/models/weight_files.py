@@ -55,7 +55,10 @@ def weight_files(folder: Path) -> list[Path]:
     if chosen.endswith(".safetensors"):
         return [folder / chosen]
     single, index = folder / _SINGLE, folder / (chosen or _INDEX)
-    named = read_json(index).get("weight_map", {}).values() if index.is_file() else ()
+    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ConfigurationError(f"{index}: weight_map = {str(named)[:80]}: valid is an object of file names by tensor")
+    named = named.values()
     parts = sorted({folder / name for name in named})
     missing = [file.name for file in parts if not file.is_file()]
     if single.is_file() and not chosen:

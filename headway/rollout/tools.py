@@ -19,7 +19,7 @@ from pydantic_core import PydanticSerializationError
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.records.sandbox import SandboxError
 from headway.rollout.lane import Lane
-from headway.runtime.hooks import is_infrastructure, place_of, storable
+from headway.runtime.hooks import error_text, is_infrastructure, place_of, storable
 
 _FEWEST_CALLS = 4  # of a tool, before it is said that half of them raise
 _GIVEN = "episode"  # a parameter of this name isn't the model's: it gets the rollout
@@ -124,7 +124,7 @@ class ToolCalls:
             print(f"the tool {name} raises, and the model is told:\n{traced}", file=sys.stderr, flush=True)
         if called >= _FEWEST_CALLS and 2 * raised >= called and name not in self._seen:
             self._seen.add(name)
-            what = f"{raised} of {called} calls of the tool {name} raised, the last {type(error).__name__}: {error}"
+            what = f"{raised} of {called} calls of the tool {name} raised, the last {error_text(error)}"
             what = storable(what)[:300] + (f" ({place})" if place else "")
             self.report("tool_raises", what, {"tool": name, "calls": called, "raised": raised})
 
@@ -163,7 +163,7 @@ async def call_tool(
         if cancelled or tool.fatal or isinstance(error, SandboxError) or is_infrastructure(error):
             raise
         calls.note_raised(name, error)
-        return f"error: {type(error).__name__}: {error}", False
+        return f"error: {error_text(error)}", False
 
 
 def read_object(written: str) -> dict[str, Any]:

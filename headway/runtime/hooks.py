@@ -61,7 +61,7 @@ class Hook:
         """Make the error for a function that raised ``error``, with the line that did."""
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{PurePath(last.filename).name}, line {last.lineno}"
-        return self.failed(f"raised {type(error).__name__}: {error} ({where})")
+        return self.failed(f"raised {error_text(error)} ({where})")
 
 
 def is_infrastructure(error: BaseException) -> bool:
@@ -84,6 +84,14 @@ def is_infrastructure(error: BaseException) -> bool:
         return is_infrastructure(reason)
     number = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else 0
     return _MACHINE.fullmatch(errno.errorcode.get(number, "")) is not None
+
+
+def error_text(error: BaseException) -> str:
+    """An exception of a user's code as its type and text; making the text may raise as well."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:  # the boundary to a user's __str__
+        return f"{type(error).__name__}, whose text raises {type(broken).__name__}"
 
 
 def storable(text: str) -> str:

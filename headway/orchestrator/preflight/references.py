@@ -209,7 +209,11 @@ async def leave_out_unproved(
 
 
 def left_out_before(file: Path | None) -> dict[str, str]:
-    """Ids of the tasks that a run has left out, and why, from the file in its folder."""
+    """Ids of the tasks that a run has left out, and why, from the file in its folder. Raises ConfigurationError."""
     if file is None or not file.is_file():
         return {}
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except msgspec.DecodeError as error:
+        what = "is damaged, and the tasks that this run has left out are needed"
+        raise ConfigurationError(f"{file} {what}: {error}") from None

@@ -33,6 +33,14 @@ def verifier_findings(experiment: Experiment, tasks: Mapping[str, Sequence[Task]
     for name in experiment.verifiers:
         if name not in asked:
             findings.warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
+    chosen = {
+        "verifier": experiment.verifier,
+        **{f"verifiers.{name}": one for name, one in experiment.verifiers.items()},
+    }
+    for key, verifier in chosen.items():
+        if "think>" in str(verifier.parameters) and experiment.chats and not experiment.verifier.reasoning:
+            what = "asks for marks of reasoning, which it isn't given where the chat template has them; valid:"
+            findings.warning(f"{key}.parameters", f"{what} verifier.reasoning = true")
     alone, own = rewards_itself(experiment), experiment.verifier.name
     attempts, sure = demonstrated(experiment, tasks, "") if ":" in own and not alone else ([], False)
     attempts = [one for one in attempts if not one.task.verifier]

@@ -30,7 +30,7 @@ from headway.rollout.hosting.mcp.servers import ToolServers
 from headway.rollout.tools import ToolCalls, tools_by_name
 from headway.rollout.verification.verdicts import to_verdict
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.hooks import is_infrastructure, place_of, storable
+from headway.runtime.hooks import error_text, is_infrastructure, place_of, storable
 from headway.runtime.imports import import_class, import_function
 from headway.sandbox.backends import spec_of
 from headway.sandbox.pool import SandboxPool
@@ -390,7 +390,7 @@ def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
 def failure_of(error: BaseException) -> Failure:
     """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
     detail = storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
-    boundary, cause, place = "environment", f"{type(error).__name__}: {error}", place_of(error)
+    boundary, cause, place = "environment", error_text(error), place_of(error)
     infrastructure = is_infrastructure(error)
     if isinstance(error, SandboxError):
         boundary, cause = "model", error.failure.what

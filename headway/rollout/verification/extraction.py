@@ -26,14 +26,14 @@ _NUMERALS = re.compile(r"\b(?:hundred|thousand|[mb]illion|trillion|dozen|half|pi
 _UNTRAPPED = Context(prec=60, traps=[])  # a response like 1e999999999 is a wrong answer, not an error
 
 
-def extract_answer(response: str, extract: Extract) -> str | None:
+def extract_answer(response: str, extract: Extract, *, reasoning: bool = False) -> str | None:
     """The part of ``response`` that is compared; None when there is none.
 
     "all": the whole response; "last_line": its last line that isn't blank; "answer_tag": the inside of its last
     ``<answer>...</answer>``; "boxed": the inside of its last ``\\boxed{...}``, braces balanced. Reasoning between
-    ``<think>`` and ``</think>``, closed or not, is no part of it.
+    ``<think>`` and ``</think>``, closed or not, is no part of it, unless ``reasoning``.
     """
-    response = without_reasoning(response)
+    response = response if reasoning else without_reasoning(response)
     if extract == "all":
         return response
     if extract == "last_line":

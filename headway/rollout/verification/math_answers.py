@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from string import ascii_letters
 from typing import Any
 
 from headway.config.section import NonNegative
@@ -40,6 +41,7 @@ _COMMAND = re.compile(r"\\(?:text|mathrm|operatorname|mbox)\s*\{[^{}]*\}|\\[A-Za
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)((?:\\\\)*)(?:\bUSD? ?)?\\\$")  # an even number of backslashes escapes nothing
+_PRICE = re.compile(r"(?<!\\)(?:\bUSD? ?)?\\\$ ?([-+]?\d[\d,]*(?:\.\d+)?)(?=\.?\s*(?:\Z|[}$\n]|\\[\])]))")
 _DELIMITED = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _FONT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|operatorname|mbox|hbox|emph)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"\\(?:q?quad\b|[ ,;:!])|[~\s]+")
@@ -50,7 +52,7 @@ _SYMBOLS = ("inf", "infinity")  # words that math-verify reads as what they mean
 _AROUND = " .,;:!*_`'\"$"  # of a word in prose or Markdown
 _ANSWER_IS = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?", re.IGNORECASE)
 _LISTED = re.compile(r"(?:[\s,;.&]|\b(?:and|or)\b)*", re.IGNORECASE)  # what stands between the formulas of a list
-_BEGINS_A_NUMBER = re.compile(r"[-+\\u2212]?[\d.]")
+_BEGINS_A_NUMBER = re.compile(r"[-+\u2212]?[\d.]")
 _LARGEST_EXPONENT = 4000
 _MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which would parse as a product of letters
 
@@ -82,6 +84,8 @@ def math_scorer(
         )
 
     def same(first: Value, second: Value) -> bool:
+        if isinstance(first, Expression) and isinstance(second, Expression) and _differ_in_case(first, second):
+            return False
         pair = [(one, parse(one.text, one.whole) if isinstance(one, Expression) else []) for one in (first, second)]
         [one, other] = [one if isinstance(one, Number) else _constant(read) for one, read in pair]
         if one is not None and other is not None and one.value and other.value:
@@ -134,6 +138,14 @@ def math_scorer(
     return score
 
 
+def _differ_in_case(first: Expression, second: Expression) -> bool:
+    """Whether two expressions have the same variables but for their case, which math-verify doesn't see. A letter alone
+    may be a choice, in either case."""
+    one, other = ({*_COMMAND.sub("", expression.text)} & {*ascii_letters} for expression in (first, second))
+    alike = {letter.lower() for letter in one} == {letter.lower() for letter in other}
+    return one != other and alike and first.whole and second.whole and min(len(first.text), len(second.text)) > 1
+
+
 def _constant(read: Sequence[Any]) -> Number | None:
     """The real number that math-verify has read, to 60 digits; None for anything else."""
     expression: Any = read[0] if read else None
@@ -156,8 +168,8 @@ def _rational(number: Number) -> Any:
 
 
 def _without_escaped_dollars(text: str) -> str:
-    r"""A price is its number: ``\$`` shows a dollar where ``$`` would begin mathematics."""
-    return _ESCAPED_DOLLAR.sub(r"\1", text)
+    r"""A price is its number of dollars: ``\$`` shows a dollar where ``$`` would begin mathematics."""
+    return _ESCAPED_DOLLAR.sub(r"\1", _PRICE.sub(r"\1 dollars", text))
 
 
 def reference_text(answer: str) -> str:
@@ -255,7 +267,8 @@ def _candidates(found: str, whole: bool) -> tuple[list[str], bool]:
     value, listed = read_value(plain_text(tail)), _formulas(tail)
     if listed and _LISTED.fullmatch(_DELIMITED.sub(" ", tail)):
         return [", ".join(listed)], True
-    if tail != line and _is_typed(value.value if isinstance(value, Assigned) else value):
+    typed = not formulas and not _TWO_LETTERS.search(_COMMAND.sub(" ", tail))
+    if tail != line and (typed or _is_typed(value.value if isinstance(value, Assigned) else value)):
         return [tail], True
     if formulas:
         first = _DELIMITED.match(tail) is not None

@@ -37,8 +37,10 @@ _REWRITTEN = [
         (r"\\(?:mathbf|mathit|textbf|textit|boldsymbol|emph|mathsf)\{([^{}]*)\}", r"\1"),
         (r"\\(?:mathrm|mbox|hbox|textrm|textsf|operatorname|rm) *\{", r"\\text{"),
         (r"\\sqrt +(\d+|[A-Za-z])", r"\\sqrt{\1}"),
-        (r"\^\{\\circ\}", r"^\\circ "),
-        (r"^\s*(?:=|\*\*(?=.*\*\*\s*$))|(?<=.)\*\*\s*$", ""),  # what stands before an answer, or sets it bold
+        (r"\^\{\\circ\}|\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
+        (r"^\s*(?:=|\#+(?= )|\*\*(?=.*\*\*\s*$))|(?<=.)\*\*\s*$", ""),  # what stands before an answer, or sets it bold
         (r"^\s*\\text\{ *(\(?[A-Za-z]\)?) *\}\s*$", r"\1"),  # a choice
     )
 ]

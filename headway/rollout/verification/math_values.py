@@ -18,7 +18,7 @@ _FORMS = {
     name: re.compile(pattern)
     for name, pattern in {
         "decimal": rf"({_DECIMAL})",
-        "repeating": r"(\d*)\.(\d*)(?:\\overline\{(\d+)\}|\\dot\{(\d)\}|\((\d+)\))",
+        "repeating": r"(\d*)\.(\d*)(?:\\(?:overline|bar)\{(\d+)\}|\\dot\{(\d)\}|\((\d+)\))",
         "power_of_ten": rf"({_DECIMAL})(?:\\times|\\cdot|\*|x) ?10(?:\^|\*\*)\{{?([-+]?\d{{1,3}})\}}?",
         "exponent": r"(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})",
         "power": r"(\d{1,6})(?:\^|\*\*)(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))",
@@ -28,7 +28,9 @@ _FORMS = {
 }
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _WRITTEN_ON = "mm|cm|dm|km|mg|kg|ml|mL|kW|Hz|kHz|MHz|GHz|kB|MB|GB|mph|min|hrs?|sec|ft|lbs?|oz|yd"
-_NO_UNITS = "pi|sin|cos|tan|log|ln|exp|sqrt|inf|infinity|and|or|to|mod|at|by|of|if|is|not|from|then"
+_NO_UNITS = (
+    "more|less|fewer|least|most|pi|sin|cos|tan|log|ln|exp|sqrt|inf|infinity|and|or|to|mod|at|by|of|if|is|not|from|then"
+)
 _WORD = rf"(?!(?:{_NO_UNITS})\b)[A-Za-zµμΩ]{{2,}}"
 _EXPONENT = r"(?:\^(?:\{-?\d\}|-?\d|\\circ))"
 _UNIT_PART = rf"(?:\\text\{{[^{{}}\d]*\}}|{_WORD}|[A-Za-z](?=[/^])|(?<=/)[A-Za-z](?![A-Za-z])){_EXPONENT}?"
@@ -177,6 +179,8 @@ def _number(text: str) -> Number | None:
         number = currency and _plain_number(currency[1] + currency[3])
         return replace(number, unit=currency[2]) if currency and number else None
     unit = _unit(found["unit"])
+    if re.search(rf"\b(?:{_NO_UNITS})\b", unit):
+        return None  # "5 or more" isn't 5 of anything
     if unit in _SCALES:
         scale = _SCALES[unit]
         return replace(number, value=number.value * scale, last_place=number.last_place * scale)

@@ -12,7 +12,7 @@ import msgspec
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.verdicts import failed_verdict, to_verdict
-from headway.runtime.hooks import is_infrastructure, storable
+from headway.runtime.hooks import error_text, is_infrastructure, storable
 
 Scorer = Callable[[Task, str], object]
 
@@ -61,6 +61,6 @@ def score_guarded(score: Callable[[Task, str], object], task: Task, response: st
         verdict = to_verdict(score(task, response))
     except (Exception, SystemExit) as error:  # the reward boundary's one capture point
         detail = storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
-        cause = storable(f"the verifier raised {type(error).__name__}: {error}")
+        cause = storable(f"the verifier raised {error_text(error)}")
         verdict = failed_verdict(cause[:300], infrastructure=is_infrastructure(error), detail=detail)
     return msgspec.structs.replace(verdict, verify_s=time.monotonic() - started)

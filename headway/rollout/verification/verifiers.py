@@ -134,7 +134,8 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
     """1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
 
     ``group`` defaults to the first group, or to the whole match when the pattern has none. Where the task has no
-    answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``.
+    answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``. A pattern that holds ``think>`` asks for
+    the layout, and is matched against the reasoning too.
     """
     compiled = _compiled(pattern)
     chosen = group if group is not None else min(1, compiled.groups)
@@ -143,7 +144,7 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
         raise ConfigurationError(f"verifier.parameters.group = {chosen!r}: the pattern has {names}")
 
     def score(task: Task, response: str) -> float:
-        text = extract_answer(response, extract)
+        text = extract_answer(response, extract, reasoning="think>" in pattern)
         last = None if text is None else last_match(compiled, text)
         if last is None:
             return 0.0

@@ -80,6 +80,18 @@ def read_by(reads: str, opens: Opens) -> Opens:
     return opens if reads == "opens" else lambda folder: read_config(ModelConfig(path=str(folder)))
 
 
+@both
+@openings
+@pytest.mark.parametrize("where", [[], "model.safetensors", {NORM: 3}])
+def test_an_index_that_is_none_is_named(
+    tmp_path: Path, make: Callable[..., Path], opens: Opens, reads: str, where: Any
+) -> None:
+    folder = make(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ConfigurationError, match=r"weight_map = .*valid is an object of file names"):
+        read_by(reads, opens)(folder)
+
+
 # --- two sets of weights ----------------------------------------------------------------------------------
 
 

@@ -88,12 +88,20 @@ def test_the_episode_is_given_and_no_part_of_the_schema() -> None:
     assert call(note, '{"text": "a", "episode": []}', seen)[0] == "error: episode: Extra inputs are not permitted"
 
 
+class Mute(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        return str(1 // 0)
+
+
 RAISED: dict[str, BaseException] = {
     "told": ToolError("no such file"),
     "bug": RuntimeError("a bug"),
     "name": FileNotFoundError(2, "No such file or directory", "a.txt"),
     "exit": SystemExit(3),
     "cancelled": asyncio.CancelledError(),
+    "mute": Mute(),
     "machine": OSError(errno.ENOSPC, "No space left on device"),
     "own": InfrastructureError("no search"),
     "sandbox": SandboxError(model_failure("out of memory")),
@@ -120,6 +128,7 @@ def test_what_a_tool_raises_is_told_but_for_infrastructures_failures(function: A
     assert told("told") == "error: no such file"
     assert told("bug") == "error: RuntimeError: a bug"
     assert told("name") == "error: FileNotFoundError: [Errno 2] No such file or directory: 'a.txt'"
+    assert told("mute") == "error: Mute, whose text raises ZeroDivisionError"
     assert "SystemExit: 3" in told("exit")
     assert "CancelledError" in told("cancelled")
     for kind in ("machine", "own", "sandbox"):

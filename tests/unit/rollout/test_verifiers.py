@@ -120,6 +120,9 @@ class TestBuiltIn:
         assert score("regex", "b", pattern=r"(a)?b") == 0.0
         assert score("regex", "fine", answer="", pattern=r"fine") == 1.0
         assert score("regex", "bad", answer="", pattern=r"fine") == 0.0
+        layout = r"(?s)<think>.+</think>\s*<answer>.+</answer>"  # what the pattern names is there
+        assert score("regex", "<think>a</think>\n<answer>b</answer>", answer="", pattern=layout) == 1.0
+        assert score("regex", "<think>a\n<answer>b</answer>", answer="", pattern=layout) == 0.0
 
     def test_numeric_reference_that_is_no_number_fails_the_response_not_the_process(self):
         [verdict] = VerifierService(None, verifier={"name": "numeric"}).score(task(answer="sixteen"), ["16"])

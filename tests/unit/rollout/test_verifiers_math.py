@@ -30,6 +30,15 @@ def judge(answer: str, response: str, **parameters: Any) -> Verdict:
     ("answer", "response"),
     [
         ("42", "42"),
+        ("12", "#### 12"),
+        ("\\$12.50", "It costs 12.50."),
+        ("\\$12", "\\boxed{12\\text{ dollars}}"),
+        ("-5", "The answer is \u22125"),
+        ("1/3", "0.\\bar{3}"),
+        ("90\\degree", "\\boxed{90^\\circ}"),
+        ("[1,3)", "\\boxed{\\lbrack 1,3)}"),
+        ("A", "\\boxed{a}"),  # a choice
+        ("5\\text{ or more}", "\\boxed{5\\text{ or more}}"),
         ("1/2", "We get \\boxed{\\frac{1}{2}}."),
         ("\\frac{1}{2}", "So 2/4 = 1/2"),
         ("$\\frac12$", "0.5"),
@@ -107,6 +116,23 @@ def test_a_wrong_or_unreadable_response_is_a_reward_of_0_with_a_reason(answer: s
     verdict = judge(answer, response)
     assert (verdict.reward, verdict.solved, verdict.failure) == (0.0, False, None)
     assert verdict.detail == {"reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("p-q", "\\boxed{p-Q}"),  # another variable
+        ("a+b=1", "The answer is a-b=1"),  # compared whole, not by the number found in it
+        ("y = 2x+3", "The answer is y \\ge 2x+3"),
+        ("x=5", "The answer is 5x"),
+        ("5", "The answer is \u22125"),
+        ("5", "\\boxed{5\\text{ or more}}"),
+        ("\\$12", "\\boxed{12\\text{ cents}}"),
+        ("\\$12", "€12"),
+    ],
+)
+def test_unequal(answer: str, response: str) -> None:
+    assert judge(answer, response).reward == 0.0
 
 
 @pytest.mark.parametrize("answer", ["", "???", "The train arrives in the evening after eight", "\\boxed{"])
