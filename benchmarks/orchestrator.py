@@ -145,7 +145,7 @@ def experiment(folder: Path, name: str, rollouts: str = "all") -> Experiment:
         {
             "run": {"directory": str(folder / name), "steps": 1_000_000},
             "model": {"path": str(folder / "model")},
-            "tasks": {"train": {"path": str(folder / "tasks.jsonl")}},
+            "tasks": {"train": {"path": str(folder / "tasks.jsonl"), "columns": {"answer": ""}}},
             "verifier": {"name": "regex", "parameters": {"pattern": "^"}},
             "rollout": {
                 "group_size": GROUP,

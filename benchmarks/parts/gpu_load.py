@@ -134,7 +134,7 @@ def experiment(settings: Settings, name: str, budget: int = 2) -> Experiment:
         {
             "run": {"directory": str(Path(settings.folder) / name), "steps": 100_000},
             "model": {"path": str(settings.model)},
-            "tasks": {"train": {"path": str(Path(settings.folder) / "tasks.jsonl")}},
+            "tasks": {"train": {"path": str(Path(settings.folder) / "tasks.jsonl"), "columns": {"answer": ""}}},
             # random responses end in a low digit now and then: rewards and gradients are not all zero
             "verifier": {"name": "regex", "parameters": {"pattern": "[0-4][^0-9]*$"}},
             "rollout": {

@@ -146,7 +146,7 @@ def experiment(
         {
             "run": {"directory": str(folder / name), "steps": steps},
             "model": {"path": str(folder / "model")},
-            "tasks": {"train": {"path": str(folder / "tasks.jsonl")}},
+            "tasks": {"train": {"path": str(folder / "tasks.jsonl"), "columns": {"answer": ""}}},
             # Half of the random responses end in a low digit: rewards, advantages and gradients are not all zero.
             "verifier": {"name": "regex", "parameters": {"pattern": "[0-4][^0-9]*$"}},
             "verifiers": {SOLVED: {"name": "regex", "parameters": {"pattern": "^"}}},

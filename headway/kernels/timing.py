@@ -132,9 +132,10 @@ class PairTimer:
         self._choose_calls()
         for side in sides:
             side.intervals.clear()
+        certain = int(self._random.integers(self._settings.pairs))  # chance alone could record none
         while True:
             self._pair(len(sides[0].intervals))
-            if self._is_judged and self._random.random() < RECORDED_SHARE:
+            if self._is_judged and (len(sides[0].intervals) == certain + 1 or self._random.random() < RECORDED_SHARE):
                 self._record_calls()
             pairs, result = len(sides[0].intervals), self._result()
             if pairs < self._settings.pairs or (pairs * sides[0].calls < calls_wanted and pairs < 4096):

@@ -394,7 +394,9 @@ def test_more_starts_than_a_minute_may_have_wait_for_the_next_one() -> None:
         first = await shared.connection()
         await first.stop()
         assert not (await shared.connection()).down
-        assert [round(seconds / 10) for seconds in Clock.slept] == [0, 6]
+        first_s, second_s = Clock.slept
+        assert first_s < 1
+        assert 30 < second_s <= 60  # a minute, less what the first took to start and stop
         await shared.stop()
 
     played(main)

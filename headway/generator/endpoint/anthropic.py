@@ -109,6 +109,7 @@ class Messages(Dialect):
             "output_config": fields.structure(format=text_format("json_schema")),
             "max_tokens": fields.integer(1, fields.MOST_TOKENS, required=True),
             "stop_sequences": fields.stop(),
+            "thinking": fields.raw({}),  # disabled is this API's default, which asks for nothing
             "thread": Field(_refuse_thread, {"type": "null"}),
         }
 

@@ -41,6 +41,11 @@ _FORMS: Mapping[str, str] = {
 }
 # of these each value asks for something, for false and 0 turn thinking off
 _ASKING = ("enable_thinking", "think", "thinking_budget", "thinking_token_budget", "reasoning_budget")
+# of these a value asks for something where it turns thinking off, or hides it
+_THINKING = ("thinking", "reasoning", "reasoning_effort")
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "type": ("disabled",), "enabled": (False,), "effort": ("none",), "max_tokens": (0,), "exclude": (True,)
+}  # fmt: skip
 _DEFAULTS: Mapping[str, tuple[tuple[Any, ...], str]] = {  # neutral values beside null
     "prompt_logprobs": ((False,), "prompts aren't scored"),
     "n_predict": ((-1,), _LIMIT),
@@ -71,9 +76,20 @@ def foreign_fields() -> dict[str, Field]:
     """All fields that have a whole name; those by the beginnings of names are `require_no_foreign`'s."""
     forms = {name: only(*_NOTHING, why=why) for why, names in _FORMS.items() for name in names.split()}
     forms |= {name: only(why=_TEMPLATE) for name in _ASKING}
+    forms |= {name: Field(_thinking, {}) for name in _THINKING}
     defaults = {name: only(*valid, why=f"{why}; valid is {valid[0]}") for name, (valid, why) in _DEFAULTS.items()}
     sampled = {name: Field(lambda name, value: value, {}) for name in _SAMPLING}
     return {name: field for name, field in (forms | defaults | sampled).items() if not name.endswith("_")}
+
+
+def _thinking(name: str, value: Any) -> Any:
+    """Take what asks for thinking, however much; refuse what asks for none: only a template can turn it off."""
+    parts = value if isinstance(value, Mapping) else {"type": value, "enabled": value, "effort": value}
+    for part, off in _OFF.items():
+        if part in parts and is_one_of(parts[part], off):
+            what = "the model's template says whether it thinks; chat completions take chat_template_kwargs"
+            raise RequestRefused(f"{name} = {shown(value)}: {what}", param=name)
+    return value
 
 
 def require_no_foreign(body: Mapping[str, Any], own: Mapping[str, Field]) -> None:

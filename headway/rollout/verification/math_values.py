@@ -42,6 +42,16 @@ _UNIT = re.compile(
 _MEASURED = re.compile(  # without a variable
     rf"((?:\\(?:frac|sqrt|pi|cdot|times)|[^\\A-Za-z])+(?<=[\d}})i]))(\\text\{{[^{{}}\d]*\}}{_EXPONENT}?)"
 )
+_ABBREVIATED = {
+    name: short
+    for short, names in {
+        "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "m": "meter metre", "g": "gram",
+        "kg": "kilogram", "km": "kilometer kilometre", "cm": "centimeter centimetre", "mm": "millimeter millimetre",
+        "lb": "pound lbs", "oz": "ounce", "h": "hour hr hrs", "min": "minute mins", "s": "second sec secs", "l": "liter litre L",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _LETTER_UNIT = re.compile(rf"({_SIGNED}) ([mgshLlNJWVAKCF])(\^\d)?")
 _UNSET = re.compile(r"\\text\{ *([^{}]*?) *\}")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?: ?([aApP])\.?[mM]\.?)?")
@@ -67,7 +77,7 @@ _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 # math-verify drops these or reads letters around them as products: the text is compared
 _UNREAD = re.compile(
     r"\\(?:ldots|overline|overrightarrow|widehat|hat|vec|bar|tilde|angle|triangle|parallel|perp|sim|cong|equiv|text|"
-    r"to|rightarrow|forall|exists|begin|mid|nmid|dot|underline|square)(?![A-Za-z])|['!?:;&#@\"]{1}(?<!!)|%|_\{?\d{2,}"
+    r"to|rightarrow|forall|exists|begin|mid|nmid|dot|underline|square)(?![A-Za-z])|['!?:;&#@\"]{1}(?<!!)|%|_\{?\d{2,}|\^(?:T(?![A-Za-z])|\{T\})"
 )
 
 
@@ -192,7 +202,7 @@ def _unit(text: str) -> str:
     text = re.sub(r"\bper\b", "/", _UNSET.sub(r" \1 ", text)).replace("{", "").replace("}", "")
     text = text.replace("^\\circ", " degree ")
     words = [word.lower().rstrip("s") if len(word) > 3 else word for word in re.findall(r"[^\W\d_]+|[^\w ]|\d+", text)]
-    return " ".join(words).removesuffix(" .")
+    return " ".join(_ABBREVIATED.get(word, word) for word in words).removesuffix(" .")
 
 
 def _plain_number(text: str) -> Number | None:
@@ -247,7 +257,7 @@ _READERS: dict[str, Callable[..., Number | None]] = {
 }
 
 
-def _fixed(text: str) -> Fixed | None:
+def _fixed(text: str) -> Fixed | Several | None:
     shown = re.sub(" +", " ", _UNSET.sub(r" \1", text)).strip()
     if time := _TIME.fullmatch(shown):
         hour, half = int(time[1]), (time[4] or "").lower()
@@ -264,11 +274,15 @@ def _fixed(text: str) -> Fixed | None:
         return Fixed(kind="text", parts=(*map(int, re.split("[/-]", shown)),))
     if base := _BASE.fullmatch(text):
         digits, of = base[1].upper(), _UNSET.sub(r"\1", base[2] or base[3]).strip().lower()
+        of = str(_BASES.index(of) + 2) if of in _BASES else of
         return None if of == "10" else Fixed(kind="base", parts=(digits, of))
     if re.fullmatch(r"[+-]?(?:\\infty|\\?inf(?:ini)?ty|inf|infinity)", text):
         return Fixed(kind="infinity", parts=(text.startswith("-"),))
-    if text == "\\emptyset" or text == "\\{\\}":
+    if text == "\\emptyset":
         return Fixed(kind="empty", parts=())
+    if text == "\\mathbb{R}":
+        ends = tuple(Fixed(kind="infinity", parts=(is_low,)) for is_low in (True, False))
+        return Several(opening="(", closing=")", items=ends)
     pieces = text.split(":")
     numbers = [_plain_number(piece) for piece in pieces]
     if len(pieces) > 1 and all(numbers):

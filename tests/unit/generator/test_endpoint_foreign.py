@@ -44,6 +44,9 @@ FORM: list[tuple[str, Any, Any]] = [  # field, a value that asks for something, 
     ("enable_thinking", False, None),
     ("thinking_budget", 0, None),
     ("think", False, None),
+    ("reasoning_effort", "none", "high"),
+    ("reasoning", {"enabled": False}, {"effort": "low"}),
+    ("reasoning", {"effort": "low", "exclude": True}, {"exclude": False}),
     ("lora_path", "x", None),
     ("plugins", [{"id": "web"}], []),
     ("include_reasoning", False, True),
@@ -71,7 +74,9 @@ def body_of(route: str, **further: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_changes_the_answers_form_is_refused_by_name_unless_it_is_neutral(route: str) -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
-        for name, asked, neutral in FORM:
+        # of Anthropic's own fields, where disabled is the default
+        thinking = [] if route == "messages" else [("thinking", {"type": "disabled"}, {"type": "enabled"})]
+        for name, asked, neutral in FORM + thinking:
             status, _, answer = await server.post(f"/v1/{route}", body_of(route, **{name: asked}))
             assert status == 400, name
             assert answer["error"]["message"].startswith(name), answer

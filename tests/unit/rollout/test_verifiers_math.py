@@ -80,6 +80,15 @@ def judge(answer: str, response: str, **parameters: Any) -> Verdict:
         ("12\\pi", "\\boxed{12\\pi\\text{ cm}^2}"),
         ("5, 6", "The answer is $5$ or $6$."),
         ("7", "1 2 3 4 " * 2000 + "\nso it is 7"),  # only its end is searched: the search is quadratic
+        ("2\\pi", "\\boxed{2*pi}"),
+        ("\\frac{\\pi}{6}", "pi/6"),
+        ("e^2", "\\boxed{exp(2)}"),
+        ("\\frac{\\sqrt{2}}{2}", "\\boxed{sqrt(2)/2}"),
+        ("101_2", "\\boxed{101_{\\text{two}}}"),
+        ("\\emptyset", "\\boxed{\\{\\}}"),
+        ("(-\\infty,\\infty)", "\\boxed{\\mathbb R}"),
+        ("12\\text{ inches}", "\\boxed{12\\text{ in}}"),
+        ("3 hours", "\\boxed{3 hrs}"),
     ],
 )
 def test_equal(answer: str, response: str) -> None:
@@ -129,6 +138,10 @@ def test_a_wrong_or_unreadable_response_is_a_reward_of_0_with_a_reason(answer: s
         ("5", "\\boxed{5\\text{ or more}}"),
         ("\\$12", "\\boxed{12\\text{ cents}}"),
         ("\\$12", "€12"),
+        ("A^T", "\\boxed{A}"),
+        ("A^{T}", "\\boxed{A}"),
+        ("12\\text{ inches}", "\\boxed{12\\text{ ft}}"),
+        ("101_{\\text{two}}", "\\boxed{101_3}"),
     ],
 )
 def test_unequal(answer: str, response: str) -> None:

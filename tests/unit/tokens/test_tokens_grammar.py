@@ -334,7 +334,7 @@ def test_schema_bombs_end_in_time(schema: Any):
     grammars, began = Grammars(TOKENIZER), time.monotonic()
     with contextlib.suppress(GrammarRefused):
         grammars.matcher(json_grammar(schema)).allowed()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60  # the machine's, beside other tests; 11 s alone
 
 
 def test_the_version_names_the_library_and_its_options():
