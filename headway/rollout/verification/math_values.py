@@ -47,7 +47,8 @@ _ABBREVIATED = {
     for short, names in {
         "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "m": "meter metre", "g": "gram",
         "kg": "kilogram", "km": "kilometer kilometre", "cm": "centimeter centimetre", "mm": "millimeter millimetre",
-        "lb": "pound lbs", "oz": "ounce", "h": "hour hr hrs", "min": "minute mins", "s": "second sec secs", "l": "liter litre L",
+        "lb": "pound lbs", "oz": "ounce", "h": "hour hr hrs", "min": "minute mins", "s": "second sec secs",
+        "l": "liter litre L",
     }.items()
     for name in names.split()
 }  # fmt: skip
