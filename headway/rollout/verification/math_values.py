@@ -202,7 +202,9 @@ def _unit(text: str) -> str:
     """A unit in one spelling: words in lower case without a plural s, their abbreviations as they are."""
     text = re.sub(r"\bper\b", "/", _UNSET.sub(r" \1 ", text)).replace("{", "").replace("}", "")
     text = text.replace("^\\circ", " degree ")
-    words = [word.lower().rstrip("s") if len(word) > 3 else word for word in re.findall(r"[^\W\d_]+|[^\w ]|\d+", text)]
+    words: list[str] = [
+        word.lower().rstrip("s") if len(word) > 3 else word for word in re.findall(r"[^\W\d_]+|[^\w ]|\d+", text)
+    ]
     return " ".join(_ABBREVIATED.get(word, word) for word in words).removesuffix(" .")
 
 
