@@ -310,13 +310,16 @@ async def wire(
     stack.push_async_callback(verifier.stop)
     await verifier.start()
     sets = await leave_out_unproved(experiment, sets, verifier, events, directory.left_out)
+    tokenizer = Tokenizer.of(experiment, directory.started())
+    if tokenizer.added_stops:
+        events("stop_tokens_added", tokenizer.added_text)
     looking = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, sets, launcher, clock, events)
     actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
-        tokenizer=Tokenizer.of(experiment, directory.started()),
+        tokenizer=tokenizer,
         pictures=pictures,
         train_tasks=sets.pop("train"),
         evaluation_tasks=sets,

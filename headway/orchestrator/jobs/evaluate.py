@@ -73,6 +73,8 @@ class Scorer:
         stack.callback(self._scratch.remove)
         stack.push_async_callback(self._verifier.stop)
         await self._verifier.start()
+        if self._tokenizer.added_stops:
+            _say("stop_tokens_added", self._tokenizer.added_text)
         sets = {self._split: self._tasks}
         sets = await leave_out_unproved(experiment, sets, self._verifier, _say)
         self._tasks = sets[self._split]
