@@ -253,7 +253,7 @@ def test_another_split_is_recommended_once_in_a_regime_where_it_pays(mode: str) 
 
 def test_a_split_must_pay_for_its_restart_within_the_steps_that_are_left() -> None:
     bounds = limits_of(devices(2, 4), alike=True)
-    found = estimate(generation_bound("off").steps[10:], bounds.shape)
+    found = estimate(generation_bound("off", steps=40).steps[10:], bounds.shape)
     assert found is not None
     long, short = Remainder(steps=1000, step_s=1.0), Remainder(steps=3, step_s=1.0)
     assert split_that_pays(found, bounds, long) is not None
