@@ -207,6 +207,7 @@ def surplus() -> str:
 
 
 @cache
+@cache
 def figures() -> dict[str, str]:
     """Name of each figure in docs/async.md, and its text."""
     drawn = {f"timeline-{budget}": f"```text\n{timeline(budget)}\n```" for budget in (0, 1, 4)}

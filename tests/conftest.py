@@ -28,7 +28,7 @@ LONGEST_S = {
     "e2e/test_generator_pool.py": 45,
     "e2e/test_sandbox_hostile.py": 45,
     "e2e/test_verifiers_training.py": 40,
-    "e2e/test_moves_run.py": 40,
+    "e2e/test_moves_run.py": 30,
     "e2e/test_adapter_training.py": 40,
     "e2e/test_alerts.py": 40,
     "e2e/test_serve.py": 40,
@@ -37,7 +37,10 @@ LONGEST_S = {
     "e2e/test_watch_server.py": 35,
     "unit/planner/test_run_plan.py": 35,
     "unit/kernels/test_kernel_triton.py": 35,
-    "unit/generator/test_engine_adapters.py": 35,
+    "unit/generator/test_engine_hub.py": 35,
+    "unit/generator/test_engine_hub_adapters.py": 30,
+    "unit/trainer/test_trainer_objectives.py": 30,
+    "unit/generator/test_engine_adapters.py": 20,
     "unit/models/test_models_native.py": 30,
 }
 

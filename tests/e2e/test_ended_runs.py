@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -69,6 +70,26 @@ def test_best_is_there_whenever_the_summary_says_so(tmp_path: Path) -> None:
     assert ended.process.returncode == 0, ended.output
     assert "best/ holds the last" in ended.output
     assert read_state(run / "best").version == last
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "validated"), [({"before": True, "every_steps": 100}, True), ({"after": True}, False)]
+)
+def test_best_is_there_when_an_evaluation_judges_no_version(
+    tmp_path: Path, evaluation: dict[str, Any], validated: bool
+) -> None:
+    """Before training alone, with a validation that is never due; after it alone."""
+    tiny_run.write_inputs(tmp_path)
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps({"prompt": f"9{i}+9=", "answer": "1"}) + "\n" for i in "12"))
+    sections = {"tasks.validation": {"path": str(held)}} if validated else {}
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 1}, evaluation=evaluation, **sections)
+    done = tiny_run.train(config)
+    assert done.process.returncode == 0, done.output
+    shown = " ".join(tiny_run.output_of("report", tmp_path / "run").split())
+    pages = [file.read_text() for file in (tmp_path / "run").rglob("*.md")]
+    says = "best/" in done.output + shown + "".join(pages)
+    assert not says or (tmp_path / "run" / "best" / "config.json").is_file()
 
 
 def test_a_best_version_whose_event_a_kill_has_lost_is_named_after_a_resume(tmp_path: Path) -> None:

@@ -50,19 +50,19 @@ def test_a_deterministic_run_that_moves_has_the_weights_of_one_that_stays(folder
 
 
 def test_every_kind_of_move_keeps_the_books(folder: Path, tmp_path: Path) -> None:
-    moves = [  # each placement lasts longer than a second: the trace has devices from the pulses
-        (120, ["cpu:0", "cpu:1"], ["cpu:1"]),  # hybrid: a replica joins beside the rank
-        (240, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),  # temporal: a rank more
-        (360, ["cpu:1"], ["cpu:0"]),  # spatial, the other way round
-        (480, ["cpu:0"], ["cpu:1"]),  # the sides change places
+    moves = [  # each placement lasts for some pulses: the trace has devices from them
+        (30, ["cpu:0", "cpu:1"], ["cpu:1"]),  # hybrid: a replica joins beside the rank
+        (60, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),  # temporal: a rank more
+        (90, ["cpu:1"], ["cpu:0"]),  # spatial, the other way round
+        (120, ["cpu:0"], ["cpu:1"]),  # the sides change places
     ]
-    config = tiny_run.write_experiment(tmp_path, run={"steps": 600}, **tiny_run.inputs_in(folder))
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 150}, **tiny_run.inputs_in(folder))
     command = tiny_run.train(config, moves=moves)
     assert command.process.returncode == 0, command.output
-    tiny_run.require_whole(tmp_path / "run", 600)
+    tiny_run.require_whole(tmp_path / "run", 150)
     tiny_run.require_nothing_left(command)
     changed = tiny_run.events_of(tmp_path / "run", EVENT_PLAN_CHANGED)
-    assert [event.step for event in changed] == [120, 240, 360, 480]
+    assert [event.step for event in changed] == [30, 60, 90, 120]
     print([(event.detail, event.data["cost_s"]) for event in changed])
     assert not tiny_run.events_of(tmp_path / "run", "worker_died")
     placed = json.loads((tmp_path / "run" / "placement.json").read_text())
@@ -72,7 +72,7 @@ def test_every_kind_of_move_keeps_the_books(folder: Path, tmp_path: Path) -> Non
 
 def require_shown(run: Path) -> None:
     """Report and trace have the placements, their stages and what the changes cost."""
-    assert "4 changes of plan in the run; the last at version 480" in " ".join(
+    assert "4 changes of plan in the run; the last at version 120" in " ".join(
         tiny_run.output_of("report", run).split()
     )
     page = (run / "report.html").read_text()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import uvicorn.server
 from openai import AsyncOpenAI
 from recorded_agent import chat_of
 from scratch_folders import scratch_folder
@@ -28,6 +29,19 @@ TOOLS: Any = [{"type": "function", "function": {"name": "bash", "parameters": {"
 CALL = 'so\n<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
 THOUGHT = "<think>\nhm\n</think>\n\n3"
 CONTEXT_TOKENS = 1500
+
+
+class _Hurried:
+    """asyncio as uvicorn sees it: at its shutdown it looks every millisecond whether its connections are closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 100)
+
+
+uvicorn.server.asyncio = _Hurried()  # type: ignore[attr-defined]
 Says = Callable[[TurnRequest], str]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,3 +12,20 @@ import pytest
 def first(count: int, forms: Iterable[Any]) -> list[Any]:
     """All ``forms`` of a parametrised test; those after the first ``count`` in the slow tier."""
     return [form if n < count else pytest.param(form, marks=pytest.mark.slow) for n, form in enumerate(forms)]
+
+
+def pairs(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations of the axes' values as forms of a parametrised test; in the slow tier those that aren't needed
+    to have every pair of two axes' values once."""
+    forms = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    chosen, left = set[tuple[int, ...]](), {pair for form in forms for pair in _pairs_of(form)}
+    while left:
+        best = max(forms, key=lambda form: len(left & _pairs_of(form)))
+        left -= _pairs_of(best)
+        chosen.add(best)
+    named = ((form, [axis[index] for axis, index in zip(axes, form, strict=True)]) for form in forms)
+    return [pytest.param(*values, marks=() if form in chosen else pytest.mark.slow) for form, values in named]
+
+
+def _pairs_of(form: tuple[int, ...]) -> set[Any]:
+    return set(itertools.combinations(enumerate(form), 2))

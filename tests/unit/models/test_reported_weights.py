@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -220,33 +219,6 @@ def test_a_step_along_the_gradient_nears_the_reference(estimator: str, distance:
 @pytest.mark.parametrize("distance", [-40.0, -25.0])
 def test_the_sign_stays_off_policy(behaviour: float, distance: float) -> None:
     assert gradient("k3_unbiased", distance, behaviour)[1] < 0
-
-
-# --- best/ --------------------------------------------------------------------------------------------------
-
-AFTER = {
-    "neither": ({"before": False, "after": False}, False),
-    "before alone": ({"before": True, "after": False}, False),
-    "validation that is never due": ({"before": False, "after": False, "every_steps": 100}, True),
-    "after": ({"before": False, "after": True}, False),
-}
-
-
-@pytest.mark.parametrize("case", AFTER)
-def test_best_is_there_when_the_summary_says_so(tmp_path: Path, case: str) -> None:
-    evaluation, validated = AFTER[case]
-    tiny_run.write_inputs(tmp_path)
-    (tmp_path / "held.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"9{i}+9=", "answer": "1"}) + "\n" for i in "12")
-    )
-    sections = {"tasks.validation": {"path": str(tmp_path / "held.jsonl")}} if validated else {}
-    config = tiny_run.write_experiment(tmp_path, run={"steps": 1}, evaluation=evaluation, **sections)
-    done = tiny_run.train(config)
-    assert done.process.returncode == 0, done.output
-    shown = re.sub(r"\s+", " ", tiny_run.output_of("report", tmp_path / "run"))
-    pages = [file.read_text() for file in (tmp_path / "run").rglob("*.md")]
-    says = re.search(r"best/", done.output + shown + "".join(pages))
-    assert says is None or (tmp_path / "run" / "best" / "config.json").is_file()
 
 
 # --- adapters -----------------------------------------------------------------------------------------------

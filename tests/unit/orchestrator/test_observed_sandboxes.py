@@ -14,6 +14,7 @@ import pytest
 from fake_sandboxes import FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_pages import unrendered
 from synthetic_run import step_record, synthetic_lines, write_run
 
 from headway.config.endpoint import EnvironmentConfig
@@ -300,7 +301,8 @@ def test_histograms_keep_every_count_between_their_edges():
     assert found["sandboxes/queue_s"].edges == [EDGES_S[-1], 2 * EDGES_S[-1]]
 
 
-def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path):
+def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.report.page.render", unrendered)
     lines = synthetic_lines(steps=6)
     without = report(write_run(tmp_path / "without", lines)).read_text()
     assert "<h2>Sandboxes</h2>" not in without

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from plain_pages import unrendered
 from synthetic_run import step_record
 
 from headway.cli.main import main as headway
@@ -161,7 +162,10 @@ def test_places_of_a_run_go_on_over_its_sessions(runs: Path) -> None:
     assert places_of(view_run(runs / "ended"), 1.0)["tokens"][4] == 988.0
 
 
-def test_two_rollouts_of_one_task_stand_side_by_side_and_are_inert(runs: Path, tmp_path: Path) -> None:
+def test_two_rollouts_of_one_task_stand_side_by_side_and_are_inert(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.report.several.compare.render", unrendered)
     hostile = '</pre><script>alert(1)</script><img src=x onerror="alert(2)">\x1b[2J'
     for name in ("ended", "other"):
         file = runs / name / "samples.jsonl"

@@ -25,6 +25,8 @@ WITH_TOOLS = (
     *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
 )
 ALL = {name: PUBLISHED[name] for name in PUBLISHED if name.removesuffix("_training") in WITH_TOOLS} | dict(SHAPES)
+# A template for training writes its twin's calls: found out once, with marks that are no special tokens.
+FORMS = [(name, special) for name in ALL for special in (False, True) if not (special and name.endswith("_training"))]
 # Quotes and marks of a format can't be told from those of a text in it: these templates don't escape them.
 UNESCAPED = ("lfm2_2_5", "lfm2_2_5_v2")
 PROPERTIES: Mapping[str, Any] = {
@@ -125,18 +127,16 @@ def test_published_templates_give_their_own_calls_back() -> None:
     assert all(chat.written.unknown for chat in others)  # they drop calls without a word
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize(("name", "special"), FORMS)
 def test_every_shape_is_found_out(name: str, special: bool) -> None:
     written = chat_of(name, special).written
     assert not written.unknown
     assert written.tools != "none"
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(st.lists(st.tuples(st.sampled_from(["get_weather", "f2"]), st.randoms()), min_size=1, max_size=3), st.data())
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize(("name", "special"), [form for form in FORMS if not form[0].endswith("_training")])
 def test_render_parse_render_is_the_identity(name: str, special: bool, chosen: Any, data: Any) -> None:
     chat = chat_of(name, special)
     texts = PLAIN if name.removesuffix("_training") in UNESCAPED else TEXTS

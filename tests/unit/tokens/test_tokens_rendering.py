@@ -119,7 +119,7 @@ def test_every_text_is_found_in_order_or_the_row_is_refused(name: str, tmp_path:
     source = (FOLDER / f"{name}.jinja").read_text()
     tokenizer = Tokenizer.load(write_folder(tmp_path, source), chat=True)
     found = refused = 0
-    for seed in range(int(os.environ.get("HEADWAY_CONVERSATIONS", "40"))):
+    for seed in range(int(os.environ.get("HEADWAY_CONVERSATIONS", "12"))):
         for train_on in ("assistant", "last_assistant", "all"):
             writer = Writer(f"{name} {seed}")
             messages, tools = writer.conversation()
@@ -140,7 +140,7 @@ def test_every_text_is_found_in_order_or_the_row_is_refused(name: str, tmp_path:
 def test_rows_and_requests_are_rendered_alike(name: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path, (FOLDER / f"{name}.jinja").read_text()), chat=True)
     chat, compared = Chat(tokenizer), 0
-    for seed in range(40):
+    for seed in range(12):
         messages, tools = Writer(f"{name} {seed}").conversation()
         texts: list[str] = []
         for render in (

@@ -244,6 +244,7 @@ def test_of_all_ids_everything_is_as_without_a_set(model: str) -> None:
 def test_gradients_are_finite_differences(model: str, chunk: int) -> None:
     arrays = build_arrays(sampled(model, groups=1))
     targets_m = np.flatnonzero(arrays.loss_mask_n)
+    targets_m = targets_m[:: max(1, len(targets_m) // 8)]  # some of each response's
     kept = KeptSets(arrays, VOCABULARY, lambda: Grammars(Tokenizer.load(model), VOCABULARY)).of(
         targets_m, torch.device("cpu")
     )
