@@ -17,7 +17,7 @@ set -eu
 folder=$1
 version=${2:-3.12}
 here=$(cd "$(dirname "$0")" && pwd)
-names='msgspec|pydantic|pydantic_core|annotated-types|typing-inspection|fastapi|starlette|uvicorn|httptools|llguidance|tensorboardX|reasoning_gym'
+names='msgspec|pydantic|pydantic_core|annotated-types|typing-inspection|uvicorn|httptools|llguidance|reasoning_gym'
 wanted=$(grep -E "^($names)==" "$here/../constraints.txt")
 # pip matches a wheel's platform exactly
 platforms="--platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"

@@ -283,14 +283,12 @@ async def _judging(
         serving = KernelServing(concurrency=concurrency)
         opened, concurrent = make_evaluator(serving), serving.limits().concurrency
     else:
-        from headway.config.router import RouterConfig
-        from headway.control.routing.breaker import Breaker
         from headway.kernels.client import KernelClient
         from headway.runtime.addresses import read_keys
         from headway.runtime.clock import RealClock
 
         key = next(iter(read_keys(key_file, "--key-file")), "")
-        opened = KernelClient(addresses, lambda: Breaker(RouterConfig()), RealClock(), key=key)
+        opened = KernelClient(addresses, RealClock(), key=key)
         concurrent = concurrency or 8 * len(addresses)
     async with opened as judge:
         with _progress() as show:

@@ -301,7 +301,7 @@ Recorded = Literal["all", "none"] | Annotated[float, Field(gt=0, le=1)]
 class LedgerConfig(Section):
     """Reports of a run in addition to RUN/ledger.jsonl: docs/monitoring.md."""
 
-    trackers: Trackers = ("tensorboard",)  # the others need headway[wandb], headway[mlflow], headway[trackio]
+    trackers: Trackers = ()  # each needs its extra, say headway[wandb]
     project: str = "headway"  # trackers: the project (MLflow: the experiment) the run is filed under
     name: str = ""  # trackers: the run's name; default: the last part of run.directory
     group: str = ""  # trackers: what runs are compared in, say the seeds of one setting

@@ -1,42 +1,27 @@
-"""Client of kernel services on several machines. Torch-free, and without `control`: the breakers are injected."""
+"""Client of kernel services on several machines. Torch-free."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from headway.config.router import RouterConfig
 from headway.kernels.wire import evaluation_of, request_of
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.kernels import KernelEvaluation, KernelSubmission
-from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
+from headway.runtime.retries import Breaker, backoff_s
 
 _CONNECT_S = 10.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 10.0
 _PROBE_POLL_S = 0.1  # while another request probes the only machine
 _LONGEST_QUOTE = 300  # characters of an answer in an error
 _TRANSIENT = (408, 425)  # 4xx after which the same request may pass
-
-
-class ServiceBreaker(Protocol):
-    """Decides whether a failing machine may be sent requests (control/routing/breaker.py)."""
-
-    def allows(self, now: float) -> bool: ...
-
-    def opens_s(self) -> float | None: ...
-
-    def send(self, now: float) -> bool: ...
-
-    def succeed(self, now: float, *, probe: bool) -> bool: ...
-
-    def fail(self, now: float, *, probe: bool, alone: bool = False) -> bool: ...
-
-    def withdraw(self) -> None: ...
 
 
 class KernelRequestRefused(HeadwayError):
@@ -55,7 +40,7 @@ class KernelServiceFailed(HeadwayError):
 @dataclass(eq=False)
 class _Machine:
     address: str
-    breaker: ServiceBreaker
+    breaker: Breaker
     open: int = 0  # requests under way
     resumes_s: float = 0.0  # no request before: its Retry-After
 
@@ -66,25 +51,25 @@ class KernelClient:
     A submission goes to the machine with the fewest open ones whose breaker is closed. A failure of the infrastructure
     (no connection, HTTP 5xx, an answer that is none) is repeated up to ``retries`` times, on another machine where
     there is one; a full queue (429) is waited for, or avoided. A refusal of the candidate's source is its result.
-    Example: ``async with KernelClient(["http://a:8010"], lambda: Breaker(RouterConfig()), RealClock()) as client:
-    evaluation = await client.evaluate(submission)``.
+    Example: ``async with KernelClient(["http://a:8010"], RealClock()) as client: evaluation = await
+    client.evaluate(submission)``.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
-        make_breaker: Callable[[], ServiceBreaker],
         clock: Clock,
         *,
+        breaker: RouterConfig = RouterConfig(),
         key: str = "",
         retries: int = 2,
         queue_s: float = 600.0,
     ) -> None:
-        """``addresses``: http://HOST:PORT each. ``queue_s``: longest time of a submission beside its own
-        ``timeout_s``: waiting, and repetitions. Raises ConfigurationError."""
+        """``addresses``: http://HOST:PORT each. ``breaker``: settings of each machine's. ``queue_s``: longest time of a
+        submission beside its own ``timeout_s``: waiting, and repetitions. Raises ConfigurationError."""
         if not addresses or any(not one.startswith(("http://", "https://")) for one in addresses):
             raise ConfigurationError(f"addresses of kernel services = {list(addresses)}: valid: http://HOST:PORT, ...")
-        self._machines = [_Machine(one.rstrip("/"), make_breaker()) for one in addresses]
+        self._machines = [_Machine(one.rstrip("/"), Breaker(breaker)) for one in addresses]
         self._clock = clock
         self._retries = retries
         self._queue_s = queue_s

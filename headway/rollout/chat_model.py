@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from headway.records.errors import ConfigurationError, InfrastructureError
-from headway.runtime.backoff import backoff_s
 from headway.runtime.hooks import storable
+from headway.runtime.retries import backoff_s
 
 T = TypeVar("T")
 

@@ -95,7 +95,7 @@ class RunDirectory:
             books = Path(experiment.cluster.books_directory or self.path)
             require_local(books)
             stored = self._admit(experiment, resume, books / "buffer.db")
-            for folder in (self.tensorboard, self.checkpoints, self.logs):
+            for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
             if books != self.path:
                 self._lock_books(books)

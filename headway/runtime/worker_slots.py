@@ -15,8 +15,8 @@ from typing import Any
 
 from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.trace import WorkerState
-from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
+from headway.runtime.retries import backoff_s
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec, death_fields
 
 _FIRST_PAUSE_S = 0.5  # before a start that follows two failures in a row; doubled for each further one

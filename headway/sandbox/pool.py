@@ -11,7 +11,7 @@ import contextlib
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -25,30 +25,14 @@ from headway.records.sandbox import (
     of_a_start,
 )
 from headway.records.sandbox_statistics import Latencies, PoolStatistics
-from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
+from headway.runtime.retries import Breaker, backoff_s
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
 from headway.sandbox.protocol import SandboxSource
 
 RECENT_STARTS = 512  # durations kept, against which a straggler is recognised
-
-
-class StartBreaker(Protocol):
-    """Decides whether a failing backend may be tried again (control/routing/breaker.py, injected with the pool)."""
-
-    def allows(self, now: float) -> bool: ...
-
-    def opens_s(self) -> float | None: ...
-
-    def send(self, now: float) -> bool: ...
-
-    def succeed(self, now: float, *, probe: bool) -> bool: ...
-
-    def fail(self, now: float, *, probe: bool) -> bool: ...
-
-    def withdraw(self) -> None: ...
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +84,7 @@ class SandboxPool:
     """
 
     def __init__(
-        self, backend: SandboxSource, settings: PoolSettings, clock: Clock, *, breaker: StartBreaker | None = None
+        self, backend: SandboxSource, settings: PoolSettings, clock: Clock, *, breaker: Breaker | None = None
     ) -> None:
         self._backend = backend
         self._settings = settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.api_keys import ApiKeys
-from headway.generator.endpoint.exchange import ClientGone, HttpExchange
+from headway.generator.endpoint.exchange import HttpExchange
 from headway.generator.endpoint.http_app import HttpApp, decoded, require_method, unknown_url
 from headway.generator.endpoint.openapi import described, operation
 from headway.generator.endpoint.refusals import HttpError
@@ -19,7 +18,6 @@ from headway.kernels.client import KernelServiceFailed
 from headway.kernels.devices import DeviceTable
 from headway.kernels.wire import answer_of
 from headway.records.errors import ConfigurationError
-from headway.runtime.supervision import to_its_end
 from headway.services.kernel_dispatch import KernelDispatch
 from headway.services.kernel_metrics import KernelMetrics
 from headway.services.kernel_requests import EvalRequest, KernelRequests
@@ -99,20 +97,13 @@ class KernelApi(HttpApp):
     async def _eval(self, exchange: HttpExchange) -> dict[str, Any]:
         """Judge a candidate; a client that leaves ends its evaluation."""
         submission = self._requests.submission(decoded(await exchange.body()))
-        judging = asyncio.create_task(self._dispatch.evaluate(submission), name="evaluation")
         try:
-            await asyncio.wait({judging, exchange.gone()}, return_when=asyncio.FIRST_COMPLETED)
-            if not judging.done():
-                raise ClientGone
-            evaluation = judging.result()
+            evaluation = await exchange.while_connected(self._dispatch.evaluate(submission))
         except ConfigurationError as error:
             raise HttpError(400, str(error), code="submission_refused") from None
         except KernelServiceFailed as error:
             headers = ((b"retry-after", str(_FAILED_RETRY_S).encode()),)
             raise HttpError(503, str(error), code="infrastructure", headers=headers) from None
-        finally:
-            judging.cancel()  # if it isn't done
-            await to_its_end(asyncio.wait({judging}))
         hardware = next((one["name"] for one in self._devices.describe() if one["device"] == evaluation.device), "")
         return answer_of(evaluation, hardware)
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from headway.config.sources import TaskColumns, TaskSource, VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
+from headway.runtime.imports import import_extra
 from headway.tasks.cursor import permutation
 from headway.tasks.entries import pack_entry
 from headway.tasks.rows import Rows, number_text, require_column, require_messages, require_text, short
@@ -269,10 +270,9 @@ def _generate(source: TaskSource) -> Iterator[Task]:
 
 def build_generator(name: str, parameters: Mapping[str, Any]) -> Any:
     """The reasoning-gym data set ``name``. Raises ConfigurationError for an unknown name or bad parameters."""
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset  # a second of imports: only when used
-    except ImportError as error:
-        raise ConfigurationError(f"reasoning-gym can't be imported: {error}") from None
+    import_extra("reasoning_gym", "reasoning-gym", "source = 'reasoning-gym'")
+    from reasoning_gym.factory import DATASETS, create_dataset  # a second of imports: only when used
+
     if name not in DATASETS:
         near = difflib.get_close_matches(name, list(DATASETS), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "valid: " + ", ".join(sorted(DATASETS))

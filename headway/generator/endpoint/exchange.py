@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.refusals import HttpError
+from headway.runtime.supervision import to_its_end
 
+T = TypeVar("T")
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -46,6 +49,7 @@ class HttpExchange:
         self.status = 0  # of the response; 0: none has begun
         self.streaming = False
         self.answered = False
+        self._query: bytes = scope.get("query_string", b"")
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._connection: Connection = scope.get("extensions", {}).get(CONNECTION) or Connection()
         self._receive = receive
@@ -56,6 +60,11 @@ class HttpExchange:
     def header(self, name: str) -> str:
         """A request header's value; "" if absent."""
         return self._headers.get(name.encode(), b"").decode("utf-8", "replace")
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The values of the request's query by name; of a name that is there twice the last one."""
+        return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     @property
     def key(self) -> str:
@@ -99,6 +108,19 @@ class HttpExchange:
             self._gone = asyncio.create_task(self._wait_gone(), name="client")
         return self._gone
 
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled when the client disconnects: then raises ClientGone. Call it only
+        after the body was read."""
+        working = asyncio.create_task(work, name="answer")
+        try:
+            await asyncio.wait({working, self.gone()}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientGone
+            return working.result()
+        finally:
+            working.cancel()  # if it isn't done
+            await to_its_end(asyncio.wait({working}))
+
     async def _wait_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -107,8 +129,8 @@ class HttpExchange:
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
     ) -> None:
         """Send a whole response. Raises ClientGone."""
-        length = (b"content-length", str(len(body)).encode())
-        head = self._head(status, kind, [length, *headers])
+        length = () if status == 304 else ((b"content-length", str(len(body)).encode()),)
+        head = self._head(status, kind, [*length, *headers])
         self.answered = True
         await self._bounded(head, {"type": "http.response.body", "body": body})
 

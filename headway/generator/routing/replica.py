@@ -10,7 +10,6 @@ from typing import Any
 
 from headway.config.adapter import AdapterConfig
 from headway.config.schema import Experiment
-from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.calls import OpenRequest
 from headway.models.hub.pixels import FOLDER
@@ -21,6 +20,7 @@ from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, 
 from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import parse_device
 from headway.runtime.fork_server import LEARNING
+from headway.runtime.retries import Breaker
 from headway.runtime.worker_slots import WorkerSlot, own_cause
 from headway.runtime.workers import WorkerHandle, WorkerSpec
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from headway.config.router import RouterConfig
 from headway.config.sandbox import SandboxConfig
-from headway.control.routing.breaker import Breaker
 from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics
 from headway.runtime.clock import Clock
+from headway.runtime.retries import Breaker
 from headway.sandbox.backends import backend_of
 from headway.sandbox.faults import FaultyBackend
 from headway.sandbox.pool import SandboxPool, pool_settings

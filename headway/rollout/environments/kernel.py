@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from headway.config.router import RouterConfig
 from headway.kernels.client import KernelClient, KernelServiceFailed
 from headway.kernels.prompts import feedback, source_in
 from headway.kernels.reward import kernel_reward
@@ -20,9 +19,7 @@ from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.parameters import require_choice
 from headway.runtime.addresses import read_keys
 from headway.runtime.clock import RealClock
-from headway.runtime.imports import import_function
 
-_BREAKER = "headway.control.routing.breaker:Breaker"  # by name: a rollout imports nothing of `control`
 _KEPT_CHARACTERS = 300
 _NO_SOURCE = "There is no module with ModelNew in this answer. Write it whole, between ```python and ```."
 
@@ -69,8 +66,7 @@ class Kernel(Environment):
         self._submission = partial(KernelSubmission, timed=timed, seed=seed, timeout_s=timeout_s, **trials)
         self._source_characters = source_characters
         key = next(iter(read_keys(key_file, "environment.parameters.key_file =")), "")
-        breaker = import_function(_BREAKER, "the breaker of kernel services", ())
-        self._client = KernelClient(addresses, lambda: breaker(RouterConfig()), RealClock(), key=key)
+        self._client = KernelClient(addresses, RealClock(), key=key)
 
     async def require_services(self, tasks: Iterable[Task]) -> None:
         """Raise ConfigurationError unless the tasks are kernel tasks, and a service answers for each of their back

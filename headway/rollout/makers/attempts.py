@@ -13,7 +13,7 @@ from headway.records.clients import Stop
 from headway.records.environment import PartialRollout
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.makers.turn_sampler import TurnSampler, timed_out
-from headway.runtime.backoff import backoff_s
+from headway.runtime.retries import backoff_s
 
 _RETRY_S = 0.25  # before the first retry of an environment that failed as infrastructure; doubled for each further one
 _SURROUNDINGS = ("environment", "sandbox")

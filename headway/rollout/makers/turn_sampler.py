@@ -26,8 +26,8 @@ from headway.records.generation import (
 from headway.records.rollout import CallTimes, Failure, Group, Pruned, Rollout
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, TokenIds, outside_kept, pixel_rows
 from headway.rollout.seeds import rollout_seed
-from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
+from headway.runtime.retries import backoff_s
 from headway.runtime.shared_timeout import SharedTimeout
 
 Resumption = Literal["continue", "restart", "fail"]

@@ -20,12 +20,12 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.records.trace import Span, WorkerState
 from headway.rollout.verification.verdicts import failed_verdict
-from headway.runtime.backoff import backoff_s
 from headway.runtime.bounded_queue import BoundedQueue, QueueClosed, QueueStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core_in_turn, machine_cores
 from headway.runtime.fork_server import SCORING
 from headway.runtime.nodes.conditions import machine_memory
+from headway.runtime.retries import backoff_s
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 

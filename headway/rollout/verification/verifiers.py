@@ -159,7 +159,8 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     Needs tasks of ``source = "reasoning-gym"``; their metadata carries the generator's name and the whole entry.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigurationError("verifier.name = 'reasoning-gym': the package reasoning-gym is not installed")
+        needs = "verifier.name = 'reasoning-gym' needs the package reasoning-gym"
+        raise ConfigurationError(f"{needs}: pip install 'headway[reasoning-gym]'")
     datasets: dict[str, Any] = {}  # by generator and parameters: building one can read data files
 
     def score(task: Task, response: str) -> float:

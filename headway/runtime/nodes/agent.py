@@ -16,7 +16,6 @@ from typing import Any
 
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
-from headway.runtime.backoff import backoff_s
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
@@ -25,6 +24,7 @@ from headway.runtime.link import HealthChecks, Link
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader, machine_memory
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, NotAdmitted, software
+from headway.runtime.retries import backoff_s
 from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_process import ChildProcess, ProcessExit
 from headway.runtime.workers import start_child

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import mimetypes
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +16,12 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pyarrow as pa
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
+from pydantic import ValidationError, create_model
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.exchange import HttpExchange, Message, Receive, Send
+from headway.generator.endpoint.http_app import HttpApp, OnlyHead
+from headway.generator.endpoint.refusals import Headers, HttpError
 from headway.generator.endpoint.server import serving
 from headway.records.errors import ConfigurationError
 from headway.report.watch import compared, now, series
@@ -29,11 +30,23 @@ from headway.report.watch.runs import NoSuchRun, WatchedRun, WatchedRuns
 from headway.runtime.addresses import listening, service_keys
 from headway.runtime.supervision import until_interrupted
 from headway.services.watch import rollouts
-from headway.services.watch.access import AccessControl, json_response
+from headway.services.watch.access import AccessControl
 from headway.services.watch.stream import SharedAnswers, changes, encode
 
 _STATIC = Path(__file__).with_name("static")
+_STREAM = "/api/stream"
 _RUNS_EVERY_S = 3.0
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-accel-buffering", b"no"),  # a proxy shall pass streams on as they come
+)
 View = Callable[..., Any]  # called with a WatchedRun (or several) and values of the query by name
 Stamp = Callable[[WatchedRun], Any]  # changes with the files that a view reads
 _VIEWS: dict[str, tuple[View, Stamp | None]] = {
@@ -73,7 +86,7 @@ async def watch(settings: PageSettings, on_ready: Callable[[str], None]) -> None
         await asyncio.to_thread(trim_cache)
         stack.enter_context(closing(watched))
         answers = stack.enter_context(closing(SharedAnswers()))
-        async with serving(AccessControl(make_app(watched, answers, stopped), keys), endpoint, listener) as address:
+        async with serving(WatchApp(watched, answers, stopped, endpoint, keys), endpoint, listener) as address:
             on_ready(address)
             await stopped.wait()
 
@@ -91,77 +104,124 @@ def _without_pandas() -> None:
     sys.meta_path.remove(finder)
 
 
-def make_app(watched: WatchedRuns, answers: SharedAnswers, stopped: asyncio.Event) -> FastAPI:
-    """The application, without its door (`AccessControl`). Streams end when ``stopped`` is set."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    for kind, status in {NoSuchRun: 404, ConfigurationError: 400, RequestValidationError: 400, Exception: 500}.items():
-        app.add_exception_handler(kind, _refusal(status))
-    app.add_exception_handler(HTTPException, _refusal(None))
-    for name, (view, stamp) in _VIEWS.items():
-        app.get(f"/api/{name}")(_endpoint(watched, answers, view, stamp))
+class WatchApp(HttpApp):
+    """ASGI application: the page's files, and the JSON that they ask for. Errors are ``{"error": WORDS}``."""
 
-    @app.get("/api/health")
-    async def _health() -> Response:
-        return json_response({"status": "ok"})
+    def __init__(
+        self, watched: WatchedRuns, answers: SharedAnswers, stopped: asyncio.Event, settings: EndpointConfig,
+        keys: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        """``stopped``: ends streams when it is set. ``keys``: see `AccessControl`."""
+        super().__init__(settings, proxied=True)  # hosts are checked by the access control
+        self._watched = watched
+        self._answers = answers
+        self._stopped = stopped
+        self._access = AccessControl(keys)
+        files = {f"/{file.relative_to(_STATIC)}": file for file in _STATIC.rglob("*") if file.is_file()}
+        self._files = {**files, "/": _STATIC / "index.html"}
+        self._routes: dict[str, Callable[[HttpExchange], Awaitable[bytes]]] = {
+            "/api/health": self._health,
+            "/api/runs": self._runs,
+            **{f"/api/{name}": self._reader(*view) for name, view in _VIEWS.items()},
+        }
 
-    @app.get("/api/runs")
-    async def _runs() -> Response:
-        return json_response(await answers.get("runs", watched.listing))
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [header for header in message["headers"] if header[0] != b"cache-control"]
+                cached = b"no-store" if scope["path"].startswith("/api/") else b"no-cache"
+                message = {**message, "headers": [*kept, *_HEADERS, (b"cache-control", cached)]}
+            await send(message)
 
-    @app.get("/api/stream")
-    async def _stream(run: str = "") -> Response:
+        await super().__call__(scope, receive, send_with_headers)
+
+    def route(self, path: str) -> str:
+        return path if path in self._routes or path in self._files or path == _STREAM else "other"
+
+    def error_body(self, exchange: HttpExchange, error: HttpError) -> bytes:
+        return encode({"error": str(error)})
+
+    async def answer(self, exchange: HttpExchange) -> None:
+        if redirect := self._access.require(exchange):
+            await exchange.reply(303, b"", redirect)
+            return
+        try:
+            if exchange.path in self._routes:
+                await exchange.reply(200, await self._routes[exchange.path](exchange))
+            elif exchange.path == _STREAM:
+                await self._stream(exchange)
+            else:
+                await exchange.reply(*self._file(exchange))
+        except ConfigurationError as error:
+            raise HttpError(404 if isinstance(error, NoSuchRun) else 400, str(error)) from None
+
+    async def _health(self, exchange: HttpExchange) -> bytes:
+        return encode({"status": "ok"})
+
+    async def _runs(self, exchange: HttpExchange | None = None) -> bytes:
+        return await self._answers.get("runs", self._watched.listing)
+
+    def _reader(self, view: View, stamp: Stamp | None) -> Callable[[HttpExchange], Awaitable[bytes]]:
+        """The route of a view: its query has the view's parameters, checked by their types, with the id of the run
+        (``run``), or several (``runs``, separated by commas), in place of the first. ``price`` is the server's own."""
+        hints, (first, *rest) = get_type_hints(view), inspect.signature(view).parameters.values()
+        several, more = first.name == "runs", {of.name: self._watched.price for of in rest if of.name == "price"}
+        fields: dict[str, Any] = {
+            of.name: (hints.get(of.name, of.annotation), ... if of.default is of.empty else of.default)
+            for of in rest
+            if of.name not in more
+        }
+        model = create_model("Query", **{first.name: (str, ...), **fields})
+
+        async def read(exchange: HttpExchange) -> bytes:
+            try:
+                query = dict(model.model_validate(exchange.query))
+            except ValidationError as error:
+                words = "; ".join(f"{of['loc'][-1]}: {of['msg']}" for of in error.errors())
+                raise HttpError(400, words) from None
+            ids, run = query.pop(first.name), self._watched.run
+
+            def make() -> Any:
+                found = [run(one) for one in ids.split(",") if one] if several else run(ids)
+                return view(found, **query, **more)
+
+            found = None if stamp is None else partial(lambda of: of(run(ids)), stamp)
+            return await self._answers.get((view, ids, *sorted(query.items())), make, found)
+
+        return read
+
+    async def _stream(self, exchange: HttpExchange) -> None:
+        """Send what is new of a run, or of the list of runs, until the client leaves or the server ends."""
+        run, watched = exchange.query.get("run", ""), self._watched
+        if exchange.method == "HEAD":
+            raise OnlyHead
         if run:
             await asyncio.to_thread(watched.run, run)  # one that isn't there is refused as elsewhere
 
         async def get() -> bytes:
             try:
                 if not run:
-                    return await answers.get("runs", watched.listing)
+                    return await self._runs()
                 shown, stamp = lambda: now.now(watched.run(run), watched.price), lambda: now.stamp(watched.run(run))
-                return await answers.get(("now", run), shown, stamp)
+                return await self._answers.get(("now", run), shown, stamp)
             except Exception as error:
                 # The boundary of a stream, whose status is sent already: the page shows what is wrong.
                 return encode({"error": str(error)})
 
-        events = changes("now" if run else "runs", get, stopped, 1.0 if run else _RUNS_EVERY_S)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        async def write() -> None:
+            async for event in changes("now" if run else "runs", get, self._stopped, 1.0 if run else _RUNS_EVERY_S):
+                await exchange.write(event)
+            await exchange.end_stream(b"")
 
-    app.mount("/", StaticFiles(directory=_STATIC, html=True))
-    return app
+        await exchange.begin_stream()
+        await exchange.while_connected(write())
 
-
-def _endpoint(watched: WatchedRuns, answers: SharedAnswers, view: View, stamp: Stamp | None) -> Callable[..., Any]:
-    """FastAPI's function for a view: its query has the view's parameters, checked by their types, with the id of the
-    run (``run``), or several (``runs``, separated by commas), in place of the first. ``price`` is the server's own."""
-    hints, (first, *rest) = get_type_hints(view), inspect.signature(view).parameters.values()
-    several, priced = first.name == "runs", any(parameter.name == "price" for parameter in rest)
-
-    async def endpoint(**query: Any) -> Response:
-        ids, more = query.pop(first.name), {"price": watched.price} if priced else {}
-
-        def make() -> Any:
-            found = [watched.run(one) for one in ids.split(",") if one] if several else watched.run(ids)
-            return view(found, **query, **more)
-
-        found = None if stamp is None else partial(lambda of: of(watched.run(ids)), stamp)
-        return json_response(await answers.get((view, ids, *sorted(query.items())), make, found))
-
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [first.replace(kind=kind, annotation=str)]
-    parameters += [
-        of.replace(kind=kind, annotation=hints.get(of.name, of.annotation)) for of in rest if of.name != "price"
-    ]
-    endpoint.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    return endpoint
-
-
-def _refusal(status: int | None) -> Any:
-    async def handle(_: Request, error: Any) -> Response:
-        if status is None:
-            return json_response({"error": error.detail}, error.status_code)
-        if isinstance(error, RequestValidationError):
-            return json_response({"error": "; ".join(f"{of['loc'][-1]}: {of['msg']}" for of in error.errors())}, status)
-        words = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
-        return json_response({"error": words}, status)
-
-    return handle
+    def _file(self, exchange: HttpExchange) -> tuple[int, bytes, Headers, bytes]:
+        """Status, body, headers and type of a file of the page, as it is now. Raises HttpError 404."""
+        if (file := self._files.get(exchange.path)) is None:
+            raise HttpError(404, "Not Found")
+        body, kind = file.read_bytes(), mimetypes.guess_type(file)[0] or "text/plain"
+        kind += "; charset=utf-8" if kind.startswith("text/") else ""
+        tag = f'"{hashlib.sha256(body).hexdigest()}"'
+        known = tag in exchange.header("if-none-match")
+        return 304 if known else 200, b"" if known else body, ((b"etag", tag.encode()),), kind.encode()

@@ -22,7 +22,7 @@ from typing import Any
 from headway.config.alerts import AlertsConfig
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord
-from headway.runtime.backoff import backoff_s
+from headway.runtime.retries import backoff_s
 from headway.telemetry.exporters.exporters import Exporter, Start
 from headway.telemetry.ledger import EVENT_ALERT
 from headway.telemetry.pages import alert_page

@@ -29,7 +29,7 @@ COMMAND, WEBHOOK = "alerts.command", "alerts.webhook_env"
 
 # name -> (module and class of its exporter, package it needs, what to install)
 EXPORTERS: dict[str, tuple[str, str, str]] = {
-    "tensorboard": ("headway.telemetry.exporters.tensorboard:TensorBoard", "tensorboardX", "tensorboardX"),
+    "tensorboard": ("headway.telemetry.exporters.tensorboard:TensorBoard", "tensorboardX", "headway[tensorboard]"),
     "wandb": ("headway.telemetry.exporters.wandb:WeightsAndBiases", "wandb", "headway[wandb]"),
     "mlflow": ("headway.telemetry.exporters.mlflow:MLflow", "mlflow", "headway[mlflow]"),
     "trackio": ("headway.telemetry.exporters.trackio:Trackio", "trackio", "headway[trackio]"),
@@ -196,8 +196,8 @@ class Exports:
         return any(lane.exporter.wants_pulses for lane in self._lanes)
 
     def announce(self) -> None:
-        """Record in the ledger where the lines go, unless TensorBoard is the only exporter."""
-        if any(lane.name != "tensorboard" for lane in self._lanes):
+        """Record in the ledger where the lines go."""
+        if self._lanes:
             self._tell(EVENT_EXPORTING, "; ".join(f"{lane.name}: {lane.exporter.place}" for lane in self._lanes))
 
     def close(self, status: Status = "finished") -> None:

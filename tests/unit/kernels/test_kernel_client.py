@@ -13,7 +13,6 @@ import pytest
 from kernel_service import HOST, ServedKernels, candidate, reached, served_kernels, submission
 
 from headway.config.router import RouterConfig
-from headway.control.routing.breaker import Breaker
 from headway.kernels.client import KernelClient, KernelRequestRefused, KernelServiceFailed
 from headway.kernels.wire import evaluation_of
 from headway.records.errors import ConfigurationError
@@ -23,7 +22,7 @@ SETTINGS = RouterConfig(failures_to_open=1, cool_down_s=30.0)
 
 
 def client_of(*addresses: str, **options: Any) -> KernelClient:
-    return KernelClient(addresses, lambda: Breaker(SETTINGS), RealClock(), **options)
+    return KernelClient(addresses, RealClock(), breaker=SETTINGS, **options)
 
 
 def open_requests(client: KernelClient) -> list[int]:

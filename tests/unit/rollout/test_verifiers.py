@@ -150,6 +150,11 @@ class TestBuiltIn:
                 expected = dataset.score_answer(answer.strip(), entry)
                 assert resolve_verifier(VerifierConfig(name="reasoning-gym"))(stored, answer) == expected
 
+    def test_reasoning_gym_without_its_package_names_the_command(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+        with pytest.raises(ConfigurationError, match=r"needs .*: pip install 'headway\[reasoning-gym\]'"):
+            resolve_verifier(VerifierConfig(name="reasoning-gym"))
+
     def test_reasoning_gym_needs_its_entry(self):
         [verdict] = VerifierService(None, verifier={"name": "reasoning-gym"}).score(task(), ["16"])
         assert verdict.failure is not None

@@ -33,7 +33,6 @@ def test_begin_makes_the_layout_and_stores_the_experiment(tmp_path: Path) -> Non
     with run:
         assert run.begin(given, resume=False) is None
         assert run.holds_run()
-        assert run.tensorboard.is_dir()
         assert run.checkpoints.is_dir()
         assert run.logs.is_dir()
     assert run.read_experiment() == given

@@ -8,7 +8,6 @@ import pytest
 from fake_sandboxes import FakeBackend
 
 from headway.config.router import RouterConfig
-from headway.control.routing.breaker import Breaker
 from headway.records.sandbox import (
     Command,
     ExecResult,
@@ -20,6 +19,7 @@ from headway.records.sandbox import (
     model_failure,
 )
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.runtime.retries import Breaker
 from headway.sandbox.leased import LeasedSandbox
 from headway.sandbox.pool import PoolSettings, SandboxPool
 from headway.sandbox.protocol import Backend

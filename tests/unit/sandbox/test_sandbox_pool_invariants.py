@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.router import RouterConfig
-from headway.control.routing.breaker import Breaker
 from headway.records.sandbox import Command, SandboxError, SandboxSpec, infrastructure_failure
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.runtime.retries import Breaker
 from headway.sandbox.pool import PoolSettings, SandboxPool
 
 SPEC = SandboxSpec()

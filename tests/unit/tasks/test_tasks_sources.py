@@ -173,6 +173,13 @@ class TestReasoningGym:
         with pytest.raises(ConfigurationError, match="refuses parameters"):
             load_tasks(gym(parameters={"min_terms": "many"}))
 
+    def test_generator_without_its_package_names_the_command(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+        with pytest.raises(
+            ConfigurationError, match=r"source = 'reasoning-gym' .*: pip install 'headway\[reasoning-gym\]'"
+        ):
+            load_tasks(gym())
+
     def test_importing_the_module_does_not_import_the_package(self):
         code = "import sys, headway.tasks.sources; print('reasoning_gym' in sys.modules, 'torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

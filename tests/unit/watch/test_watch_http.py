@@ -16,16 +16,15 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from starlette.testclient import TestClient
 from synthetic_run import step_record, synthetic_lines, write_run
 
 from headway.cli.main import main as headway
+from headway.config.endpoint import EndpointConfig
 from headway.records.errors import ConfigurationError
 from headway.report.watch.runs import WatchedRuns
 from headway.runtime.clock import run_virtual
 from headway.services.watch import stream
-from headway.services.watch.access import AccessControl
-from headway.services.watch.app import PageSettings, make_app, watch
+from headway.services.watch.app import PageSettings, WatchApp, watch
 from headway.services.watch.stream import SharedAnswers, changes
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
@@ -41,24 +40,42 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-Connect = Callable[..., TestClient]
+class Client:
+    """An HTTP client of an application in this process, without a server."""
+
+    def __init__(self, app: WatchApp, base_url: str, runner: asyncio.Runner) -> None:
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base_url)
+        self._runner = runner
+
+    @property
+    def cookies(self) -> httpx.Cookies:
+        return self._client.cookies
+
+    def request(self, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        return self._runner.run(self._client.request(method, path, headers=headers))
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        return self.request("GET", path, headers)
+
+
+Connect = Callable[..., Client]
 
 
 @pytest.fixture
 def connect(runs: Path) -> Iterator[Connect]:
     watched, answers = WatchedRuns([runs], 2.5), SharedAnswers()
 
-    def client(*keys: str, base_url: str = "http://127.0.0.1:8060") -> TestClient:
-        app = AccessControl(make_app(watched, answers, asyncio.Event()), keys)
-        return TestClient(app, base_url, raise_server_exceptions=False, follow_redirects=False)
+    def client(*keys: str, base_url: str = "http://127.0.0.1:8060") -> Client:
+        return Client(WatchApp(watched, answers, asyncio.Event(), EndpointConfig(), keys), base_url, runner)
 
-    yield client
+    with asyncio.Runner() as runner:
+        yield client
     watched.close()
     answers.close()
 
 
 @pytest.fixture
-def client(connect: Connect) -> TestClient:
+def client(connect: Connect) -> Client:
     return connect()
 
 
@@ -71,7 +88,7 @@ ROUTES = (
 
 @pytest.mark.parametrize("run", ["ended", "group/long"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_routes_answer_in_json(client: TestClient, run: str, route: str) -> None:
+def test_routes_answer_in_json(client: Client, run: str, route: str) -> None:
     name = "runs" if route.startswith(("compare", "same_task")) else "run"
     answer = client.get(f"/api/{route}{'&' if '?' in route else '?'}{name}={run}")
     assert answer.status_code == 200, answer.text
@@ -103,7 +120,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("route", REFUSED)
-def test_bad_requests_are_refused_in_words(client: TestClient, route: str) -> None:
+def test_bad_requests_are_refused_in_words(client: Client, route: str) -> None:
     status, words = REFUSED[route]
     answer = client.get(f"/api/{route}")
     assert answer.status_code == status
@@ -111,7 +128,7 @@ def test_bad_requests_are_refused_in_words(client: TestClient, route: str) -> No
     assert words in answer.json()["error"]
 
 
-def test_a_defect_is_an_answer_too(client: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_is_an_answer_too(client: Client, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WatchedRuns, "listing", lambda self: 1 / 0)
     answer = client.get("/api/runs")
     assert (answer.status_code, answer.json()) == (500, {"error": "ZeroDivisionError: division by zero"})
@@ -140,11 +157,11 @@ def test_headers_of_every_answer(connect: Connect) -> None:
         assert "access-control-allow-origin" not in headers
 
 
-def test_only_reading_is_answered(client: TestClient) -> None:
+def test_only_reading_is_answered(client: Client) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         answer = client.request(method, "/api/runs")
         assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
-    assert client.head("/").status_code == 200
+    assert client.request("HEAD", "/").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -157,7 +174,7 @@ def test_only_reading_is_answered(client: TestClient) -> None:
         ],
     ],
 )
-def test_without_keys_the_host_must_be_this_machine(client: TestClient, host: str, status: int) -> None:
+def test_without_keys_the_host_must_be_this_machine(client: Client, host: str, status: int) -> None:
     assert client.get("/api/health", headers={"host": host}).status_code == status
 
 
@@ -183,7 +200,7 @@ def test_a_key_in_the_address_becomes_a_cookie(connect: Connect) -> None:
     assert client.get("/api/runs?key=wrong").status_code == 401
     assert client.get("/api/runs", headers={"authorization": "Bearer wrong"}).status_code == 401
     other = connect(KEY)  # a server that was started anew doesn't know the cookie
-    other.cookies = client.cookies
+    other.cookies.update(client.cookies)
     assert other.get("/api/runs").status_code == 401
     assert connect(KEY).get("/api/runs", headers={"cookie": cookie.replace("=", "=0", 1)}).status_code == 401
     for path in ("//evil.example/", "/%5Cevil.example", "//evil.example/%2e%2e"):
@@ -192,7 +209,7 @@ def test_a_key_in_the_address_becomes_a_cookie(connect: Connect) -> None:
         assert not place.startswith(("//", "/\\")), place
 
 
-def test_static_files_are_asked_for_again_only_when_they_changed(client: TestClient) -> None:
+def test_static_files_are_asked_for_again_only_when_they_changed(client: Client) -> None:
     first = client.get("/app.js")
     assert client.get("/app.js", headers={"if-none-match": first.headers["etag"]}).status_code == 304
     for path in ("/../access.py", "/..%2f..%2faccess.py", "/views/../../access.py", "/%00", "/views/"):

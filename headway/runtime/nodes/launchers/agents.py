@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
+from headway.runtime.retries import backoff_s
 from headway.runtime.workers import EventCallback
 
 GIVE_UP_S = 60.0  # an agent that finds no run for so long ends: its launcher starts another

@@ -1,16 +1,27 @@
-"""A circuit breaker: requests stay away from a replica that fails them, but for single probes.
+"""When what failed is tried again: the exponential backoff of retries, and a circuit breaker, which keeps requests away
+from what fails them but for single probes.
 
-The states and their names are those of M. Nygard, "Release It!" (2007).
+The breaker's states and their names are those of M. Nygard, "Release It!" (2007).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Literal
 
 from headway.config.router import RouterConfig
 
 BreakerState = Literal["closed", "open", "half_open"]
+_MOST_DOUBLINGS = 64  # a delay of centuries; beyond, 2.0**n would overflow
+
+
+def backoff_s(retry: int, first_s: float, longest_s: float = math.inf) -> float:
+    """Seconds to wait before the ``retry``-th retry: ``first_s`` before retry 1, doubled for each further one, at most
+    ``longest_s``; 0 for ``retry`` < 1. Callers that fail together multiply it with a random factor of their own."""
+    if retry < 1:
+        return 0.0
+    return min(longest_s, first_s * 2.0 ** min(retry - 1, _MOST_DOUBLINGS))
 
 
 class Breaker:

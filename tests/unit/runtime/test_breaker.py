@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.router import RouterConfig
-from headway.control.routing.breaker import Breaker
+from headway.runtime.retries import Breaker
 
 
 def breaker(**changed) -> Breaker:

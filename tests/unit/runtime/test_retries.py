@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.backoff import backoff_s
+from headway.runtime.retries import backoff_s
 
 seconds = st.floats(min_value=1e-3, max_value=1e3)
 
