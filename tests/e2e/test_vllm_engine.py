@@ -278,7 +278,7 @@ def test_temperatures_vllm_would_change_are_refused() -> None:
 class Letters:
     """A tokenizer whose tokens are letters."""
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, *, keep_special: bool = False) -> str:
         return "".join(chr(ord("0") + token) for token in ids)
 
     def is_open(self, token: int) -> bool:
