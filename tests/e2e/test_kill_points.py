@@ -1,4 +1,4 @@
-"""The orchestrator killed at every delicate point, over fake actors; two of the points over real workers.
+"""The orchestrator killed at every delicate point, over fake actors.
 
 What must survive is in the buffer, the run's folder and the checkpoints: those are the real ones here. The same points
 with real workers in every life, and random kills of every process: tests/slow/test_chaos.py.
@@ -30,7 +30,6 @@ THIN_KILLS = (
     "applied:2",
     "group-admitted:3",
 )
-REAL_KILLS = ("all-checkpoint-rename:1", "group-finished:5")
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +60,3 @@ def test_run_survives_kills_at_every_point_of_its_orchestrator(folder: Path, tmp
     )
     survive(config, tuple(f"thin-{fault}" for fault in THIN_KILLS), "thin-none", STEPS)
     assert tiny_run.events_of(tmp_path / "run", "records_restored")  # step-completed:2
-
-
-@pytest.mark.slow
-def test_run_with_real_workers_survives_kills_of_its_orchestrator(folder: Path, tmp_path: Path):
-    config = tiny_run.write_experiment(tmp_path, run={"steps": 12}, **tiny_run.inputs_in(folder))
-    survive(config, REAL_KILLS, "none", 12)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sandbox_backends import BACKENDS, SANDBOX_UID, SMALL, leftovers_of, opened, run
+from sandbox_backends import BACKENDS, SANDBOX_UID, SMALL, nothing_left, opened, run
 
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, tmp_path: Path):
     made = BACKENDS[request.param](tmp_path)
-    yield made
-    assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
+    with nothing_left(tmp_path / "state"):
+        yield made
 
 
 def test_a_command_has_its_exit_code_output_environment_and_directory(backend):

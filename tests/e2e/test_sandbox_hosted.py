@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import msgspec
 import pytest
 from hosted_modal import AuthError, Modal, NotFoundError, ResourceExhaustedError
 from hosted_servers import E2B, KEY, Cloud, Prime, serving
-from sandbox_backends import SMALL, leftovers_of, run
+from sandbox_backends import SMALL, nothing_left, run
 from test_sandbox_conformance import (  # noqa: F401  run here with the fixture below
     test_a_command_beyond_its_time_ends_with_everything_it_started,
     test_a_command_has_its_exit_code_output_environment_and_directory,
@@ -93,9 +92,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("MODAL_TOKEN_ID", "id")
     monkeypatch.setenv("MODAL_TOKEN_SECRET", "secret")
     monkeypatch.setenv("HOME", str(tmp_path))  # Prime's SDK keeps its tokens there
-    yield Hosted(request.param, tmp_path)
-
-    assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
+    with nothing_left(tmp_path / "state"):
+        yield Hosted(request.param, tmp_path)
 
 
 def test_what_goes_wrong_at_a_provider_is_told_apart(backend: Hosted, monkeypatch: pytest.MonkeyPatch):

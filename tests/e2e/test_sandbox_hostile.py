@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sandbox_backends import BACKENDS, HARMED, SMALL, groups_of, leftovers_of, run
+from sandbox_backends import BACKENDS, HARMED, SMALL, groups_of, nothing_left, run
 from tiers import first
 
 from headway.records.sandbox import MIB, Command, ExecResult, ResourceLimits, SandboxError
@@ -30,8 +30,8 @@ LIMITS = SMALL.limits
 
 @pytest.fixture(params=HARMED)
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalBackend]:
-    yield BACKENDS[request.param](tmp_path)
-    assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
+    with nothing_left(tmp_path / "state"):
+        yield BACKENDS[request.param](tmp_path)
 
 
 @pytest.fixture(params=[name for name in HARMED if name != "local-without-groups"])
@@ -45,8 +45,8 @@ def grouped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalBac
 
     if not run(able):
         pytest.skip("no control groups to be made here")
-    yield made
-    assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
+    with nothing_left(tmp_path / "state"):
+        yield made
 
 
 @pytest.fixture(autouse=True)

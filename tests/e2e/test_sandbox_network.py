@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sandbox_backends import SMALL, leftovers_of, run
+from sandbox_backends import SMALL, nothing_left, run
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import Command, ExecResult
@@ -103,8 +103,8 @@ async def reaching(
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    yield
-    assert not any(leftovers_of(tmp_path, os.getpid()).values())
+    with nothing_left(tmp_path):
+        yield
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -15,9 +16,14 @@ TEMPLATES = PACKAGE / "templates"  # projects that `headway new` copies: files o
 FILES = {
     file: file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py")) if TEMPLATES not in file.parents
 }
-TREES = {file: ast.parse(text) for file, text in FILES.items()}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax trees of all files, parsed when they are first asked for: five seconds of a core."""
+    return {file: ast.parse(text) for file, text in FILES.items()}
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[Documented, ast.Constant]]:
@@ -38,7 +44,7 @@ def lines_of_code() -> int:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type not in _SILENT:
                 lines.update(range(token.start[0], token.end[0] + 1))
-        for _, text_node in docstrings(TREES[file]):
+        for _, text_node in docstrings(trees()[file]):
             lines.difference_update(range(text_node.lineno, (text_node.end_lineno or text_node.lineno) + 1))
         total += len(lines)
     for file in [*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")]:
@@ -50,7 +56,7 @@ def lines_of_code() -> int:
 def class_homes() -> dict[str, list[str]]:
     """The files that define each public class, by its name."""
     homes: dict[str, list[str]] = defaultdict(list)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(file.relative_to(PACKAGE)))
@@ -70,7 +76,7 @@ def longest_functions() -> list[tuple[int, str]]:
     """(lines, where) of every function, the longest first."""
     found = [
         ((node.end_lineno or node.lineno) - node.lineno + 1, f"{file.relative_to(PACKAGE)}:{node.name}")
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
@@ -84,7 +90,7 @@ def elliptic_docstrings() -> list[str]:
     """Places of docstrings that can't be read alone: their first word stands for something that isn't named."""
     return [
         f"{file.relative_to(PACKAGE)}:{text.lineno} {str(text.value).splitlines()[0]}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for _, text in docstrings(tree)
         if _ELLIPTIC.match(str(text.value))
     ]

@@ -6,8 +6,8 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,14 @@ def leftovers_of(state: Path, owner_pid: int) -> dict[str, list[Any]]:
         "directories": list(state.glob(f"owner-{owner_pid}-*")),
         "docker": sandbox_docker.left_by(owner_pid),
     }
+
+
+@contextmanager
+def nothing_left(state: Path) -> Iterator[None]:
+    """Inside the block nothing is left behind by this process's sandboxes. What was there before is another test's."""
+    before = leftovers_of(state, os.getpid())
+    yield
+    assert leftovers_of(state, os.getpid()) == before
 
 
 def gone_within(state: Path, owner_pid: int, seconds: float) -> dict[str, list[Any]]:

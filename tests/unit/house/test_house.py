@@ -13,12 +13,12 @@ import pytest
 from code_figures import (
     FILES,
     PACKAGE,
-    TREES,
     class_homes,
     elliptic_docstrings,
     lines_of_code,
     longest_functions,
     modules_at_the_door,
+    trees,
 )
 
 import headway.api
@@ -27,17 +27,7 @@ NAMED = re.compile(r"(headway(?:\.\w+)+):(\w+)")  # module:attribute, as worker 
 RUN = re.compile(r"(?:-m[ \"',]+|_HOST = \")(headway(?:\.\w+)+)")  # python -m headway.module
 
 
-def strings() -> list[tuple[str, str]]:
-    """Every string of the package, as (file, text)."""
-    return [
-        (str(file.relative_to(PACKAGE)), node.value)
-        for file, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-
-
-FACTORIES = sorted({match.groups() for _, text in strings() for match in NAMED.finditer(text)})
+FACTORIES = sorted({match.groups() for text in FILES.values() for match in NAMED.finditer(text)})
 MODULES = sorted({match[1] for text in FILES.values() for match in RUN.finditer(text)})
 
 
@@ -101,7 +91,7 @@ def test_what_runs_in_a_sandbox_imports_the_standard_library_alone():
     ]
     assert len(guest) > 10
     for file in guest:
-        for node in ast.walk(TREES[file]):
+        for node in ast.walk(trees()[file]):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -121,7 +111,7 @@ def test_the_public_door_opens_without_torch_and_names_everything():
     code = "import headway.api, sys; print([m for m in ('torch', 'numpy', 'uvicorn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    block = next(node for node in TREES[PACKAGE / "api.py"].body if isinstance(node, ast.If))
+    block = next(node for node in trees()[PACKAGE / "api.py"].body if isinstance(node, ast.If))
     static = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert static == set(names)
 

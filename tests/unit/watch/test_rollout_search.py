@@ -216,12 +216,12 @@ def test_search_finds_what_looking_at_each_rollout_finds(
     brute = BruteForce(tmp_path / "run", tokenizer)
     watched = WatchedRollouts(tmp_path / "run", tokens)
     found_some = 0
-    for query in queries(brute, 400):
+    for query in queries(brute, 120):
         expected = brute.search(query)
         found_some += 0 < len(expected) < len(brute.rows)
         assert all_pages(watched, query, 1 + len(expected) // 2) == expected, query
         assert watched.search(**query, limit=500)["total"] == len(expected), query
-    assert found_some > 150, "else the queries show nothing"
+    assert found_some > 45, "else the queries show nothing"
     watched.close()
 
 
