@@ -1,36 +1,28 @@
 """A language model behind any endpoint that speaks OpenAI's chat completions, asked with retries.
 
-Only the standard library: one POST per question, in the caller's thread. A redirect is not followed, so that the key
-goes nowhere else.
+One POST per question, in the caller's thread. A redirect is not followed, so that the key goes nowhere else.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
+import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.runtime.hooks import storable
-from headway.runtime.retries import backoff_s
+from headway.runtime.retries import backoff_s, first_cause
 
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 10.0  # before a retry, whatever the server asks for
 _LONGEST_QUOTE = 160  # characters of an answer in an error
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # HTTP: overloaded, or a moment too early
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
 
 
 @dataclass
@@ -105,34 +97,35 @@ class ChatModel:
         raise ModelFailed(f"{cause}; requests to {self.called}: {spent.attempts}")
 
     def _post(self, body: dict[str, Any]) -> object:
+        import httpx  # here: whoever asks no model doesn't wait for it
+
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers, method="POST")
         try:
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=self.timeout_s) as reply:
-                data: bytes = reply.read()
-        except urllib.error.HTTPError as error:
-            raise self._refused(error) from None
-        except (OSError, http.client.HTTPException) as error:  # no connection, a timeout, a reply cut off
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise Retry(f"{self.called} at {self.url} can't be reached: {type(error).__name__}: {reason}") from None
+            reply = httpx.post(
+                self.url,
+                content=json.dumps(body).encode(),  # httpx's own encoding refuses half surrogate pairs
+                headers=headers,
+                timeout=self.timeout_s,
+                verify=ssl.create_default_context(),  # the machine's certificates: a firm's own authority is among them
+            )
+        except (httpx.RequestError, httpx.InvalidURL) as error:  # no connection, a timeout, a reply cut off
+            first = first_cause(error)
+            raise Retry(f"{self.called} at {self.url} can't be reached: {type(first).__name__}: {first}") from None
+        if not reply.is_success:
+            cause = f"{self.called} answered HTTP {reply.status_code}: {quoted(reply.text)}"
+            if reply.status_code not in _RETRIED:
+                raise _Hopeless(cause)
+            try:
+                wait_s = max(0.0, float(reply.headers.get("Retry-After", "0")))
+            except ValueError:  # a date
+                wait_s = 0.0
+            raise Retry(cause, wait_s)
         try:
-            return json.loads(data)
+            return reply.json()
         except ValueError:
-            raise Retry(f"{self.called}'s reply is no JSON: {quoted(data.decode(errors='replace'))}") from None
-
-    def _refused(self, error: urllib.error.HTTPError) -> Exception:
-        with error:
-            said = quoted(error.read(4 * _LONGEST_QUOTE).decode(errors="replace"))
-        cause = f"{self.called} answered HTTP {error.code}: {said}"
-        if error.code not in _RETRIED:
-            return _Hopeless(cause)
-        try:
-            wait_s = max(0.0, float(error.headers.get("Retry-After", "0")))
-        except ValueError:  # a date
-            wait_s = 0.0
-        return Retry(cause, wait_s)
+            raise Retry(f"{self.called}'s reply is no JSON: {quoted(reply.text)}") from None
 
     def _text_of(self, answer: object, spent: RequestCosts) -> str:
         """The text of a chat completion; its tokens are added to ``spent`` whatever it says. Raises Retry."""

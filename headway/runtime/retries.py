@@ -24,6 +24,14 @@ def backoff_s(retry: int, first_s: float, longest_s: float = math.inf) -> float:
     return min(longest_s, first_s * 2.0 ** min(retry - 1, _MOST_DOUBLINGS))
 
 
+def first_cause(error: Exception) -> BaseException:
+    """The socket's error that ``error``, an HTTP client's, was raised from; without one, ``error`` itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
 class Breaker:
     """Decides whether a replica may be sent requests.
 

@@ -16,6 +16,7 @@ from headway.generator.endpoint.dialect import (
     ParsedRequest,
     Piece,
     Setting,
+    answer_texts,
     answers,
     event,
     usage,
@@ -257,14 +258,13 @@ def _envelope(asked: ParsedRequest) -> dict[str, Any]:
 
 def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
     """Content blocks of an answer: thinking, text, tool calls."""
-    message, found = turn.message, list[dict[str, Any]]()
-    written = setting.chat.written
-    if message.reasoning and written.reasoning:
-        found.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-    text = message.content if written.reasoning else message.inline
+    found = list[dict[str, Any]]()
+    reasoning, text = answer_texts(turn, setting)
+    if reasoning:
+        found.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if text:
         found.append({"type": "text", "text": text})
-    for call in message.calls:
+    for call in turn.message.calls:
         found.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
     return found
 

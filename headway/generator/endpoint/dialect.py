@@ -216,6 +216,12 @@ def answers(call: RecordedCall) -> list[RecordedTurn]:
     return [turn for turn in call.turns if turn is not None]
 
 
+def answer_texts(turn: RecordedTurn, setting: Setting) -> tuple[str, str]:
+    """Reasoning and text of an answer; where the chat template marks no reasoning, it stands in the text."""
+    message = turn.message
+    return (message.reasoning, message.content) if setting.chat.written.reasoning else ("", message.inline)
+
+
 def usage(call: RecordedCall) -> dict[str, int]:
     """Token counts of an answered call, under OpenAI's names."""
     prompt, completion = len(call.prompt_ids), sum(len(turn.answer.ids) for turn in answers(call))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from headway.generator.endpoint.dialect import (
     Dialect,
     ParsedRequest,
     Piece,
+    answer_texts,
     answers,
     event,
     usage,
@@ -263,16 +264,11 @@ def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[st
 def _output(turn: RecordedTurn, asked: ParsedRequest) -> list[dict[str, Any]]:
     """Output items of an answer: reasoning, message, calls."""
     setting, tools = asked.setting, ResponseTools(asked.body.get("tools"))
-    message, written = turn.message, setting.chat.written
-    texts: Sequence[tuple[str, str]] = (
-        ("reasoning", message.reasoning if written.reasoning else ""),
-        ("message", message.content if written.reasoning else message.inline),
-    )
     found = list[dict[str, Any]]()
-    for kind, text in texts:
+    for kind, text in zip(("reasoning", "message"), answer_texts(turn, setting), strict=True):
         if text:
             found.append(_item(kind, text, f"{setting.answer_id}_{len(found)}", "completed"))
-    for call in message.calls:
+    for call in turn.message.calls:
         found.append(tools.item(call, f"{setting.answer_id}_{len(found)}"))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headway.generator.endpoint.completions import completion_text
-from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Piece, answers
+from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Piece, answer_texts, answers
 from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange
 from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.recording.answer_tree import RecordedTurn
@@ -96,13 +96,8 @@ class _Choice:
         return self._piece(*self._stream.push(partial.ids), partial.ids, partial.logprobs)
 
     def last(self, turn: RecordedTurn) -> Piece:
-        written, message = self._setting.chat.written, turn.message
-        if not self._parsed:
-            whole = "", completion_text(turn, self._setting)
-        elif written.reasoning:
-            whole = message.reasoning, message.content
-        else:
-            whole = "", message.inline
+        setting = self._setting
+        whole = answer_texts(turn, setting) if self._parsed else ("", completion_text(turn, setting))
         return self._piece(*self._stream.finish(*whole), turn.answer.ids, turn.logprobs)
 
     def _piece(self, reasoning: str, content: str, ids: IdSequence, logprobs: LogprobSequence) -> Piece:

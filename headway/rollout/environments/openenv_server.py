@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,8 +65,12 @@ class LocalServer:
 
 def fetched(url: str, timeout_s: float) -> Any:
     """Fetch a URL and parse its JSON. Raises OSError or ValueError."""
-    with urllib.request.urlopen(url, timeout=timeout_s) as reply:
-        return json.loads(reply.read())
+    import httpx  # here: whoever asks no server doesn't wait for it
+
+    try:
+        return httpx.get(url, timeout=timeout_s, follow_redirects=True).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise OSError(f"{type(error).__name__}: {error}") from None
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Alerts of a run, delivered to a command of the user's and to a webhook. Standard library alone.
+"""Alerts of a run, delivered to a command of the user's and to a webhook.
 
 The webhook's URL may hold a token: it comes from the environment, and no error, event or file names it.
 """
@@ -6,23 +6,21 @@ The webhook's URL may hold a token: it comes from the environment, and no error,
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
+import logging
 import os
 import platform
 import shutil
 import signal
+import ssl
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 from headway.config.alerts import AlertsConfig
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord
-from headway.runtime.retries import backoff_s
+from headway.runtime.retries import backoff_s, first_cause
 from headway.telemetry.exporters.exporters import Exporter, Start
 from headway.telemetry.ledger import EVENT_ALERT
 from headway.telemetry.pages import alert_page
@@ -121,26 +119,22 @@ def run_command(command: tuple[str, ...], text: bytes, log: Path) -> None:
         raise HeadwayError(f"{command[0]} ended with exit code {process.returncode}; its output is in logs/{log.name}")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None  # a POST that is redirected becomes a GET, and a token goes elsewhere
-
-
 def post(url: str, text: bytes) -> None:
     """POST ``text`` as JSON, repeated after no answer, HTTP 408, 429 and 5xx. Raises HeadwayError, without the URL."""
-    cause, opener = "", urllib.request.build_opener(_NoRedirect)
+    import httpx  # here: a run without a webhook doesn't wait for it
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # what it logs of each request names the URL
+    cause, headers, verify = "", {"Content-Type": "application/json"}, ssl.create_default_context()
     for attempt in range(ATTEMPTS):
         time.sleep(backoff_s(attempt, RETRY_S))
-        try:
-            request = urllib.request.Request(url, text, {"Content-Type": "application/json"}, method="POST")
-            with opener.open(request, timeout=REQUEST_S):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
-            cause = f"HTTP {error.code}"
-            if error.code not in (408, 429) and error.code < 500:
-                break
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None)  # only its kind: the texts of some name the URL
-            cause = type(reason if isinstance(reason, Exception) else error).__name__
+        try:  # a redirect isn't followed: the POST would become a GET, and a token go elsewhere
+            status = httpx.post(url, content=text, headers=headers, timeout=REQUEST_S, verify=verify).status_code
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            cause = type(first_cause(error)).__name__  # only its kind: the texts of some name the URL
+            continue
+        if status // 100 == 2:
+            return
+        cause = f"HTTP {status}"
+        if status not in (408, 429) and status < 500:
+            break
     raise HeadwayError(f"the webhook failed: {cause}")
