@@ -57,6 +57,9 @@ def report(
     output: str = typer.Option(
         "", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html, or compare.html here."
     ),
+    html: str = typer.Option(
+        "", "--html", metavar="FILE", help="Write the page of headway watch to this file: it needs no server."
+    ),
 ) -> None:
     """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events. Of a workflow
     (headway.flow) print what its stages did. With --compare: several runs over each other, on steps, samples, tokens,
@@ -64,6 +67,16 @@ def report(
     from headway.report.plans.workflow import is_workflow, print_workflow, read_workflow, workflow_rows
 
     price = price_from(usd_per_device_hour)
+    if html:
+        from headway.services.watch.page_file import write_compared_page, write_run_page
+
+        left_out = write_compared_page(run, html, price) if compare else {}
+        for path, why in left_out.items():
+            typer.echo(f"left out: {path}: {why}", err=True)
+        if not compare:
+            write_run_page(run[0], html, price)
+        typer.echo(f"report: {html}")
+        return
     if compare:
         _compare(run, price, output or "compare.html", as_json)
         return
