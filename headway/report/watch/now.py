@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from headway.records.stalls import WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, TraceLine, TraceSession
 from headway.report.live import WINDOW
 from headway.report.run_cost import cost_sentence
-from headway.report.series import Column
 from headway.report.several.listing import holder_of
 from headway.report.verdict import judge_balance, judge_learning
 from headway.report.watch.runs import RECENT, RunTail, WatchedRun, inside, stamp_of
@@ -146,7 +146,7 @@ def _waits(path: Path) -> WaitGraph | None:
         return None
 
 
-def _mean(tail: RunTail, column: Column) -> float:
+def _mean(tail: RunTail, column: Callable[[StepRecord], float]) -> float:
     return weighted_mean(list(tail.recent)[-WINDOW:], column, lambda step: step.step_s)
 
 

@@ -22,7 +22,6 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.report.doctor import costs_of
 from headway.report.run_cost import LiveCost, live_cost
-from headway.report.series import Floats
 from headway.report.several.axes import AXES
 from headway.report.several.listing import ListedRun, RunState, find_runs, list_runs, state_of, traced_s
 from headway.runtime.run_directory import RunDirectory, placed_as_before
@@ -36,6 +35,7 @@ _LISTING_SHARE = 20  # a run isn't listed again before this many times what that
 _WRITTEN = (ledger.FILE_NAME, "config.json")
 _MOST_RUNS = 16  # whose readers are kept in memory
 T = TypeVar("T")
+Floats = npt.NDArray[np.float64]
 
 
 class NoSuchRun(ConfigurationError):

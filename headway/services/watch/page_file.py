@@ -14,14 +14,15 @@ from typing import Any
 import msgspec
 
 from headway.records.errors import ConfigurationError, HeadwayError
+from headway.report.run_view import view_run
 from headway.report.several.axes import AXES
 from headway.report.several.listing import list_runs
-from headway.report.watch import compared, now, series
+from headway.report.watch import compared, now, report, series
 from headway.report.watch.lanes import RunLanes
 from headway.report.watch.rollouts.chosen import chosen_rollouts, rollouts_of_tasks
 from headway.report.watch.rollouts.view import WatchedRollouts
 from headway.report.watch.runs import WatchedRun
-from headway.runtime.run_directory import RunDirectory, write_whole
+from headway.runtime.run_directory import write_whole
 from headway.services.run_tokenizer import token_table
 from headway.services.watch.stream import encode
 
@@ -31,7 +32,7 @@ _ROLLOUTS, _COMPARED_TASKS = 300, 3
 _TOKENS, _ALL_TOKENS = 4000, 300_000  # of a rollout, and of all of them
 _STEPS, _PIXELS, _TRACKS = 30, 3000, 64  # of the lanes
 _GROUPS = ("devices", "trainer", "generator", "verifiers", "other", "groups", "rollouts")  # those first that stay
-_VIEWS = ("now", "run", "rollouts", "tasks", "devices")
+_VIEWS = ("report", "now", "run", "rollouts", "tasks", "devices")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 _WHOLE = "`headway watch RUN` has all."
 
@@ -76,10 +77,8 @@ def write_compared_page(
 
 
 def _run(run_dir: str | Path, name: str = "") -> WatchedRun:
-    path = Path(run_dir)
-    if not RunDirectory(path).ledger.is_file():
-        raise ConfigurationError(f"{run_dir} holds no run: there is no {RunDirectory(path).ledger}")
-    return WatchedRun(name or path.resolve().name, path)
+    view = view_run(run_dir)  # there is a ledger, and it can be read
+    return WatchedRun(name or view.path.resolve().name, view.path)
 
 
 def _listed(runs: Sequence[WatchedRun], price: float | None) -> dict[str, Any]:
@@ -91,6 +90,7 @@ def _answers(run: WatchedRun, price: float | None) -> dict[str, Any]:
     with closing(WatchedRollouts(run.path, token_table(run.path))) as reader:
         rows = chosen_rollouts(reader.table(), _ROLLOUTS)
         return {
+            "report": report.report(run, price),
             "now": now.now(run, price),
             **_series(run, _POINTS, price),
             "events": series.events(run),

@@ -7,6 +7,7 @@ import * as recorded from "./recorded.js";
 const VIEWS = {
   runs: { title: "Runs", key: "l", module: "./views/runs.js" },
   now: { title: "Now", key: "n", module: "./views/now.js" },
+  report: { title: "Report", key: "p", module: "./views/report.js" },
   run: { title: "Run", key: "r", module: "./views/run.js" },
   rollouts: { title: "Rollouts", key: "o", module: "./views/rollouts.js" },
   tasks: { title: "Tasks", key: "t", module: "./views/tasks.js" },
@@ -85,7 +86,7 @@ async function open() {
   if (location.hash !== asked) return;
   if (!name) {
     const all = runs.map((run) => run.id);
-    location.replace(VIEWS.now && all.length === 1 ? hashOf("now", { run: all[0] }) : VIEWS.runs ? hashOf("runs") : hashOf("compare", { runs: all }));
+    location.replace(VIEWS.now && all.length === 1 ? hashOf(recorded.inside ? "report" : "now", { run: all[0] }) : VIEWS.runs ? hashOf("runs") : hashOf("compare", { runs: all }));
     return;
   }
   current.end?.();
