@@ -7,13 +7,11 @@ from typing import Any
 
 from headway.records.errors import ConfigurationError
 from headway.report.formats import duration, quantity, score
-from headway.report.run_cost import with_cost
-from headway.report.run_view import view_run
 from headway.report.several.axes import AXES
 from headway.report.several.configurations import differences
 from headway.report.several.listing import holder_of
 from headway.report.tables import summary_rows
-from headway.report.watch.runs import WatchedRun, within
+from headway.report.watch.runs import RunTail, WatchedRun, within
 from headway.report.watch.series import configuration, series
 from headway.runtime.run_directory import RunDirectory
 
@@ -31,7 +29,7 @@ def compare(
         with run.tail(wide=True) as tail:
             known = ",".join(set(tail.names()) & set(names.split(",")))
             state = tail.state(holder_of(RunDirectory(run.path)))
-            row = {"id": run.id, "name": run.path.name, "numbers": _numbers(run, state, price)}
+            row = {"id": run.id, "name": run.path.name, "numbers": _numbers(tail, state, price)}
         try:
             found = series(run, known, axis, points, price=price)
         except ConfigurationError as error:
@@ -48,12 +46,9 @@ def compare(
     }
 
 
-def _numbers(run: WatchedRun, state: str, price: float | None) -> dict[str, str]:
+def _numbers(tail: RunTail, state: str, price: float | None) -> dict[str, str]:
     """The facts of `headway report`, and the last evaluation of each kind."""
-    try:
-        view = with_cost(view_run(run.path), price)
-    except ConfigurationError:
-        return {}
+    view, cost = tail.view(), tail.cost(price)
     rows = {"state": state, "time": duration(view.summary.duration_s)}
     for record in view.evaluations:  # the last of each kind stays
         if record.samples:
@@ -64,4 +59,4 @@ def _numbers(run: WatchedRun, state: str, price: float | None) -> dict[str, str]
     rows["tokens trained"] = quantity(sum(step.flow.trained_tokens for step in view.steps if not step.skipped))
     rows |= {label: text for label, text in summary_rows(view.summary).items() if label != "solve rate"}
     rows |= {"learning": view.verdict.learning_text}
-    return rows | ({"cost": view.verdict.cost_text.partition(":")[0]} if view.verdict.cost_text else {})
+    return rows if cost is None else rows | {"cost": f"${cost.usd:,.2f}"}

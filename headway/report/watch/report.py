@@ -19,10 +19,10 @@ from headway.report.live import shown_pass_at, shown_score
 from headway.report.plans.placements import STAGE_HEADS, changes_of, placed_steps, stage_rows
 from headway.report.plans.run_plan import draw_plan
 from headway.report.run_cost import with_cost
-from headway.report.run_view import RunView, view_run
+from headway.report.run_view import RunView
 from headway.report.sandboxes import latency_rows, sandbox_sentences
 from headway.report.tables import steps_time
-from headway.report.watch.runs import WatchedRun
+from headway.report.watch.runs import WatchedRun, inside
 
 _MOST_ROWS = 200  # of events, the newest
 _BAD = ("NO,", "NOT BALANCED", "BUDGET BROKEN")
@@ -39,9 +39,9 @@ Section = dict[str, Any]  # title, and of sentences, rows under heads, bars and 
 
 
 def report(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
-    """The facts of `headway report RUN`, with ``price`` (dollars of a device's hour) what the run has cost too. Raises
-    ConfigurationError where the ledger can't be read."""
-    view, problems = view_run(run.path), list[str]()
+    """The facts of `headway report RUN`, with ``price`` (dollars of a device's hour) what the run has cost too."""
+    with run.tail() as tail:
+        view, problems = tail.view(), list(tail.problems)
     try:
         view = with_cost(view, price)
     except ConfigurationError as error:
@@ -119,7 +119,7 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> Section:
 def _plan(view: RunView, problems: list[str]) -> list[Section]:
     """The plan that the run was begun with, and its stages' time placement by placement."""
     path, plan, sections = view.path / PLAN_FILE, None, list[Section]()
-    if path.is_file():
+    if inside(path, view.path):
         try:
             plan = msgspec.json.decode(path.read_bytes(), type=RunPlan)
         except (OSError, msgspec.DecodeError) as error:

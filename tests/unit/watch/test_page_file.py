@@ -65,6 +65,14 @@ def test_a_page_has_the_facts_of_the_report(name: str, tmp_path: Path, capsys: p
         text for key, text in facts["verdict"].items() if key.endswith("_text") and text
     }
     assert f"{facts['steps']:,} steps" in found["report"]["summary"]
+    now = found["now"]
+    assert (now["balance"], now["learning"]) == (facts["verdict"]["balance"], facts["verdict"]["learning"])
+    assert facts["verdict"]["staleness_text"] in now["sentence"]
+    assert now["waits"]["trainer"] == pytest.approx(facts["trainer_wait_ratio"])
+    assert now["waits"]["generator"] == pytest.approx(facts["generator_wait_ratio"])
+    rates = ("production", "effective_production", "consumption", "trained")
+    assert [now["rates"][name] for name in rates] == [facts[f"{name}_per_s"] for name in rates]
+    assert facts["verdict"]["cost_text"] == now["cost"]["text"]
     measured = [one for one in facts["evaluations"] if one["samples"]]
     shown = found["series"]["axes"]["steps"]["evaluations"]
     assert [one["solve_rate"] for one in shown] == [one["solve_rate"] for one in measured]

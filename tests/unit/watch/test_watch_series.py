@@ -223,7 +223,7 @@ def test_runs_are_compared_and_what_one_lacks_is_left_out(tmp_path: Path, run: W
     numbers = found["runs"][0]["numbers"]
     assert numbers["state"] == "ended"
     assert numbers["steps"].startswith("120 in ")
-    assert re.match(r"0\.930 ± .* \(500 tasks\)", numbers["solve rate, test after"])
+    assert re.match(r"0\.930 ± .* \(500 tasks, version 120\)", numbers["solve rate, test after"])
     assert numbers["learning"].startswith("Yes: ")
     assert numbers["cost"] == "$0.14"
     assert any(problem.startswith("x/other: cost and time left aren't known") for problem in found["problems"])

@@ -23,8 +23,8 @@ def chosen_rollouts(table: RolloutTable, most: int) -> list[int]:
 
 
 def rollouts_of_tasks(tables: Sequence[RolloutTable], most: int) -> list[list[int]]:
-    """Of each run the newest rollouts of at most ``most`` tasks that several runs have rollouts of, those first that
-    most of them have."""
+    """Rows of each run: the newest rollouts of at most ``most`` tasks that several of the runs have rollouts of, tasks
+    of more runs first."""
     newest = list[dict[str, int]]()
     for table in tables:
         present = np.flatnonzero(table["member"] >= 0)
