@@ -26,8 +26,11 @@ import matplotlib
 from matplotlib.figure import Figure
 from parts.trained_run import headway, standard_error, steps_and_end, train_once
 
-from headway.report.plots import STYLE
-
+STYLE = {
+    **{"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9},  # text stays text
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{"axes.grid": True, "grid.color": "#e3e6ea", "legend.frameon": False, "legend.fontsize": 8},
+}
 LEARNING_RATES = (2.5e-4, 1.25e-4)  # peak; the same for every objective
 BUDGETS = (0, 2, 8, 16)
 OPTIMIZER_STEPS = (1, 4)  # per batch

@@ -96,7 +96,7 @@ def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:
     from headway.report.printing import print_rows
 
     print_rows(outcome_rows(outcome))
-    typer.echo(f"simulated: headway report {run_dir}   writes plots and a verdict")
+    typer.echo(f"simulated: headway report {run_dir}   judges the run")
 
 
 def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:

@@ -54,18 +54,22 @@ def report(
     compare: bool = typer.Option(False, "--compare", help="Several runs over each other on one page."),
     usd_per_device_hour: str = USD_PER_DEVICE_HOUR,
     as_json: bool = typer.Option(False, "--json", help="Print summary and verdict as one JSON object; write no page."),
-    output: str = typer.Option(
-        "", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html, or compare.html here."
+    html: str = typer.Option(
+        "",
+        "--html",
+        metavar="FILE",
+        help="Write the page of headway watch as one file; of --compare: compare.html here.",
     ),
 ) -> None:
-    """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events. Of a workflow
-    (headway.flow) print what its stages did. With --compare: several runs over each other, on steps, samples, tokens,
-    hours or dollars, with what differs in their configurations."""
+    """Judge a run in words: who waits for whom, how stale, is it learning, what failed. With --html: on the page of
+    headway watch as one file, without a server or a network. Of a workflow (headway.flow) print what its stages did.
+    With --compare: several runs over each other, on steps, samples, tokens, hours or dollars, with what differs in
+    their configurations."""
     from headway.report.plans.workflow import is_workflow, print_workflow, read_workflow, workflow_rows
 
     price = price_from(usd_per_device_hour)
     if compare:
-        _compare(run, price, output or "compare.html", as_json)
+        _compare(run, price, html or "compare.html", as_json)
         return
     if len(run) > 1:
         raise ConfigurationError(f"{len(run)} runs: valid: one, or --compare")
@@ -83,33 +87,34 @@ def report(
     if as_json:
         print_json(to_json(view))
         return
-    from headway.report.page import report as write_page
     from headway.report.printing import print_rows
-    from headway.report.progress import ProgressBar
 
-    with ProgressBar("plots") as bar:
-        page = write_page(run[0], output or None, price, bar)
     print_rows(view.verdict.sentences, gap=2)
     if view.verdict.pages:
         typer.echo(f"what to do: {' '.join(view.verdict.pages)}")
-    typer.echo(f"report: {page}")
+    if html:
+        from headway.services.watch.page_file import write_run_page
+
+        write_run_page(run[0], html, price)
+    page = html or str(Path(run[0]) / "report.html")
+    if Path(page).is_file():
+        typer.echo(f"report: {page}")
 
 
-def _compare(run_dirs: list[str], price: float | None, output: str, as_json: bool) -> None:
+def _compare(run_dirs: list[str], price: float | None, html: str, as_json: bool) -> None:
     if len(run_dirs) < 2:
         raise ConfigurationError("--compare: valid: with two runs or more")
-    from headway.report.progress import ProgressBar
-    from headway.report.several.compare import compare, compare_json
-    from headway.services.run_tokenizer import run_decoder
-
     if as_json:
+        from headway.report.several.compare import compare_json
+
         print_json(compare_json(run_dirs))
         return
-    with ProgressBar("plots") as bar:
-        left_out = compare(run_dirs, output, price, bar, run_decoder)
+    from headway.services.watch.page_file import write_compared_page
+
+    left_out = write_compared_page(run_dirs, html, price)
     for path, why in left_out.items():
         typer.echo(f"left out: {path}: {why}", err=True)
-    typer.echo(f"report: {output}")
+    typer.echo(f"report: {html}")
 
 
 def doctor(

@@ -75,7 +75,7 @@ def train(
         from headway.orchestrator.jobs.model_card import write_run_card
 
         write_run_card(best, experiment.run.directory, price)
-    _print_summary(summary, experiment.run.directory, as_json)
+    _end(summary, experiment.run.directory, as_json, price)
 
 
 def serve_buffer(
@@ -102,12 +102,19 @@ def serve_buffer(
     _check(experiment, resume=resume, complete=False, quiet=as_json)
     from headway.orchestrator.train import train as run
 
-    _print_summary(run(experiment, resume=resume, on_line=say), experiment.run.directory, as_json)
+    _end(run(experiment, resume=resume, on_line=say), experiment.run.directory, as_json)
 
 
-def _print_summary(summary: RunSummary, directory: str, as_json: bool) -> None:
+def _end(summary: RunSummary, directory: str, as_json: bool, price: float | None = None) -> None:
+    """Write RUN/report.html and print the summary."""
+    from headway.records.errors import HeadwayError
     from headway.report.tables import print_summary
+    from headway.services.watch.page_file import write_run_page
 
+    try:
+        write_run_page(directory, price=price)
+    except (HeadwayError, OSError) as error:  # the run has ended well all the same
+        typer.echo(f"no page: {error}", err=True)
     if as_json:
         print_json(summary)
     else:

@@ -20,6 +20,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.report.formats import duration, percent, quantity
 from headway.report.incidents import described
+from headway.report.kernels import kernel_sentences
 from headway.report.preview import BINDS
 from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
@@ -72,11 +73,6 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     if isinstance(found, str):
         raise ConfigurationError("; ".join([f"{view.path}: {found}", *(f"alert at {alert}" for alert in alerts)]))
     costs = device_costs(view, experiment, usd_per_device_hour)
-    kernels = ""
-    if any(step.kernels.evaluations for step in view.steps):
-        from headway.report.kernels import kernel_sentences  # draws, too: slow to import
-
-        kernels = " ".join(kernel_sentences(view.steps))
     return Report(
         run=str(view.path),
         state=view.state,
@@ -85,7 +81,7 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
         whole_run=view.verdict.balance_text if view.verdict.balance != found.balance else "",
         recommended=view.verdict.plan_text,
         alerts=alerts,
-        kernels=kernels,
+        kernels=" ".join(kernel_sentences(view.steps)),
     )
 
 

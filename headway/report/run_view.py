@@ -53,7 +53,12 @@ class RunView:
 
 def view_run(run_dir: str | Path) -> RunView:
     """Read the run at ``run_dir``. Raises ConfigurationError when there is no ledger or it is damaged."""
-    lines = read_ledger(run_dir)
+    return view_of(run_dir, read_ledger(run_dir))
+
+
+def view_of(run_dir: str | Path, lines: list[LedgerLine]) -> RunView:
+    """The facts that the ``lines`` of a run's ledger, replays resolved, come to. Report, page and doctor have them from
+    here."""
     directory = RunDirectory(run_dir)
     configuration = _configuration(directory)
     queue = configuration.get("queue")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from headway.records.ledger import StepRecord
 from headway.records.sandbox_statistics import Latencies, PoolStatistics, SandboxStatistics
 from headway.report.formats import percent
-from headway.report.plots import ALARM, GENERATOR, GREY, THIRD, TRAINER, Plot, curves, plots_of
-from headway.report.series import Column
 
-SECTION = "Sandboxes"
 _LATENCIES = {
     "queue": "waiting for a place",
     "start": "making one",
@@ -83,41 +79,3 @@ def latency_rows(steps: Sequence[StepRecord]) -> list[list[str]]:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
-
-
-def _p99_ms(name: str) -> Column:
-    def column(step: StepRecord) -> float:
-        latencies: Latencies = getattr(step.sandboxes.pool, name)
-        return 1000 * latencies.quantile_s(0.99) if latencies.count else math.nan
-
-    return column
-
-
-def _of_pool(name: str) -> Column:
-    return lambda step: float(getattr(step.sandboxes.pool, name)) if step.sandboxes.any else math.nan
-
-
-SANDBOX_PLOTS: tuple[Plot, ...] = plots_of(
-    {
-        SECTION: {
-            "How long they take": (
-                "p99 of each step, in ms: waiting for a place, making one, a command.",
-                curves(
-                    ("waiting for a place", ALARM, _p99_ms("queue")),
-                    ("start", TRAINER, _p99_ms("start")),
-                    ("command", GENERATOR, _p99_ms("exec")),
-                    ylabel="ms",
-                ),
-            ),
-            "How many there are": (
-                "At the end of each step. Who waits would have one if sandbox.live were higher.",
-                curves(
-                    ("places", GREY, _of_pool("capacity")),
-                    ("live", THIRD, _of_pool("live")),
-                    ("paused", TRAINER, _of_pool("paused")),
-                    ("waiting for one", ALARM, _of_pool("waiters")),
-                ),
-            ),
-        }
-    }
-)

@@ -17,7 +17,7 @@ def print_summary(summary: RunSummary, run_dir: str, console: Console | None = N
     """Print the table at the end of `headway train`."""
     console = console or Console(highlight=False)
     print_rows(summary_rows(summary), console=console)
-    console.print(Text(f"headway report {run_dir}   writes plots and a verdict"), soft_wrap=True)
+    console.print(Text(f"headway report {run_dir}   judges the run; its page: {run_dir}/report.html"), soft_wrap=True)
 
 
 def summary_rows(summary: RunSummary) -> Rows:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_run
+from page_answers import words
 
 from headway.control.tuning.move_outcome import MEASURED
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
@@ -75,9 +76,9 @@ def require_shown(run: Path) -> None:
     assert "4 changes of plan in the run; the last at version 120" in " ".join(
         tiny_run.output_of("report", run).split()
     )
-    page = (run / "report.html").read_text()
+    page = words(run / "report.html")
     assert "Stages by placement" in page
-    assert "spatial: generate on cpu:1; train on cpu:0 -&gt; spatial: generate on cpu:0; train on cpu:1" in page
+    assert "spatial: generate on cpu:1; train on cpu:0 -> spatial: generate on cpu:0; train on cpu:1" in page
     tiny_run.output_of("trace", run, "--from-step", "0")
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}

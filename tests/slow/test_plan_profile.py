@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from page_answers import words
 from tiny_run import headway, output_of, refused, require_nothing_left, train, write_experiment, write_inputs
 
 from headway.config.load import load_experiment
@@ -42,7 +43,7 @@ def test_a_profile_a_plan_and_the_run_that_it_says(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert json.loads((run / "config.json").read_text())["trainer"]["devices"] == found["stages"][1]["names"]
     output_of("report", run)
-    assert "Plan: a steady step, device by device" in (run / "report.html").read_text()
+    assert "Plan: a steady step, device by device" in words(run / "report.html")
 
     profile.write_bytes(msgspec.json.encode(msgspec.structs.replace(measured, machine="another")))
     assert "measured on another machine" in refused("plan", config, f"--pool={pool}")

@@ -40,7 +40,6 @@ MODULES = (
     "headway.orchestrator.train",
     "headway.orchestrator.jobs.evaluate",
     "headway.orchestrator.preflight.check",
-    "headway.report.page",
     "headway.rollout.hosting.service",
     "headway.runtime.nodes.agent",
     "headway.services.serve",

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import matplotlib
-from matplotlib.figure import Figure
+from html import escape
 
 from headway.records.check_report import Calibration
 from headway.records.plan import RunPlan
 from headway.report.formats import duration, percent, quantity
-from headway.report.plots import GENERATOR, STYLE, TRAINER
 
+_GENERATES, _TRAINS = "#d6730f", "#2166ac"
 _DEVICES = 16  # that are drawn one by one; of more, as many stand for the rest
 
 
@@ -72,28 +68,39 @@ def draw_plan(plan: RunPlan) -> str:
     trains, generates = by_name["train"], by_name["generate"]
     for name in generates.names:
         begin = trained_s if name in trains.names else 0.0
-        rows[name] = [(begin, step_s * (1 - plan.generator_wait) if not begin else step_s, GENERATOR)]
+        rows[name] = [(begin, step_s * (1 - plan.generator_wait) if not begin else step_s, _GENERATES)]
     for name in trains.names:
-        rows.setdefault(name, []).append((0.0, trained_s, TRAINER))
+        rows.setdefault(name, []).append((0.0, trained_s, _TRAINS))
     shown = list(rows)
     if len(shown) > _DEVICES:
         shown = shown[: _DEVICES // 2] + shown[-_DEVICES // 2 :]
-    style: Any = {**STYLE, "svg.hashsalt": "plan"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.4, 0.9 + 0.22 * len(shown)), layout="constrained")
-        axes = figure.subplots()
-        for row, name in enumerate(shown):
-            for begin, end, colour in rows[name]:
-                axes.barh(row, end - begin, left=begin, height=0.7, color=colour)
-        axes.set_yticks(range(len(shown)), shown)
-        axes.invert_yaxis()
-        axes.set_xlim(0, step_s)
-        axes.set_xlabel("seconds of a steady step; blank: waits")
-        for label, colour in (("generates", GENERATOR), ("trains", TRAINER)):
-            axes.barh([0], [0], color=colour, label=label)
-        axes.legend(loc="upper right", fontsize=7)
-        if len(rows) > _DEVICES:
-            axes.set_title(f"{len(shown)} of {len(rows)} devices; those left out do as their neighbours")
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+    width, names_width, row_height = 740, 130, 20
+    scale, height = (width - names_width - 10) / step_s, row_height * len(shown) + 62
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{width}" height="{height}" fill="#fff"/>'
+    ]
+    for place, (label, colour) in enumerate((("generates", _GENERATES), ("trains", _TRAINS))):
+        x = names_width + 90 * place
+        parts.append(
+            f'<rect x="{x}" y="6" width="12" height="12" fill="{colour}"/><text x="{x + 17}" y="16">{label}</text>'
+        )
+    if len(rows) > _DEVICES:
+        text = f"{len(shown)} of {len(rows)} devices; those left out do as their neighbours"
+        parts.append(f'<text x="{width - 10}" y="16" text-anchor="end">{text}</text>')
+    for row, name in enumerate(shown):
+        y = 26 + row_height * row
+        parts.append(f'<text x="{names_width - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
+        for begin, end, colour in rows[name]:
+            x, wide = names_width + scale * begin, scale * (end - begin)
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y + 2}" width="{wide:.1f}" height="{row_height - 5}" fill="{colour}"/>'
+            )
+    bottom = 26 + row_height * len(shown)
+    parts.append(f'<path d="M{names_width} {bottom}H{width - 10}" stroke="#555"/>')
+    for part in range(5):
+        x, text = names_width + scale * step_s * part / 4, f"{step_s * part / 4:.3g}"
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    said = "seconds of a steady step; blank: waits"
+    parts.append(f'<text x="{(names_width + width) / 2}" y="{bottom + 31}" text-anchor="middle">{said}</text></svg>')
+    return "\n".join(parts) + "\n"

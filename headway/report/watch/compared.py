@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from headway.records.errors import ConfigurationError
-from headway.report.formats import duration, percent, quantity, score
+from headway.report.formats import duration, quantity, score
 from headway.report.several.axes import AXES
 from headway.report.several.configurations import differences
 from headway.report.several.listing import holder_of
-from headway.report.watch.now import learning_of
+from headway.report.tables import summary_rows
 from headway.report.watch.runs import RunTail, WatchedRun, within
 from headway.report.watch.series import configuration, series
 from headway.runtime.run_directory import RunDirectory
@@ -30,7 +28,8 @@ def compare(
     for run in dict.fromkeys(runs):
         with run.tail(wide=True) as tail:
             known = ",".join(set(tail.names()) & set(names.split(",")))
-            row = {"id": run.id, "name": run.path.name, "numbers": _numbers(run, tail, price)}
+            state = tail.state(holder_of(RunDirectory(run.path)))
+            row = {"id": run.id, "name": run.path.name, "numbers": _numbers(tail, state, price)}
         try:
             found = series(run, known, axis, points, price=price)
         except ConfigurationError as error:
@@ -47,19 +46,17 @@ def compare(
     }
 
 
-def _numbers(run: WatchedRun, tail: RunTail, price: float | None) -> dict[str, str]:
-    state, steps_s = tail.state(holder_of(RunDirectory(run.path))), tail.column("time/step_s")
-    rows = {"state": state, "time": duration(tail.duration_s), "steps": f"{len(tail.column('version')):,}"}
-    for record in tail.evaluations.values():  # the last of each kind stays
+def _numbers(tail: RunTail, state: str, price: float | None) -> dict[str, str]:
+    """The facts of `headway report`, and the last evaluation of each kind."""
+    view, cost = tail.view(), tail.cost(price)
+    rows = {"state": state, "time": duration(view.summary.duration_s)}
+    for record in view.evaluations:  # the last of each kind stays
         if record.samples:
+            versions = f"version {record.last_version}" if record.held else f"to version {record.last_version}"
             rate = score(record.solve_rate, record.standard_error)
             failed = f"; {record.failures_text}" if record.failed else ""
-            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks{failed})"
-    rows["samples trained"] = quantity(float(np.nansum(tail.column("samples"))))
-    rows["tokens trained"] = quantity(float(np.nansum(tail.column("tokens"))))
-    if (cost := tail.cost(price)) is not None:
-        rows["cost"] = f"${cost.usd:,.2f}"
-    for label, name in (("trainer waits", "wait/trainer_ratio"), ("generator waits", "wait/generator_ratio")):
-        if steps_s.sum():
-            rows[label] = percent(float((tail.column(name) * steps_s).sum() / steps_s.sum()))
-    return rows | {"learning": learning_of(tail)[1]}
+            rows[f"solve rate, {record.split} {record.phase}"] = f"{rate} ({record.tasks} tasks, {versions}{failed})"
+    rows["tokens trained"] = quantity(sum(step.flow.trained_tokens for step in view.steps if not step.skipped))
+    rows |= {label: text for label, text in summary_rows(view.summary).items() if label != "solve rate"}
+    rows |= {"learning": view.verdict.learning_text}
+    return rows if cost is None else rows | {"cost": f"${cost.usd:,.2f}"}

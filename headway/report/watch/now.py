@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from headway.records.stalls import WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, TraceLine, TraceSession
 from headway.report.live import WINDOW
 from headway.report.run_cost import cost_sentence
-from headway.report.series import Column
 from headway.report.several.listing import holder_of
-from headway.report.verdict import judge_balance, judge_learning
+from headway.report.verdict import judge_balance
 from headway.report.watch.runs import RECENT, RunTail, WatchedRun, inside, stamp_of
 from headway.report.watch.series import event_of
 from headway.runtime.run_directory import RunDirectory
@@ -117,7 +117,7 @@ def now(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
             "left_s": _left_s(tail) if alive else None,
             "updated_unix_s": max(filter(None, (tail.written_unix_s, trace.written_unix_s)), default=None),
             "queue": _queue(tail, trace, waits, pulse, last),
-            "rates": _rates(tail, last),
+            "rates": _rates(tail, state),
             "workers": _workers(pulse, waits),
             "stalls": [
                 {"worker": event.worker, "detail": event.detail, "since_unix_s": _since(tail, number, event)}
@@ -146,54 +146,34 @@ def _waits(path: Path) -> WaitGraph | None:
         return None
 
 
-def _mean(tail: RunTail, column: Column) -> float:
+def _mean(tail: RunTail, column: Callable[[StepRecord], float]) -> float:
     return weighted_mean(list(tail.recent)[-WINDOW:], column, lambda step: step.step_s)
 
 
 def _judged(tail: RunTail, state: str, price: float | None) -> dict[str, Any]:
-    """The run in a few words, and their parts."""
-    waits = waits_of(list(tail.recent)[-WINDOW:])
-    budget = tail.experiment and tail.experiment.queue.budget
+    """The run in a few words, those of `headway report`, and their parts. Of a run that goes on ``waits`` are those of
+    its newest steps, which ``waits_of`` counts."""
+    verdict, cost = tail.view().verdict, tail.cost(price)
+    newest = list(tail.recent)[-WINDOW:] if state == "running" else tail.view().steps
+    waits = waits_of(newest)
     shown = {"unknown": "It can't be told what became of it", "died": "It died"}
     parts = [] if state == "running" else [shown.get(state, state.capitalize())]
-    balance, learning, cost = "unknown", "unknown", tail.cost(price)
     if tail.recent:
-        balance, text = judge_balance(waits, budget)
-        parts.append(text.partition(". ")[0])
-        mean, worst = _mean(tail, lambda s: s.trajectory_staleness.mean), _worst_staleness(tail)
-        of = "" if budget is None else f" of {budget}"
-        parts.append(f"Trajectories are {mean:.1f} versions old when trained, at most {worst}{of}")
-        learning, text = learning_of(tail)
-        parts.append(text.removeprefix("No two evaluations to compare. ").removeprefix("Yes: "))
+        parts.append(verdict.balance_text.partition(". ")[0])
+        lately, text = judge_balance(waits, verdict.staleness_budget)
+        if lately != verdict.balance:
+            parts.append(f"In the newest {len(newest)} steps: {text.partition('. ')[0]}")
+        learning = verdict.learning_text.removeprefix("No two evaluations to compare. ").removeprefix("Yes: ")
+        parts += [verdict.staleness_text, learning]
     if cost is not None:
         parts.append(f"${cost.usd:,.2f} so far")
     sentence = ". ".join(part[:1].upper() + part[1:].rstrip(".") for part in parts)
     return {
         "sentence": f"{sentence}." if sentence else "",
-        **{"learning": learning, "balance": balance, "waits": msgspec.to_builtins(waits)},
+        **{"learning": verdict.learning, "balance": verdict.balance},
+        **{"waits": msgspec.to_builtins(waits), "waits_of": len(newest)},
         "cost": None if cost is None else {**msgspec.to_builtins(cost), "text": cost_sentence(cost)},
     }
-
-
-def _worst_staleness(tail: RunTail) -> int:
-    found = tail.column("staleness/trajectory_max_steps")
-    return int(found.max()) if len(found) else 0
-
-
-def learning_of(tail: RunTail) -> tuple[str, str]:
-    """Whether the run is learning: in a word, and in words."""
-    return tail.once("learning", lambda: _learning(tail))
-
-
-def _learning(tail: RunTail) -> tuple[str, str]:
-    records = list(tail.evaluations.values())
-    learning, change, _, text = judge_learning(records)
-    if change is None:  # no two evaluations: the trend of the training tasks
-        rates = tail.column("reward/solve_rate").tolist()
-        rates = enumerate(filter(math.isfinite, rates))
-        light = [StepRecord(step=n, version=n + 1, solve_rate=rate, solve_rate_histogram=[1]) for n, rate in rates]
-        learning, _, _, text = judge_learning(light)
-    return learning, text
 
 
 def _left_s(tail: RunTail) -> float | None:
@@ -238,13 +218,18 @@ def _queue(
     }
 
 
-def _rates(tail: RunTail, last: StepRecord | None) -> dict[str, Any]:
-    names = ("production", "effective_production", "consumption")
-    means = {name: _mean(tail, lambda s, field=f"{name}_per_s": getattr(s, field)) if last else None for name in names}
-    trained = _mean(tail, lambda step: step.samples / step.step_s if step.step_s else 0.0) if last else None
+def _rates(tail: RunTail, state: str) -> dict[str, Any]:
+    """Rates over the newest steps of a run that goes on, else over all of it."""
+    names = ("production", "effective_production", "consumption", "trained")
+    means: dict[str, float | None] = dict.fromkeys(names)
+    if tail.recent and state == "running":
+        means = {name: _mean(tail, lambda s, field=f"{name}_per_s": getattr(s, field)) for name in names[:3]}
+        means["trained"] = _mean(tail, lambda step: step.samples / step.step_s if step.step_s else 0.0)
+    elif tail.recent:
+        means = {name: getattr(tail.view().summary, f"{name}_per_s") for name in names}
     drawn = [tail.unix_column(), *(tail.column(f"rates/{name}_samples_per_s") for name in (names[0], names[2]))]
     recent = [list(row) for row in zip(*(column[-RECENT:].tolist() for column in drawn), strict=True)]
-    return {**means, "trained": trained, "unit": "samples/s", "recent": recent}
+    return {**means, "unit": "samples/s", "recent": recent}
 
 
 def _workers(pulse: Pulse | None, waits: WaitGraph | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.report.doctor import costs_of
 from headway.report.run_cost import LiveCost, live_cost
-from headway.report.series import Floats
+from headway.report.run_view import RunView, view_of
 from headway.report.several.axes import AXES
 from headway.report.several.listing import ListedRun, RunState, find_runs, list_runs, state_of, traced_s
 from headway.runtime.run_directory import RunDirectory, placed_as_before
@@ -36,6 +37,7 @@ _LISTING_SHARE = 20  # a run isn't listed again before this many times what that
 _WRITTEN = (ledger.FILE_NAME, "config.json")
 _MOST_RUNS = 16  # whose readers are kept in memory
 T = TypeVar("T")
+Floats = npt.NDArray[np.float64]
 
 
 class NoSuchRun(ConfigurationError):
@@ -73,6 +75,7 @@ class RunTail:
         self._derived: dict[str, tuple[int, Any]] = {}
         self._sessions: list[tuple[int, float | None]] = []  # first line, Unix time at which its clock began
         self._lost_h, self._configuration_problem = Counter[str](), ""
+        self.lines: dict[int, LedgerLine] = {}  # by line number, replays resolved
         self.experiment = self._experiment()
         self.evaluations: dict[int, EvaluationRecord] = {}  # by line
         self.events: dict[int, EventRecord] = {}
@@ -154,9 +157,10 @@ class RunTail:
 
     def _take_line(self, number: int, line: LedgerLine) -> list[StepRecord]:
         for old in self._replays.take(number, line):
+            del self.lines[old]
             if self.evaluations.pop(old, None) is None:
                 self._dropped.add(bisect_left(self._numbers, old))
-        self.last = line
+        self.last = self.lines[number] = line
         if isinstance(line, EventRecord):
             self._take_event(number, line)
         self._session_s = max(self._session_s, line.time_s)
@@ -253,6 +257,11 @@ class RunTail:
             self._derived[name] = (self._number, make())
         return self._derived[name][1]
 
+    def view(self) -> RunView:
+        """The facts of the run as `headway report` has them, of the lines that have been read."""
+        found = self.once("view", lambda: view_of(self.path, list(self.lines.values())))
+        return replace(found, holder=RunDirectory(self.path).holder())
+
     def cost(self, price: float | None) -> LiveCost | None:
         """Cost so far, all sessions and replays; None without a price or a configuration."""
         if price is None or self.experiment is None:
@@ -267,8 +276,6 @@ def _narrow(step: StepRecord) -> dict[str, float]:
     return {
         "rates/production_samples_per_s": step.production_per_s,
         "rates/consumption_samples_per_s": step.consumption_per_s,
-        "staleness/trajectory_max_steps": step.trajectory_staleness.max,
-        "reward/solve_rate": step.measured_solve_rate,
     }
 
 

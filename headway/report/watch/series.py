@@ -18,9 +18,8 @@ import numpy as np
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord
 from headway.report.live import evaluation_line
-from headway.report.series import Floats
 from headway.report.several.axes import AXES
-from headway.report.watch.runs import RunTail, WatchedRun, inside, within
+from headway.report.watch.runs import Floats, RunTail, WatchedRun, inside, within
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.metrics import STEP_METRICS
 
@@ -30,6 +29,8 @@ _PLOTS = (  # section, title, patterns of names: plots of several series as the 
     ("Learning", "Reward", "reward/mean"),
     ("Learning", "pass@k", "reward/pass_at_*[0-9]"),
     ("Learning", "Groups without variance, truncated responses", "reward/zero_variance_share length/truncated_share"),
+    ("Learning", "Tasks by region", "curriculum/*_tasks"),
+    ("Learning", "Why tasks were drawn", "curriculum/*_draw_share"),
     ("Balance", "Who waits", "wait/*"),
     ("Balance", "Rates", "rates/*samples_per_s"),
     ("Balance", "Queue depth", "queue/running_groups queue/buffered_groups queue/parked_groups"),
@@ -45,6 +46,10 @@ _PLOTS = (  # section, title, patterns of names: plots of several series as the 
     ("Machine", "Model FLOP utilisation of the trainer", "rates/mfu_*"),
     ("Machine", "Weight updates", "time/apply_*"),
     ("Machine", "KV cache", "queue/kv_*"),
+    ("Kernels", "What compiles, and what is correct", "kernels/*_pass_at_*[0-9]"),
+    ("Kernels", "The evaluators' time", "kernels/wait_s kernels/busy_s"),
+    ("Sandboxes", "How long they take", "sandboxes/*_p99_s"),
+    ("Sandboxes", "How many there are", "sandboxes/capacity sandboxes/live sandboxes/paused sandboxes/waiters"),
     ("Machine", "Slots", "queue/slots queue/running_rollouts queue/waiting_rollouts"),
 )
 _SECTIONS = {  # of other series by the first part of their names; else their own

@@ -24,7 +24,7 @@ from headway.generator.endpoint.http_app import HttpApp, OnlyHead
 from headway.generator.endpoint.refusals import Headers, HttpError
 from headway.generator.endpoint.server import serving
 from headway.records.errors import ConfigurationError
-from headway.report.watch import compared, now, series
+from headway.report.watch import compared, now, report, series
 from headway.report.watch.cache import trim_cache
 from headway.report.watch.runs import NoSuchRun, WatchedRun, WatchedRuns
 from headway.runtime.addresses import listening, service_keys
@@ -51,6 +51,7 @@ View = Callable[..., Any]  # called with a WatchedRun (or several) and values of
 Stamp = Callable[[WatchedRun], Any]  # changes with the files that a view reads
 _VIEWS: dict[str, tuple[View, Stamp | None]] = {
     "now": (now.now, now.stamp),
+    "report": (report.report, WatchedRun.stamp),
     "names": (series.names, WatchedRun.stamp),
     "series": (series.series, WatchedRun.stamp),
     "events": (series.events, WatchedRun.stamp),

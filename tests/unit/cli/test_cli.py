@@ -158,12 +158,9 @@ def test_report_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (folder / "report.html").exists()
 
 
-def test_report_writes_the_page_and_says_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("headway.report.page.PLOTS", ())
+def test_report_writes_the_page_and_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", synthetic_lines(10))
-    assert cli.main(["report", str(folder), "-o", str(tmp_path / "a.html")]) == 0
+    assert cli.main(["report", str(folder), "--html", str(tmp_path / "a.html")]) == 0
     assert (tmp_path / "a.html").is_file()
     out = capsys.readouterr().out
     assert "Who waits for whom?" in out
@@ -263,7 +260,7 @@ def test_start_loads_nothing_heavy() -> None:
 
 def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
-        "import sys, headway.orchestrator.preflight.preview, headway.report.page, headway.report.live\n"
+        "import sys, headway.orchestrator.preflight.preview, headway.report.watch.report, headway.report.live\n"
         "import headway.report.tables\n"
         "import headway.report.show, headway.report.dry_run, headway.report.preview, headway.report.progress\n"
         "import headway.report.trace, headway.telemetry.exporters.prometheus\n"

@@ -14,9 +14,8 @@ from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
 from headway.records.ledger import KernelScores, StepRecord
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.report.kernels import KERNEL_PLOTS, kernel_sentences
-from headway.report.plots import PlotData, render
-from headway.report.series import Series
+from headway.report.kernels import kernel_sentences
+from headway.report.watch.report import _kernel_bars
 from headway.telemetry.metrics import scalars
 
 FAULTY = KernelAnswer(reward=0.0, compiled=False, correct=False, fault="syntax_error", evaluation_s={"compile": 0.5})
@@ -105,6 +104,6 @@ def test_metrics_and_report_show_them():
     assert "30 answers were evaluated, 3 of them by an equal one's" in said
     assert "syntax error 50.0%, wrong 30.0%" in said
     assert "The evaluators are what this run waits for" in said
-    assert all(render(plot, PlotData(Series(steps), [], None)) for plot in KERNEL_PLOTS)
-    assert not any(render(plot, PlotData(Series([StepRecord(step=0, version=1)]), [], None)) for plot in KERNEL_PLOTS)
+    assert [one["title"] for one in _kernel_bars(steps)] == ["Raw rewards", "Speed-ups of correct answers"]
+    assert _kernel_bars([StepRecord(step=0, version=1)]) == []
     assert kernel_sentences([StepRecord(step=0, version=1)]) == []

@@ -29,8 +29,10 @@ from headway.records.sandbox_statistics import (
     ReaperStatistics,
     SandboxStatistics,
 )
-from headway.report.page import report
 from headway.report.sandboxes import latency_rows, sandbox_sentences
+from headway.report.watch.report import report
+from headway.report.watch.runs import WatchedRun
+from headway.report.watch.series import names
 from headway.rollout.environment import Environment
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.hosting.service import EnvironmentService
@@ -304,13 +306,14 @@ def test_histograms_keep_every_count_between_their_edges():
 def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headway.report.page.render", unrendered)
     lines = synthetic_lines(steps=6)
-    without = report(write_run(tmp_path / "without", lines)).read_text()
-    assert "<h2>Sandboxes</h2>" not in without
+    without = report(WatchedRun("without", write_run(tmp_path / "without", lines)))
+    assert "Sandboxes" not in [section["title"] for section in without["sections"]]
     with_some = [
         msgspec.structs.replace(line, sandboxes=DRILLED) if isinstance(line, StepRecord) else line for line in lines
     ]
-    page = report(write_run(tmp_path / "with", with_some)).read_text()
-    assert "<h2>Sandboxes</h2>" in page
+    run = WatchedRun("with", write_run(tmp_path / "with", with_some))
+    section = next(section for section in report(run)["sections"] if section["title"] == "Sandboxes")
+    assert section["sentences"] == sandbox_sentences([line for line in with_some if isinstance(line, StepRecord)])
     text = " ".join(sandbox_sentences([line for line in with_some if isinstance(line, StepRecord)]))
     assert "540 were started and 1,200 commands run" in text
     assert "Of 600 starts 10.0% failed: 60 infrastructure." in text
@@ -318,5 +321,5 @@ def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path,
     assert "LEAKED: 2" in text
     assert "6 of 1 owners" in text
     assert "Faults on purpose (sandbox.inject_faults): 18 create slow" in text
-    assert "a command, asked to answered" in page
-    assert "How long they take" in page
+    assert "a command, asked to answered" in [row[0] for row in section["rows"]]
+    assert {"How long they take", "How many there are"} <= {one["title"] for one in names(run)["series"]}

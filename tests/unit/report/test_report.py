@@ -1,36 +1,25 @@
-"""The report: verdicts in words, one self-contained page."""
+"""The report: verdicts in words."""
 
 from __future__ import annotations
 
-import json
 import math
-from html.parser import HTMLParser
-from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
-from synthetic_run import evaluation, step_record, synthetic_lines, write_run
+from synthetic_run import evaluation, step_record, synthetic_lines
 
 from headway.control.summaries import pooled
 from headway.control.tuning.balance import WaitShares
-from headway.records.errors import ConfigurationError, HeadwayError
-from headway.records.ledger import Distribution, EventRecord, LedgerLine, PassAt, PrunerFigures, QueueFlow, StepRecord
+from headway.records.ledger import Distribution, EventRecord, LedgerLine, PrunerFigures, QueueFlow
 from headway.report import live
-from headway.report import page as page_module
 from headway.report.formats import duration, quantity
-from headway.report.page import report
-from headway.report.plots import PLOTS, PlotData, render
-from headway.report.run_view import as_json, view_run
-from headway.report.series import Series, metric, smoothed
 from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
+from headway.report.watch.report import _evaluations as evaluation_section
 from headway.telemetry.metrics import scalars
-from headway.telemetry.summary import evaluations, summarise
+from headway.telemetry.summary import summarise
 
 # --- verdict ---------------------------------------------------------------------------------------------
 
@@ -179,12 +168,10 @@ def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
     assert judge_learning([lines[0], lines[1], lines[4]])[0] == "unknown"
     summary = summarise(lines)
     assert (summary.solve_rate_before, summary.solve_rate_after) == (None, None)
-    assert "<td>–</td>" in page_module._evaluations([lines[0]])
-    assert "<td>–</td>" not in page_module._evaluations([lines[1]])
+    assert "–" in evaluation_section([lines[0]])["rows"][0]
+    assert "–" not in evaluation_section([lines[1]])["rows"][0]
     assert live.evaluation_line(lines[0]).startswith("validation before: solve rate – (500 tasks")
     assert scalars(lines[0]) == {}
-    plot = next(plot for plot in PLOTS if plot.title == "Solve rate")
-    assert render(plot, PlotData(Series([]), [lines[0], lines[4]], 4)) is None
 
 
 def judged(lines: list[LedgerLine], budget: int | None):
@@ -245,25 +232,7 @@ def test_nothing_recorded_yet() -> None:
     assert verdict.learning == "unknown"
 
 
-# --- columns ---------------------------------------------------------------------------------------------
-
-
-def test_series_thins_to_bins_and_ignores_what_is_not_finite() -> None:
-    steps = [StepRecord(step=i, version=i + 1, solve_rate=float(i), metrics={"loss": math.nan}) for i in range(10)]
-    series = Series(steps, max_points=4)
-    assert series.per_bin == 3
-    assert series.x.tolist() == [2.0, 5.0, 8.0, 10.0]
-    assert series.mean(lambda step: step.solve_rate).tolist() == [1.0, 4.0, 7.0, 9.0]
-    assert series.max(lambda step: step.solve_rate).tolist() == [2.0, 5.0, 8.0, 9.0]
-    assert all(math.isnan(value) for value in series.mean(metric("loss")))
-
-
-def test_smoothing_keeps_constants_and_bridges_gaps() -> None:
-    values = Series([step_record(i, solve_rate=0.5) for i in range(9)]).mean(lambda step: step.solve_rate)
-    assert smoothed(values, 4).tolist() == pytest.approx([0.5] * 9)
-    values[3] = math.nan
-    assert smoothed(values, 3).tolist() == pytest.approx([0.5] * 9)
-    assert smoothed(values[:2], 5).tolist() == pytest.approx([0.5] * 2)
+# --- numbers ---------------------------------------------------------------------------------------------
 
 
 def test_histograms_pool_in_numeric_order() -> None:
@@ -275,180 +244,6 @@ def test_numbers_read_well() -> None:
         "12 ms", "3.4 s", "1 min 00 s", "5 min 07 s", "2 h 05 min",
     ]  # fmt: skip
     assert [quantity(v) for v in (0.1234, 12.34, 1700.4, 20000, 3.1e9)] == ["0.123", "12.3", "1,700", "20 k", "3.1 G"]
-
-
-# --- page ------------------------------------------------------------------------------------------------
-
-
-class PageReader(HTMLParser):
-    """Collects what a page refers to, and whether its elements close."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.open: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data", "action", "srcset"):
-                self.references.append(value or "")
-            if name == "id":
-                self.ids.append(value or "")
-            if "url(" in (value or ""):
-                self.references.append((value or "").split("url(")[1].split(")")[0])
-        if tag not in ("meta", "br", "link", "img"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def read_page(path: Path) -> PageReader:
-    reader = PageReader()
-    reader.feed(path.read_text(encoding="utf-8"))
-    assert reader.open == []
-    return reader
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report(write_run(tmp_path_factory.mktemp("run"), synthetic_lines(60)))
-
-
-def test_page_is_self_contained(page: Path) -> None:
-    reader = read_page(page)
-    assert page.name == "report.html"
-    assert reader.references
-    assert all(reference.startswith("#") for reference in reader.references), "loads something from elsewhere"
-    assert {reference[1:] for reference in reader.references} <= set(reader.ids)
-    assert not {"script", "img", "iframe", "link", "object", "embed", "image"} & set(reader.tags)
-    assert "@import" not in page.read_text(encoding="utf-8")
-
-
-def test_page_has_no_id_twice(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    defined = [part.split('"')[0] for part in text.split('<clipPath id="')[1:]]
-    assert defined
-    assert len(defined) == len(set(defined))
-
-
-def test_page_has_verdict_plots_and_evaluations(page: Path) -> None:
-    reader = read_page(page)
-    for words in ("Generation-bound", "Within budget", "Yes: solve rate", "Balanced: every rollout", "Nothing."):
-        assert words in reader.text
-    for title in ("Solve rate", "Who waits", "Queue depth", "Staleness", "Endings", "Loss", "Weight updates"):
-        assert title in reader.text
-    assert "0.452 ± 0.022" in reader.text
-    assert reader.tags.count("svg") == 26
-    assert "<synthetic> & made up" in reader.text  # escaped on the page, itself again when read
-
-
-def test_every_plot_is_well_formed(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for part in text.split("<svg")[1:]:
-        ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
-
-
-def test_the_last_bin_of_the_endings_counts_only_its_own_steps() -> None:
-    steps = [step_record(step, endings={"trained": 64}) for step in range(5)]
-    axes = Figure().subplots()
-    evidence = PlotData(Series(steps, max_points=2), [], 4)  # three steps, then two
-    assert next(plot for plot in PLOTS if plot.title == "Endings").draw(axes, evidence)
-    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert set(heights.tolist()) == {0.0, 64.0}
-
-
-def test_the_learning_rate_has_its_plot() -> None:
-    evidence = PlotData(Series([step_record(step) for step in range(3)]), [], 4)
-    assert render(next(plot for plot in PLOTS if plot.title == "Learning rate"), evidence) is not None
-
-
-def test_pass_at_k_has_a_line_for_each_k_above_one() -> None:
-    plot, axes = next(plot for plot in PLOTS if plot.title == "pass@k"), Figure().subplots()
-    found = [{"1": 0.3, "2": 0.5, "16": 0.75}, {"1": 0.4, "2": 0.6}, {}]
-    steps = [
-        step_record(step, pass_at={k: PassAt(groups=4, value=v, standard_error=0.1) for k, v in values.items()})
-        for step, values in enumerate(found)
-    ]
-    assert plot.draw(axes, PlotData(Series(steps), [], 4))
-    lines = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes.lines}
-    assert list(lines) == ["pass@2", "pass@16"]
-    assert lines["pass@2"] == pytest.approx([0.5, 0.6, math.nan], nan_ok=True)
-    assert lines["pass@16"] == pytest.approx([0.75, math.nan, math.nan], nan_ok=True)
-    assert render(plot, PlotData(Series(steps[2:]), [], 4)) is None
-
-
-def test_staleness_in_optimiser_steps_is_drawn_where_it_differs() -> None:
-    plot, one = next(plot for plot in PLOTS if plot.title == "Staleness"), Distribution(mean=1.0, max=1.0)
-    for older, wanted in ((one, False), (Distribution(mean=5.0, max=7.0), True)):
-        axes = Figure().subplots()
-        step = step_record(0, trajectory_staleness=one, optimizer_step_staleness=older)
-        assert plot.draw(axes, PlotData(Series([step]), [], 4))
-        assert any("optimiser steps" in str(line.get_label()) for line in axes.lines) is wanted
-
-
-def test_plots_are_the_same_when_drawn_again() -> None:
-    lines = synthetic_lines(30)
-    evidence = PlotData(Series([line for line in lines if isinstance(line, StepRecord)]), evaluations(lines), 4)
-    for plot in PLOTS[:3]:
-        assert render(plot, evidence) == render(plot, evidence)
-
-
-@pytest.fixture
-def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a page's time goes into its plots."""
-    monkeypatch.setattr("headway.report.page.PLOTS", PLOTS[:2])
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [],
-        [EventRecord(event="start")],
-        [StepRecord(step=0, version=1)],
-        [StepRecord(step=0, version=0, skipped=True, metrics={"loss": math.nan})],
-        [evaluation("before", 0, 0.5)],
-    ],
-)
-def test_page_of_a_run_that_has_hardly_begun(tmp_path: Path, lines: list[LedgerLine]) -> None:
-    read_page(report(write_run(tmp_path, lines, budget=None)))
-    json.dumps(as_json(view_run(tmp_path)), allow_nan=False)
-
-
-@pytest.mark.usefixtures("few_plots")
-def test_a_metric_the_report_does_not_know_gets_its_own_plot(tmp_path: Path) -> None:
-    lines = [step_record(step, metrics={"my_kl": 0.1 * step}) for step in range(4)]
-    assert "my_kl" in read_page(report(write_run(tmp_path, lines))).text
-
-
-@pytest.mark.usefixtures("few_plots")
-def test_page_of_a_killed_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", synthetic_lines(30)[:-4])
-    with (folder / "ledger.jsonl").open("ab") as file:
-        file.write(b'{"kind":"step","st')
-    text = read_page(report(folder, tmp_path / "out.html")).text
-    assert "stopped before its end" in text
-    assert "Not closed yet" in text
-    assert (tmp_path / "out.html").is_file()
-
-
-def test_page_that_cannot_be_written(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [StepRecord(step=0, version=1)])
-    with pytest.raises(HeadwayError, match="can't be written"):
-        report(folder, tmp_path / "nowhere" / "out.html")
-    with pytest.raises(ConfigurationError, match="holds no run"):
-        report(tmp_path / "nowhere")
 
 
 def test_what_was_pruned_is_said_where_something_was() -> None:

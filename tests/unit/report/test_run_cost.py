@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from plain_pages import unrendered
+from page_answers import words
 from rich.console import Console
 
 from headway.cli.main import main as headway
@@ -70,9 +70,10 @@ def test_the_commands_say_it_where_a_price_is_given(
     assert json.loads(capsys.readouterr().out)["usd"] > 0
     assert headway(["report", str(run)]) == 0
     assert "What did it cost?" not in capsys.readouterr().out
-    assert headway(["report", str(run), "--usd-per-device-hour", "3"]) == 0
+    page = run / "page.html"
+    assert headway(["report", str(run), "--usd-per-device-hour", "3", "--html", str(page)]) == 0
     assert "What did it cost?" in capsys.readouterr().out
-    assert "4 devices for 6 min" in (run / "report.html").read_text()
+    assert "4 devices for 6 min" in words(page)
     assert headway(["report", str(run), "--json", "--usd-per-device-hour", "3"]) == 0
     assert "4 devices" in json.loads(capsys.readouterr().out)["verdict"]["cost_text"]
     for wrong in (["--price", "-1"], ["--price", "owned.none"], []):

@@ -18,6 +18,7 @@ from synthetic_run import evaluation, step_record
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, RolloutTrace, Span, WorkerState
+from headway.report.run_view import view_run
 from headway.report.watch import now as view
 from headway.report.watch.runs import WatchedRun
 from headway.runtime.clock import RealClock
@@ -128,6 +129,16 @@ def test_a_batch_is_empty_while_the_trainer_waits_for_one(live: LiveRun) -> None
     assert stages(live.now())["batch"] == (0, None)
 
 
+def test_what_the_newest_steps_say_otherwise_is_said_beside_the_judgement_of_the_run(live: LiveRun) -> None:
+    live.steps(100, trainer_wait_ratio=0.6, generator_wait_ratio=0.02)
+    for step in range(100, 120):
+        live.ledger.record(step_record(step, trainer_wait_ratio=0.02, generator_wait_ratio=0.6))
+    found = live.now()
+    assert found["balance"] == view_run(live.folder).verdict.balance == "generation-bound"
+    assert "In the newest 20 steps: Training-bound: the trainer waits 2% of the time" in found["sentence"]
+    assert (found["waits"]["generator"], found["waits_of"]) == (pytest.approx(0.6), 20)
+
+
 def test_the_sentence_says_who_waits_how_stale_whether_it_learns_and_the_cost(live: LiveRun) -> None:
     live.ledger.record(evaluation("during", 0, 0.3, split="validation"))
     live.steps(30, trainer_wait_ratio=0.6, generator_wait_ratio=0.02)
@@ -135,11 +146,15 @@ def test_the_sentence_says_who_waits_how_stale_whether_it_learns_and_the_cost(li
     live.ledger.record(evaluation("during", 30, 0.9, split="validation"))
     found = live.now(price=3600.0)
     waits = "Generation-bound: the trainer waits 60% of the time"
-    for words in (waits, "1.3 versions old", "at most 3 of 2", ". Solve rate on 500"):
+    stale = "trajectories were at most 3 versions old, 1.3 on average when trained, against a budget of 2"
+    for words in (waits, stale, ". Solve rate on 500"):
         assert words in found["sentence"]
     assert found["sentence"].endswith("so far.")
     assert found["cost"]["usd"] == pytest.approx(2 * 31.5)  # two devices, a dollar a second
     assert (found["balance"], found["learning"]) == ("generation-bound", "improved")
+    verdict = view_run(live.folder).verdict
+    assert (verdict.balance, verdict.learning) == ("generation-bound", "improved")
+    assert verdict.staleness_text == f"BUDGET BROKEN: {stale}."
     assert found["waits"] == pytest.approx({"trainer": 0.6, "generator": 0.02, "lent": 0.0, "environment": 0.0})
 
 

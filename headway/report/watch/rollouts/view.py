@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,25 @@ class WatchedRollouts:
             "rollouts": recorded + len(self._kept),
             "indexed_share": min(1.0, (self._index.rows if self._index else 0) / recorded) if recorded else 1.0,
             "problems": [*problems, *self._problems(columns)],
+        }
+
+    def table(self) -> RolloutTable:
+        """All rollouts that can be read now."""
+        table = self._all().table()
+        while not self._columns.complete:
+            table = self._columns.table()
+        return table
+
+    def summaries(self, rows: Sequence[int]) -> dict[str, Any]:
+        """These rollouts as `search` would give them, on one page."""
+        table = self.table()
+        return {
+            "rows": [self._summary(table, row, b"") for row in rows],
+            "after": None,
+            "total": len(rows),
+            "rollouts": len(table),
+            "indexed_share": 1.0,
+            "problems": self._problems(self._columns),
         }
 
     def rollout(self, row: int, *, sequence: int | None = None, offset: int = 0, limit: int = 4000) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import * as api from "./api.js";
 import { el, empty, fill, problems } from "./dom.js";
+import * as recorded from "./recorded.js";
 
 const VIEWS = {
   runs: { title: "Runs", key: "l", module: "./views/runs.js" },
   now: { title: "Now", key: "n", module: "./views/now.js" },
+  report: { title: "Report", key: "p", module: "./views/report.js" },
   run: { title: "Run", key: "r", module: "./views/run.js" },
   rollouts: { title: "Rollouts", key: "o", module: "./views/rollouts.js" },
   tasks: { title: "Tasks", key: "t", module: "./views/tasks.js" },
@@ -83,7 +85,8 @@ async function open() {
   if (!name || !(params.run || params.runs || current.run)) await loading; // it says which run is meant
   if (location.hash !== asked) return;
   if (!name) {
-    location.replace(runs.length === 1 ? hashOf("now", { run: runs[0].id }) : hashOf("runs"));
+    const all = runs.map((run) => run.id);
+    location.replace(VIEWS.now && all.length === 1 ? hashOf(recorded.inside ? "report" : "now", { run: all[0] }) : VIEWS.runs ? hashOf("runs") : hashOf("compare", { runs: all }));
     return;
   }
   current.end?.();
@@ -157,7 +160,6 @@ function applyTheme() {
 // --- keyboard ----------------------------------------------------------------------------------------------
 
 const KEYS = [
-  ...Object.values(VIEWS).filter((view) => view.key).map((view) => [`g ${view.key}`, view.title]),
   ["/", "Search in this view"], ["j, k", "Next, previous of a list"], ["Enter", "Open it"],
   ["x", "Choose it (Runs)"], ["double click, 0", "Whole range again (plots)"], ["?", "This help"],
 ];
@@ -192,8 +194,9 @@ function step(by) {
 }
 
 function showHelp() {
+  const views = Object.values(VIEWS).filter((view) => view.key).map((view) => [`g ${view.key}`, view.title]);
   fill(help, el("h2", { id: "help-title" }, "Keyboard"),
-    el("dl", { class: "keys" }, KEYS.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])),
+    el("dl", { class: "keys" }, [...views, ...KEYS].map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])),
     el("button", { type: "button", onclick: () => help.close() }, "Close"));
   help.showModal();
 }
@@ -221,4 +224,8 @@ dark.addEventListener("change", applyTheme);
 document.addEventListener("keydown", onKey);
 addEventListener("hashchange", open);
 applyTheme();
+if (recorded.inside) {
+  const kept = await recorded.views();
+  for (const [name, { under = name }] of Object.entries(VIEWS)) if (!kept.includes(under)) delete VIEWS[name];
+}
 open();

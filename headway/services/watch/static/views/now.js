@@ -20,6 +20,7 @@ export async function show(root, params, context) {
     ["sentence", "heard", "problems", "tiles", "queue", "stale", "rates", "waits", "wrong", "workers", "latest"].map((name) => [name, el("div")]));
   const card = (title, name, wide = "") => el("section", { class: `card ${wide} now-${name}` }, el("h2", {}, title), place[name]);
   const heading = el("h2", {}, "The queue");
+  const waited = el("h2", {}, "Who waits");
   const rates = el("div", { class: "now-plot" });
   place.title = el("h1", {}, context.run);
   fill(root, place.title, place.problems); // the rest comes with the first answer, at its full size
@@ -42,6 +43,7 @@ export async function show(root, params, context) {
     fill(place.tiles, tiles());
     drawPictures();
     drawRates();
+    waited.textContent = now.state === "running" ? `Who waits, in the newest ${plural(now.waits_of, "step")}` : "Who waits, in all steps";
     fill(place.waits, waits());
     fill(place.wrong, wrong());
     fill(place.workers, workers());
@@ -150,7 +152,7 @@ export async function show(root, params, context) {
       place.tiles,
       el("div", { class: "split" },
         el("section", { class: "card" }, el("h2", {}, "Two rates"), place.rates, rates),
-        el("section", { class: "card" }, el("h2", {}, "Who waits"), place.waits, el("h2", {}, "What is wrong"), place.wrong)),
+        el("section", { class: "card" }, waited, place.waits, el("h2", {}, "What is wrong"), place.wrong)),
       el("div", { class: "split" }, card("Workers", "workers"), card("Newest events", "latest")));
     resized.observe(place.queue);
   }
