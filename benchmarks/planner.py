@@ -46,9 +46,9 @@ from parts.published_findings import findings
 from parts.resumed import run_parts
 from placement_brute_force import BruteForce
 from placement_cases import large_case, small_case
+from plan_timeline import run_plan
 
 from headway.control.placement.search import place
-from headway.control.placement.timeline import run_plan
 from headway.records.errors import ConfigurationError
 from headway.records.plan import DevicePool, Objective, Workflow
 

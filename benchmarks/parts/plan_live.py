@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.config.load import load_experiment
+from headway.control.tuning.measured import figures
 from headway.models.sizes import sizes_of
 from headway.planner.catalogue.read import Catalogue
-from headway.planner.figures import figures
 from headway.planner.from_run import read_run, response_tokens
 from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlannedWorkload, PlanPool, read_pool

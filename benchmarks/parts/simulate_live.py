@@ -15,8 +15,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.control.tuning.measured import Figures
 from headway.planner.agreement import agreement
-from headway.planner.figures import Figures
 from headway.planner.from_run import RecordedRun, read_run, scenario_from, window
 from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord

@@ -15,7 +15,7 @@ from headway.config.consistency import require_consistent
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
-Schema = TypeVar("Schema", bound=Experiment)
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -30,9 +30,14 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
     ``section.key=value`` (leading dashes allowed), the value read as TOML, else as a string.
     Raises ConfigurationError naming key, value and what would be valid.
     """
+    return validate(overridden(read_toml(path), overrides, schema), str(path), schema)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigurationError."""
     file = Path(path)
     try:
-        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigurationError(f"no such configuration file: {file}{_elsewhere(file)}") from None
     except IsADirectoryError:
@@ -41,7 +46,6 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
         raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
-    return validate(overridden(raw, overrides, schema), str(file), schema)
 
 
 def _elsewhere(file: Path) -> str:
@@ -53,7 +57,7 @@ def _elsewhere(file: Path) -> str:
     return f", looked for in {here}; cd {near[0] if near else 'to the folder that has it'} first"
 
 
-def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[Experiment]) -> dict[str, Any]:
+def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[BaseModel]) -> dict[str, Any]:
     """Apply ``overrides`` to ``raw`` in place, for ``validate`` to check, and return it. Raises ConfigurationError for
     one that isn't ``section.key=value``."""
     for override in overrides:
@@ -79,9 +83,10 @@ def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
     """Validate a raw mapping against ``schema``, each key by itself and then all together; ``origin`` names it in
     errors. Raises ConfigurationError."""
     try:
-        experiment = schema.model_validate(raw)
-        require_consistent(experiment)
-        return experiment
+        found = schema.model_validate(raw)
+        if isinstance(found, Experiment):
+            require_consistent(found)
+        return found
     except ValidationError as error:
         lines = [_explain({**item, "loc": _written(raw, item["loc"])}, schema) for item in error.errors()]
         raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
@@ -109,7 +114,7 @@ def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, .
     return tuple(parts)
 
 
-def _apply_override(raw: dict[str, Any], override: str, schema: type[Experiment]) -> None:
+def _apply_override(raw: dict[str, Any], override: str, schema: type[BaseModel]) -> None:
     key, equals, value = override.lstrip("-").partition("=")
     parts = key.split(".")
     if not equals or len(parts) < 2 or not all(parts):
@@ -170,7 +175,7 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _explain(item: dict[str, Any], schema: type[Experiment]) -> str:
+def _explain(item: dict[str, Any], schema: type[BaseModel]) -> str:
     location = tuple(item["loc"])
     key = ".".join(str(part) for part in location) or "experiment"
     if item["type"] == "extra_forbidden":
@@ -188,7 +193,7 @@ def _explain(item: dict[str, Any], schema: type[Experiment]) -> str:
     return f"{key} = {item['input']!r}: {message}"
 
 
-def _valid_names(location: tuple[Any, ...], schema: type[Experiment]) -> list[str]:
+def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
     model: type[BaseModel] = schema
     for part in location:
         field = model.model_fields.get(str(part))

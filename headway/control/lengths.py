@@ -175,12 +175,27 @@ def group_correlation(groups: Sequence[Sequence[int]]) -> float:
     if len(usable) < 2:
         return 0.0
     score = _normal_scores([length for group in usable for length in group])
-    scores = [[score[length] for length in group] for group in usable]
-    mean = sum(map(sum, scores)) / count
-    means = [sum(group) / len(group) for group in scores]
-    between = sum(len(g) * (m - mean) ** 2 for g, m in zip(scores, means, strict=True)) / (len(scores) - 1)
-    within = sum((x - m) ** 2 for g, m in zip(scores, means, strict=True) for x in g) / (count - len(scores))
-    size = (count - sum(len(group) ** 2 for group in scores) / count) / (len(scores) - 1)
+    squares = mean_squares([[score[length] for length in group] for group in usable])
+    size = (count - sum(len(group) ** 2 for group in usable) / count) / (len(usable) - 1)
+    return intraclass_correlation(*squares, size)
+
+
+def mean_squares(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Mean squares between groups and within them, of a one-way analysis of variance. Groups of one are left out;
+    (0, 0) for fewer than two others."""
+    usable = [group for group in groups if len(group) > 1]
+    count = sum(map(len, usable))
+    if len(usable) < 2:
+        return 0.0, 0.0
+    mean = sum(map(sum, usable)) / count
+    means = [sum(group) / len(group) for group in usable]
+    between = sum(len(g) * (m - mean) ** 2 for g, m in zip(usable, means, strict=True)) / (len(usable) - 1)
+    within = sum((x - m) ** 2 for g, m in zip(usable, means, strict=True) for x in g) / (count - len(usable))
+    return between, within
+
+
+def intraclass_correlation(between: float, within: float, size: float) -> float:
+    """Intraclass correlation, 0 to 1, of groups of ``size`` with these mean squares."""
     spread = between + (size - 1) * within
     return min(1.0, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.models.kernels import FrozenMatrix, frozen_product, product_dtype
+from headway.models.kernels import frozen_product, product_dtype
+from headway.models.quantized_matrix import QuantizedMatrix
 
 
 class LayerAdapter(Protocol):
@@ -89,8 +90,8 @@ def mix(
     hidden_nd: Tensor,
     chosen_nk: Tensor,
     weights_nk: Tensor,
-    gate_up_xfd: Tensor | FrozenMatrix,
-    down_xdf: Tensor | FrozenMatrix,
+    gate_up_xfd: Tensor | QuantizedMatrix,
+    down_xdf: Tensor | QuantizedMatrix,
     gated: Callable[[Tensor], Tensor],
     adapter: LayerAdapter | None = None,
 ) -> Tensor:
@@ -104,7 +105,7 @@ def mix(
     ends_x = torch.searchsorted(sorted_m, torch.arange(len(gate_up_xfd), device=sorted_m.device), right=True)
     row_m = order_m // k
 
-    def product(name: str, x_md: Tensor, weights: Tensor | FrozenMatrix) -> Tensor:
+    def product(name: str, x_md: Tensor, weights: Tensor | QuantizedMatrix) -> Tensor:
         out = grouped_linear(x_md, weights, ends_x)
         return out if adapter is None else adapter.add_experts(name, out, x_md, sorted_m, row_m)
 
@@ -143,9 +144,9 @@ def mix_in_fixed_shapes(
     return out_nd
 
 
-def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | FrozenMatrix, ends_x: Tensor) -> Tensor:
+def grouped_linear(rows_md: Tensor, weights_xfd: Tensor | QuantizedMatrix, ends_x: Tensor) -> Tensor:
     """Rows [M, d], those before ``ends_x[0]`` through the first matrix and so on, [M, f]."""
-    if isinstance(weights_xfd, FrozenMatrix):
+    if isinstance(weights_xfd, QuantizedMatrix):
         return frozen_product(rows_md, weights_xfd, lambda rows, weights: grouped_linear(rows, weights, ends_x))
     dtype = product_dtype(rows_md)
     rows_md, weights_xfd = rows_md.to(dtype), weights_xfd.to(dtype)

@@ -7,7 +7,6 @@ g key/value heads, e head dimension, f intermediate width.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway.models.cpu import native
+from headway.models.quantized_matrix import QuantizedMatrix
 
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
 
@@ -84,27 +84,12 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, product_dtype(x_nd))
 
 
-class FrozenMatrix(ABC):
-    """Stand-in for a matrix without gradients that is kept in another form: computed when a product needs it."""
-
-    shape: torch.Size
-
-    @abstractmethod
-    def matrix(self, dtype: torch.dtype) -> Tensor: ...
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenMatrix:
-        return self
-
-
 class _FrozenProduct(torch.autograd.Function):
     """``product(x, matrix)`` that keeps no matrix for the backward, which computes it again: the gradient of x is
     ``product(gradient, matrix^T)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: FrozenMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.weight, ctx.product, ctx.dtype = weight, product, x.dtype
         return product(x, weight.matrix(product_dtype(x)))
 
@@ -113,17 +98,17 @@ class _FrozenProduct(torch.autograd.Function):
         return ctx.product(grads[0], ctx.weight.matrix(grads[0].dtype).mT).to(ctx.dtype), None, None
 
 
-def frozen_product(x: Tensor, weight: FrozenMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def frozen_product(x: Tensor, weight: QuantizedMatrix, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """``product(x, matrix)`` for a product that is linear in x and has the rows of the matrix as outputs."""
     return _FrozenProduct.apply(x, weight, product)  # pyright: ignore[reportReturnType]
 
 
 def linear(
-    x_nd: Tensor, weight: Tensor | FrozenMatrix, bias: Tensor | None = None, add: Tensor | None = None
+    x_nd: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, add: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` joins inside the product, except under
     autocast, which would round it (the residual stream) to the product's dtype."""
-    if isinstance(weight, FrozenMatrix):
+    if isinstance(weight, QuantizedMatrix):
         out = frozen_product(x_nd, weight, functional.linear)
         out = out if bias is None else out + bias
         return out if add is None else add + out

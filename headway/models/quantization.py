@@ -9,41 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headway.config.adapter import Quantization
 from headway.models.decoder import Decoder, DecoderLayer
-from headway.models.kernels import FrozenMatrix
 from headway.models.loading import load_for_generation, load_model, parse_dtype
-from headway.runtime.imports import import_extra
+from headway.models.quantized_matrix import QuantizedMatrix
 
 _MATRICES = ("qkv_weight", "output_weight", "gate_up_weight", "down_weight")
-
-
-class QuantizedMatrix(FrozenMatrix):
-    """A matrix [f, d], or all experts' [x, f, d], as codes and the scale of each block."""
-
-    def __init__(self, weight: Tensor, how: Quantization) -> None:
-        self.shape, self._how = weight.shape, how
-        functional, flat = _functional(), weight.detach().float().reshape(-1, weight.shape[-1]).contiguous()
-        if how == "4bit":
-            self._codes, self._state = functional.quantize_4bit(flat, blocksize=64, quant_type="nf4")
-        else:
-            self._codes, self._state = functional.quantize_blockwise(flat, blocksize=256)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of codes and scales."""
-        return self._codes.nbytes + self._state.absmax.nbytes
-
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that the codes stand for."""
-        functional = _functional()
-        expand = functional.dequantize_4bit if self._how == "4bit" else functional.dequantize_blockwise
-        return expand(self._codes, self._state).view(self.shape).to(dtype)
 
 
 def load_frozen(path: str | Path, how: Quantization, device: str | torch.device) -> Decoder:
@@ -68,10 +43,6 @@ def load_sampled(path: str | Path, how: Quantization | None, dtype: str | torch.
             weight: nn.Parameter = getattr(layer, name)
             weight.copy_(QuantizedMatrix(weight, how).matrix(torch.float32))
     return model.to(parse_dtype(dtype)).to(device)
-
-
-def _functional() -> Any:
-    return import_extra("bitsandbytes", "qlora", "model.quantization").functional
 
 
 def _matrices(model: Decoder) -> Iterator[tuple[DecoderLayer, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from headway.control.lengths import mean_squares
 from headway.records.control import Knobs
 from headway.records.ledger import QueueFlow
 from headway.records.rollout import FinishedGroup, Rollout
@@ -61,15 +62,7 @@ def _decode_s(rollout: Rollout) -> float:
 def log_length_variances(groups: Sequence[FinishedGroup]) -> tuple[float, float]:
     """Mean squares of the logarithm of response lengths between groups (of about equal size) and within them: of a
     one-way analysis of variance. (0, 0) for fewer than two groups of two."""
-    usable = [lengths for group in groups if len(lengths := _log_lengths(group)) > 1]
-    count = sum(map(len, usable))
-    if len(usable) < 2:
-        return 0.0, 0.0
-    mean = sum(map(sum, usable)) / count
-    means = [sum(group) / len(group) for group in usable]
-    between = sum(len(g) * (m - mean) ** 2 for g, m in zip(usable, means, strict=True)) / (len(usable) - 1)
-    within = sum((x - m) ** 2 for g, m in zip(usable, means, strict=True) for x in g) / (count - len(usable))
-    return between, within
+    return mean_squares([_log_lengths(group) for group in groups])
 
 
 def _log_lengths(group: FinishedGroup) -> list[float]:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headway.buffer.epoch import HeldEpoch, keeping, take_epoch
 from headway.buffer.replication import BooksCopy
@@ -154,13 +154,6 @@ async def _summarise(directory: RunDirectory, ledger: Ledger) -> RunSummary:
         except HeadwayError as error:  # the weights are there, and are what counts
             ledger.event("model_card_failed", str(error))
     return summary
-
-
-class _Pool(Protocol):
-    """Workers of one kind."""
-
-    @property
-    def worker_states(self) -> list[WorkerState]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,10 +341,9 @@ async def wire(
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
         pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]
-        states = partial(_states, pools)
+
+        def states() -> list[WorkerState]:
+            return [state for pool in pools for state in pool.worker_states]
+
         await stack.enter_async_context(pulsing(run.context, observe, generator.activity, states, machines.conditions))
     return run
-
-
-def _states(pools: Sequence[_Pool]) -> list[WorkerState]:
-    return [state for pool in pools for state in pool.worker_states]

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from headway.planner.figures import Figures, figures, steady
+from headway.control.tuning.measured import Figures, figures, steady
 from headway.planner.from_run import RunScenario
 from headway.records.errors import HeadwayError
 from headway.records.ledger import LedgerLine, StepRecord

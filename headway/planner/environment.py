@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -16,16 +15,10 @@ from headway.planner.workload import Plan, TurnProfile, WorkloadModel
 from headway.records.clients import Watch
 from headway.records.counted import CountedTokens, Repeated, joined
 from headway.records.generation import (
-    AppliedWeights,
-    EngineStatistics,
     FinishReason,
     GenerationRequest,
     GenerationResult,
     PartialResponse,
-    Probe,
-    ProbeScores,
-    PublishedWeights,
-    RouterStatistics,
     VersionSpan,
 )
 from headway.rollout.fake import SANDBOX, EpisodeCounts
@@ -94,11 +87,14 @@ class EnvironmentGenerator:
         starting = scenario.environment.starting_at_once
         self._starting = asyncio.Semaphore(starting) if starting is not None else None
         self._live = 0
+        # The rest of the Generator protocol is the engine's own.
+        self.start, self.stop = engine.start, engine.stop
+        self.routing, self.statistics = engine.routing, engine.statistics
+        self.update_weights, self.applied_version = engine.update_weights, engine.applied_version
+        self.score, self.rest_replicas = engine.score, engine.rest_replicas
+        self.pause_replicas, self.resume_replicas = engine.pause_replicas, engine.resume_replicas
 
     # --- the Generator protocol -----------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        await self.engine.start()
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`."""
@@ -138,33 +134,6 @@ class EnvironmentGenerator:
         if life is None:
             return 0
         return len(life.so_far.ids) + (self.engine.tokens_so_far(life.request_id) if life.request_id else 0)
-
-    async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
-        return await self.engine.update_weights(weights)
-
-    async def score(self, probe: Probe) -> list[ProbeScores]:
-        return await self.engine.score(probe)
-
-    async def applied_version(self) -> int:
-        return await self.engine.applied_version()
-
-    async def pause_replicas(self, indices: Collection[int]) -> None:
-        await self.engine.pause_replicas(indices)
-
-    async def resume_replicas(self, indices: Collection[int]) -> None:
-        await self.engine.resume_replicas(indices)
-
-    async def rest_replicas(self, resting: Collection[int]) -> None:
-        await self.engine.rest_replicas(resting)
-
-    async def statistics(self) -> list[EngineStatistics]:
-        return await self.engine.statistics()
-
-    def routing(self) -> RouterStatistics:
-        return self.engine.routing()
-
-    async def stop(self) -> None:
-        await self.engine.stop()
 
     # --- sandboxes ------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from headway.config.schema import Experiment
 from headway.control.lengths import length_distribution
 from headway.control.summaries import bucket_middle, bucket_width, pooled
 from headway.control.tuning.forecast import RunShape
-from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of, usable
-from headway.planner.figures import Figures, figures, steady
+from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of
+from headway.control.tuning.measured import Figures, figures, steady, usable
 from headway.planner.interference import InterferenceCosts, costs, costs_apart
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Scenario

@@ -26,22 +26,15 @@ _KEYS = sorted({field.encode_name for record in _RECORDS + _POOLS for field in m
 
 def read_problem(path: str | Path) -> PlacementProblem:
     """Read the JSON file at ``path``. Raises ConfigurationError that names the file, the key, and what would be
-    valid."""
+    valid. Names and values are checked when it is placed."""
     try:
-        text = Path(path).read_bytes()
+        return msgspec.json.decode(Path(path).read_bytes(), type=PlacementProblem)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
-    return decode_problem(text, str(path))
-
-
-def decode_problem(text: bytes | str, origin: str) -> PlacementProblem:
-    """Decode JSON; ``origin`` names it in errors. Names and values are checked when it is placed."""
-    try:
-        return msgspec.json.decode(text, type=PlacementProblem)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `([^`]*)`", str(error))
         near = difflib.get_close_matches(unknown[1], _KEYS, n=1, cutoff=0.5) if unknown else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigurationError(f"{origin}: {error}{hint}") from None
+        raise ConfigurationError(f"{path}: {error}{hint}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{origin} is not valid JSON: {error}") from None
+        raise ConfigurationError(f"{path} is not valid JSON: {error}") from None

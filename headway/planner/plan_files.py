@@ -83,7 +83,7 @@ def _curves(experiment: Experiment, model: ModelFigures, trained: float, pool: P
 
 def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scenario:
     """The plan's run as `headway simulate` takes it."""
-    generation, training, measured = planned.best.generation, planned.best.training, planned.measured
+    generation, training, measured = planned.best.generation, planned.best.training, planned.best.measured
     workload = planned.workload
     raw: dict[str, Any] = {
         "run": {"directory": f"{folder}/run", "steps": steps_to_simulate(experiment), "seed": experiment.run.seed},

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from headway.config.load import read_toml, validate
 from headway.config.section import Positive, Section
 from headway.control.rates.figures import NUMBER_BYTES, DeviceFigures, RatedDevice
 from headway.control.rates.generation import GenerationRecipe
@@ -91,29 +90,13 @@ class PlanPool(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
     """Read the TOML file at ``path``. Raises ConfigurationError that names the key and what would be valid."""
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
-    try:
-        tables = PoolTables.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        near = difflib.get_close_matches(key.split(".")[-1], _KEYS, n=1) if first["type"] == "extra_forbidden" else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigurationError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}{hint}") from None
+    tables = validate(read_toml(path), str(path), PoolTables)
     for section, kind in (("generate", GenerationRecipe), ("train", TrainingRecipe)):
         recipe(tables, section, kind)
     named = [node for entry in tables.devices for node in entry.nodes]
     if twice := {node for node in named if named.count(node) > 1}:
         raise ConfigurationError(f"{path}: nodes: {min(twice)} is there twice; valid: each machine's node once")
     return PlanPool(classes=tuple(_devices(entry, catalogue) for entry in tables.devices), tables=tables)
-
-
-_KEYS = sorted({name for kind in (PoolEntry, PlannedWorkload, PoolTables) for name in kind.model_fields})
 
 
 def recipe(tables: PoolTables, section: str, kind: type[Any], **defaults: Any) -> Any:

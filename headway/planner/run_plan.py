@@ -24,7 +24,7 @@ from headway.control.tuning.forecast import (
     queue_model,
 )
 from headway.control.tuning.ledger_model import shape_of
-from headway.control.tuning.queue_model import simulate_or_still
+from headway.control.tuning.queue_model import QueueModel, simulate_or_still
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve
 from headway.records.check_report import Calibration, Forecast
@@ -63,6 +63,9 @@ class Candidate(NamedTuple):
     placement: Placement
     generation: GenerationCurve
     training: TrainingCurve
+    shape: RunShape
+    measured: Calibration  # as one would measure it
+    model: QueueModel
     ideal: float  # samples/s when only the rates of the two sides limit
     usd_per_hour: float | None
 
@@ -72,7 +75,6 @@ class PlannedRun(NamedTuple):
 
     plan: RunPlan
     best: Candidate
-    measured: Calibration
     workload: PlannedWorkload
 
 
@@ -95,11 +97,10 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
     for mode in ("temporal", "spatial", "hybrid"):  # the best of each mode, then the best of all
         chosen += [one for one in every if one.placement.mode == mode][:2]
     chosen += [one for one in every if one not in chosen][: max(0, _SIMULATED - len(chosen))]
-    outcomes = [(one, _simulated(experiment, pool, curves, one)) for one in chosen]
+    outcomes = [(one, _simulated(one)) for one in chosen]
     outcomes.sort(key=lambda pair: -_merit(*pair, objective))
     best = outcomes[0][0]
-    shape = _shape(experiment, best.generation, best.training, best.placement)
-    predicted = forecast(shape, _calibration(pool, curves, best), curves.lengths)
+    predicted = forecast(best.shape, best.measured, curves.lengths)
     others: dict[Mode, Alternative] = {}
     for one, rate in outcomes[1:]:
         mode = one.placement.mode
@@ -108,13 +109,13 @@ def plan_run(experiment: Experiment, pool: PlanPool, curves: StageCurves, object
             name = f"{one.placement.generators} generate, {one.placement.trainers} train"
             others[mode] = Alternative(name=name, value=value)
     plan = _written(experiment, pool, curves, objective, best, predicted, bound, others)
-    return PlannedRun(plan, best, _calibration(pool, curves, best), curves.workload)
+    return PlannedRun(plan, best, curves.workload)
 
 
 def predicted_rate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: Placement) -> float | None:
     """Trained samples/s of one placement; None where a side doesn't fit on its devices."""
     one = _candidate(experiment, pool, curves, at)
-    return None if one is None else _simulated(experiment, pool, curves, one)
+    return None if one is None else _simulated(one)
 
 
 def _merit(one: Candidate, samples_per_s: float, objective: Objective) -> float:
@@ -186,7 +187,7 @@ def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, at: 
     hour = None
     if prices[0] is not None and prices[1] is not None:
         hour = prices[0] * at.generators + prices[1] * (at.trainers - at.shared)
-    return Candidate(at, generation, training, ideal, hour)
+    return Candidate(at, generation, training, shape, measured, model, ideal, hour)
 
 
 def _shape(experiment: Experiment, generation: GenerationCurve, training: TrainingCurve, at: Placement) -> RunShape:
@@ -202,16 +203,9 @@ def _shape(experiment: Experiment, generation: GenerationCurve, training: Traini
     )
 
 
-def _calibration(pool: PlanPool, curves: StageCurves, one: Candidate) -> Calibration:
-    at = one.placement
-    return curves.calibration(pool.classes[at.train_on], one.generation, one.training, shared=bool(at.shared))
-
-
-def _simulated(experiment: Experiment, pool: PlanPool, curves: StageCurves, one: Candidate) -> float:
+def _simulated(one: Candidate) -> float:
     """Trained samples/s of the queue under the run's own rules."""
-    shape = _shape(experiment, one.generation, one.training, one.placement)
-    model = queue_model(shape, _calibration(pool, curves, one), curves.lengths)
-    return max(1e-9, simulate_or_still(model).samples_per_s)
+    return max(1e-9, simulate_or_still(one.model).samples_per_s)
 
 
 # --- what is written -------------------------------------------------------------------------------------

@@ -168,15 +168,22 @@ _NOT_SIMULATED = {
 }
 
 
+_DEFAULTS: dict[str, dict[str, Any]] = {  # others than an experiment's, also where the file has such a section
+    "run": {"directory": "runs/simulated"},
+    "ledger": {"trackers": (), "trace": False, "rollouts": 0.0625},
+    "checkpoint": {"every_steps": 1_000_000},
+}
+
+
 class Scenario(Experiment):
     """The whole scenario file."""
 
-    run: RunConfig = RunConfig(directory="runs/simulated")
+    run: RunConfig = RunConfig.model_validate(_DEFAULTS["run"])
     model: ModelConfig = ModelConfig(path="simulated")
     tasks: TasksConfig = TasksConfig.model_validate({"train": {"path": "simulated"}})
     evaluation: EvaluationConfig = EvaluationConfig(before=False, after=False)
-    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=1_000_000)
-    ledger: LedgerConfig = LedgerConfig(trackers=(), trace=False, rollouts=0.0625)
+    checkpoint: CheckpointConfig = CheckpointConfig.model_validate(_DEFAULTS["checkpoint"])
+    ledger: LedgerConfig = LedgerConfig.model_validate(_DEFAULTS["ledger"])
     hardware: Hardware = Hardware()
     workload: Workload = Workload()
     environment: ScenarioEnvironment = ScenarioEnvironment()
@@ -195,12 +202,7 @@ class Scenario(Experiment):
         for key in endpoint.EnvironmentConfig.model_fields:
             if isinstance(given, dict) and key in given:
                 raise ValueError(f"environment.{key} has no place in a scenario: turns are described by [workload]")
-        defaults = {
-            "run": {"directory": "runs/simulated"},
-            "ledger": {"trackers": [], "trace": False, "rollouts": 0.0625},
-        }
-        defaults["checkpoint"] = {"every_steps": 1_000_000}
-        for section, keys in defaults.items():
+        for section, keys in _DEFAULTS.items():
             given = filled.get(section, {})
             if isinstance(given, dict):
                 filled[section] = keys | given
@@ -251,7 +253,7 @@ def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Read and validate a scenario, as ``config.load.load_experiment`` does an experiment. The run's default folder is
     runs/simulated/NAME, after the file's name. Raises ConfigurationError."""
     scenario = load_file(path, overrides, Scenario)
-    if scenario.run.directory == RunConfig(directory="runs/simulated").directory:
+    if scenario.run.directory == _DEFAULTS["run"]["directory"]:
         run = scenario.run.model_copy(update={"directory": f"runs/simulated/{Path(path).stem}"})
         scenario = scenario.model_copy(update={"run": run})
     return scenario

@@ -121,8 +121,9 @@ class PlacedPipeline(msgspec.Struct, frozen=True, kw_only=True):
 class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Phases, one after the other on the same devices; each a pipeline over disjoint parts of them.
 
-    Invariants: seconds is the sum over phases and what `control/placement/timeline.py` runs; lower_bound <= value, the
-    chosen objective, and gap = 1 - lower_bound / value: 0 is proven optimal.
+    Invariants: seconds is the sum over phases and what a run of the chunks takes, event by event
+    (`tests/support/plan_timeline.py`); lower_bound <= value, the chosen objective, and gap = 1 - lower_bound / value: 0
+    is proven optimal.
     """
 
     objective: Objective

@@ -9,9 +9,16 @@ import msgspec
 
 from headway.control.placement.options import SearchSettings
 from headway.control.placement.search import place
-from headway.control.placement.timeline import busy_shares, run_plan
 from headway.records.errors import ConfigurationError
-from headway.records.plan import Alternative, DevicePool, Objective, PlacementPlan, PlacementReport, Workflow
+from headway.records.plan import (
+    Alternative,
+    DevicePool,
+    Objective,
+    PlacedPipeline,
+    PlacementPlan,
+    PlacementReport,
+    Workflow,
+)
 
 _CHANGED = 1e-9  # relative: less is rounding
 
@@ -88,8 +95,26 @@ def _binds(plan: PlacementPlan, relaxations: tuple[Alternative, ...]) -> tuple[s
         if other.value is not None and other.value < value * (1 - _CHANGED):
             gain = 1 - other.value / value
             reasons.append((-gain, f"{other.name.removeprefix('without ')}: {gain:.1%} less without"))
-    busy = sorted(((-share, name) for name, share in busy_shares(run_plan(plan))))
+    busy = sorted((-share, name) for name, share in busy_shares(plan).items())
     return (
         *(text for _, text in sorted(reasons)),
         *(f"{name}: works {-share:.0%} of the step" for share, name in busy),
     )
+
+
+def busy_shares(plan: PlacementPlan) -> dict[str, float]:
+    """The share of the step in which every stage, and loop, works."""
+    busy: dict[str, float] = {}
+    for phase in plan.phases:
+        _add_turns(busy, phase, 1)
+    return {name: round(seconds / plan.seconds, 9) if plan.seconds else 0.0 for name, seconds in busy.items()}
+
+
+def _add_turns(busy: dict[str, float], pipeline: PlacedPipeline, times: int) -> None:
+    """Add the seconds of all turns in a pipeline that runs so many times in a step."""
+    times *= pipeline.items // pipeline.items_per_chunk * pipeline.rounds
+    for turn in (turn for level in pipeline.levels for part in level for turn in part.turns):
+        seconds = turn.seconds if turn.inside is None else turn.inside.seconds
+        busy[turn.name] = busy.get(turn.name, 0.0) + times * seconds
+        if turn.inside is not None:
+            _add_turns(busy, turn.inside, times)

@@ -44,7 +44,8 @@ from headway.config.control import KnobName
 from headway.control.tuning.diagnosis import Recommendation
 from headway.control.tuning.drift import RECENT, SLOWLY, find_drift
 from headway.control.tuning.knob_search import KNOBS, LEAST_GAIN, Allowed, ControlLimits, Search
-from headway.control.tuning.ledger_model import LedgerModel, estimate, relative_noise, usable
+from headway.control.tuning.ledger_model import LedgerModel, estimate
+from headway.control.tuning.measured import rate_of, relative_noise, usable
 from headway.control.tuning.replan import Remainder, remainder, split_sentence, split_that_pays, switch_s
 from headway.records.control import Knobs
 from headway.records.ledger import StepRecord
@@ -263,8 +264,8 @@ def _measured(
     after = [r for r in window if r.step >= trial.version + _settling(window)]
     if len(after) < limits.patience_steps:
         return None
-    rate = _rate_of(after)
-    spread = relative_noise(window, _rate_of(window))
+    rate = rate_of(after)
+    spread = relative_noise(window, rate_of(window))
     noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
     ratio = rate / trial.rate
     done = msgspec.structs.replace(state, trial=None)
@@ -337,14 +338,9 @@ def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLi
     waited = window[-1].version - max(state.looked_step, state.decided_step, state.regime_step)
     if waited < patience:
         return False
-    rate = _rate_of(window[-patience:])
+    rate = rate_of(window[-patience:])
     changed = bool(state.looked_rate) and abs(math.log(rate / state.looked_rate)) >= _RATE_DIFFERS
     return waited >= patience << state.rests or changed
-
-
-def _rate_of(records: Sequence[StepRecord]) -> float:
-    """Trained samples/s over these records."""
-    return sum(r.samples for r in records) / sum(r.step_s for r in records)
 
 
 def _left(window: Sequence[StepRecord], limits: ControlLimits) -> Remainder:
@@ -357,7 +353,7 @@ def _by_model(
     """Set the neighbouring setting that the model rates best, or half the verifier workers, where that is worth it;
     else recommend a split of the devices that is."""
     idle = msgspec.structs.replace(
-        found_nothing(state, window[-1].version), looked_rate=_rate_of(window[-limits.patience_steps :])
+        found_nothing(state, window[-1].version), looked_rate=rate_of(window[-limits.patience_steps :])
     )
     found = estimate(window, limits.shape)
     if found is None:

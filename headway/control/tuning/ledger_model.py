@@ -16,9 +16,10 @@ from statistics import median
 import msgspec
 
 from headway.config.schema import Experiment
-from headway.control.lengths import LengthDistribution, length_distribution
+from headway.control.lengths import LengthDistribution, intraclass_correlation, length_distribution
 from headway.control.summaries import bucket_middle, pooled
 from headway.control.tuning.forecast import EVEN_REQUESTS, RunShape, kv_slots
+from headway.control.tuning.measured import Figures, figures, relative_noise, usable
 from headway.control.tuning.queue_model import QueueModel, queue_shape
 from headway.records.ledger import QueueFlow, StepRecord
 
@@ -48,22 +49,18 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, fixed=centre * (1 - share), slope=slope, share=share)
 
 
-class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of a run (or of one regime of it), estimated from its ledger."""
+class LedgerModel(Figures, frozen=True, kw_only=True):
+    """The model of a run (or of one regime of it), estimated from its ledger, beside the measured figures."""
 
     model: QueueModel
     lengths: LengthDistribution
-    samples_per_s: float  # trained, measured
     noise: float  # standard error of samples_per_s, relative
     useful_share: float  # of the trained samples: advantage not 0
-    staleness_mean: float  # of trajectories, measured
     decode: Line  # seconds of a decode step over the requests of one replica
     train: Line  # seconds of a training step over its tokens
     running: float  # requests that decoded together, one replica, in the mean
     in_generation: float  # rollouts between admission and last token, all replicas, in the mean
-    trainer_wait: float  # share of the time ...
-    straggler_wait: float  # ... of it while a whole batch had finished
-    generator_wait: float  # share of the time the replicas had nothing to do
+    straggler_wait: float  # share of the time that the trainer waited while a whole batch had finished
     preemptions_per_response: float
     unidentified: dict[str, str]  # parameter -> why, and the value taken instead
 
@@ -124,28 +121,22 @@ def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
     return msgspec.structs.replace(shape, group_size=round(rollouts / groups)) if groups and rollouts else shape
 
 
-def usable(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The records with information about rates: trained, and not rebuilt after a kill."""
-    return [r for r in records if not r.skipped and r.samples and r.step_s > 0 and r.flow.generator_s > 0]
-
-
 def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | None:
     """Estimate the model behind ``records``; None when fewer than two of them are usable or no response has finished in
     them. Its knobs are those of the last record."""
     steps = usable(records)
     responses = sum(r.flow.responses for r in steps)
     tokens = sum(r.flow.generated_tokens for r in steps)
-    if len(steps) < LEAST_STEPS or not responses or not tokens:
+    measured = figures(steps)
+    if measured is None or len(steps) < LEAST_STEPS or not responses or not tokens:
         return None
     shape = as_recorded(shape, steps)
     seconds = sum(r.step_s for r in steps)
-    samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
     decode, running = decode_line(steps, shape.even_requests)
     train = training_line(steps)
     finished = sum(r.flow.finished_groups for r in steps)
-    accepted = sum(r.flow.accepted_groups for r in steps)
-    acceptance = max(_LEAST_ACCEPTANCE, accepted / finished if finished else 1.0)
+    acceptance = max(_LEAST_ACCEPTANCE, measured.acceptance)
     prompt = sum(r.flow.prompt_tokens for r in steps) / responses
     slots = min(shape.slots, kv_slots(shape, prompt + lengths.mean_tokens))
     in_generation = sum(r.flow.generating_s for r in steps) / seconds
@@ -178,21 +169,17 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         verify_response_s=sum(r.verify_s for r in steps) / responses,
         acceptance=acceptance,
     )
-    rate = samples / seconds
     return LedgerModel(
+        **msgspec.structs.asdict(measured),
         model=model,
         lengths=lengths,
-        samples_per_s=rate,
-        noise=relative_noise(steps, rate),
-        useful_share=sum(r.flow.useful_samples for r in steps) / samples,
-        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
+        noise=relative_noise(steps, measured.samples_per_s),
+        useful_share=sum(r.flow.useful_samples for r in steps) / sum(r.samples for r in steps),
         decode=decode,
         train=train,
         running=running,
         in_generation=in_generation,
-        trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
         straggler_wait=sum(r.flow.straggler_wait_s for r in steps) / seconds,
-        generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
         preemptions_per_response=sum(r.flow.preemptions for r in steps) / responses,
         unidentified=_unidentified(decode, train, running, lengths, acceptance, finished),
     )
@@ -332,22 +319,13 @@ def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
         return 0.0
     between = sum(r.flow.length_variance_between * r.flow.finished_groups for r in steps) / weight
     within = sum(r.flow.length_variance_within * r.flow.finished_groups for r in steps) / weight
-    spread = between + (group_size - 1) * within
-    return min(0.99, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
+    return min(0.99, intraclass_correlation(between, within, group_size))
 
 
 def _of_one(values: Iterable[float]) -> float:
     """Median of the positive values, that is, of the events that happened; 0.0 without any."""
     happened = [value for value in values if value > 0]
     return median(happened) if happened else 0.0
-
-
-def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
-    """Relative standard error of samples / seconds, as a ratio of sums over steps."""
-    count = len(steps)
-    left = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
-    samples = sum(r.samples for r in steps)
-    return math.sqrt(left * count / max(1, count - 1)) / samples
 
 
 def _unidentified(

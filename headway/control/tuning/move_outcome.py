@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 from headway.control.tuning.knob_search import LEAST_GAIN
-from headway.control.tuning.ledger_model import relative_noise
+from headway.control.tuning.measured import rate_of, relative_noise
 from headway.records.ledger import StepRecord
 from headway.records.plan import ExecutedMove
 
@@ -50,7 +50,7 @@ class MoveOutcome:
             return None
         self._due, planned = None, moved.planned
         after = [r for r in self._records if r.step >= moved.version + self._filling and not r.skipped]
-        expected, measured = planned.rate * planned.gain, _rate(after)
+        expected, measured = planned.rate * planned.gain, rate_of(after)
         noise = math.sqrt(2) * relative_noise(after, measured) if measured else 0.0  # of a quotient of two such rates
         heavier = _load(after) > _SAME_LOAD * self._load
         slower = bool(after) and measured < planned.rate * (1 - max(LEAST_GAIN, 2 * noise))
@@ -64,13 +64,9 @@ class MoveOutcome:
 
     def rate(self, first: int) -> float:
         """Trained samples/s over the last ``MEASURED`` steps, from step ``first`` on."""
-        return _rate([r for r in self._records if r.step >= first and not r.skipped])
+        return rate_of([r for r in self._records if r.step >= first and not r.skipped])
 
 
 def _load(records: list[StepRecord]) -> float:
     """Response tokens generated per trained sample."""
     return sum(sum(r.ended_tokens.values()) for r in records) / max(1, sum(r.samples for r in records))
-
-
-def _rate(records: list[StepRecord]) -> float:
-    return sum(r.samples for r in records) / max(1e-9, sum(r.step_s for r in records))

@@ -14,6 +14,7 @@ from headway.config.model import ModelConfig
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.torch.engine import TorchEngine
+from headway.generator.engines.torch.slot_engine import SlotOptions
 from headway.models.adapter_files import open_adapter
 from headway.models.configuration import DecoderConfig
 from headway.models.cpu.native import why_none
@@ -54,16 +55,10 @@ def _torch(settings: EngineSettings, context: WorkerContext) -> TorchEngine:
         context.log.warning("decoding without the native kernels, which costs speed: %s", reason)
     return TorchEngine(
         model,
-        slots=settings.slots,
-        max_context_tokens=min(settings.max_context_tokens, model.config.max_positions),
-        kv_capacity_tokens=settings.kv_capacity_tokens,
-        version=settings.version,
-        tokenizer=_tokenizer(settings),
-        deterministic=settings.deterministic,
-        prefill_tokens_per_step=settings.prefill_tokens_per_step,
         native_kernels=settings.native_kernels,
         adapters=adapters,
         return_experts=settings.return_experts,
+        **_options(settings, model.config.max_positions),
     )
 
 
@@ -90,18 +85,25 @@ def _hub(settings: EngineSettings, context: WorkerContext) -> Engine[Any]:
     adapters = {name: open_hub_adapter(model, path, one, seed) for name, one in settings.adapters.items()}
     engine = HubEngine(
         model,
+        adapters=adapters,
+        pixels=None if settings.pixels_directory is None else PixelStore(settings.pixels_directory),
+        **_options(settings, model.config.max_positions),
+    )
+    context.log.info("sampling from transformers' %s, in batches of %s", model.config.model_type, engine.batching)
+    return engine
+
+
+def _options(settings: EngineSettings, positions: int) -> SlotOptions:
+    """The options of an engine that computes in this process, for a model of so many positions."""
+    return SlotOptions(
         slots=settings.slots,
-        max_context_tokens=min(settings.max_context_tokens, model.config.max_positions),
+        max_context_tokens=min(settings.max_context_tokens, positions),
         kv_capacity_tokens=settings.kv_capacity_tokens,
         version=settings.version,
         tokenizer=_tokenizer(settings),
         deterministic=settings.deterministic,
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
-        adapters=adapters,
-        pixels=None if settings.pixels_directory is None else PixelStore(settings.pixels_directory),
     )
-    context.log.info("sampling from transformers' %s, in batches of %s", model.config.model_type, engine.batching)
-    return engine
 
 
 def _tokenizer(settings: EngineSettings) -> Tokenizer | None:

@@ -9,36 +9,17 @@ from pathlib import Path
 
 from headway.config.router import RouterConfig
 from headway.config.sandbox import SandboxConfig
-from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.retries import Breaker
 from headway.sandbox.backends import backend_of
 from headway.sandbox.faults import FaultyBackend
+from headway.sandbox.guards import RunSandboxes
 from headway.sandbox.pool import SandboxPool, pool_settings
 from headway.sandbox.protocol import Backend, Reaping
 from headway.sandbox.reaper import Reaper
 
 # Starts come in bursts, so some in a row fail together; and a provider's outage lasts longer than a replica's.
 BREAKER = RouterConfig(failures_to_open=10, failure_window_s=120.0, cool_down_s=2.0, longest_cool_down_s=60.0)
-
-
-class RunSandboxes:
-    """``pool`` leases them. Made by `open_sandboxes`."""
-
-    def __init__(self, pool: SandboxPool, reaper: Reaper | None, faults: FaultyBackend | None) -> None:
-        self.pool = pool
-        self._reaper = reaper
-        self._faults = faults
-
-    def statistics(self) -> PoolStatistics:
-        return self.pool.statistics()
-
-    def reaped(self) -> ReaperStatistics:
-        return self._reaper.statistics() if self._reaper is not None else ReaperStatistics()
-
-    def injected(self) -> dict[str, int]:
-        """Faults that were injected (``sandbox.inject_faults``), by call and kind."""
-        return dict(self._faults.injected) if self._faults is not None else {}
 
 
 @contextlib.asynccontextmanager

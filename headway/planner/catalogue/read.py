@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from headway.config.load import read_toml
 from headway.control.cost import Count, ServerCosts, TokenPrices, Tokens, Usd
 from headway.control.rates.figures import DeviceFigures, Figure
 from headway.records.errors import ConfigurationError
@@ -92,12 +93,10 @@ class Catalogue:
         """The package's catalogue with the files ``paths`` over it, the last uppermost. Raises ConfigurationError."""
         entries: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in _TYPES}
         for name in PACKAGED:
-            _lay_over(entries, (files("headway.planner.catalogue") / name).read_text(encoding="utf-8"), name)
+            text = (files("headway.planner.catalogue") / name).read_text(encoding="utf-8")
+            _lay_over(entries, tomllib.loads(text), name)
         for path in paths:
-            try:
-                _lay_over(entries, Path(path).read_text(encoding="utf-8"), str(path))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"catalogue {path} can't be read: {error}") from None
+            _lay_over(entries, read_toml(path), str(path))
         catalogue = cls(entries)
         for section, name in ((section, name) for section, named in entries.items() for name in named):
             catalogue.entry(section, name, _TYPES[section])
@@ -143,11 +142,7 @@ class Catalogue:
         return self._entries[section][name]
 
 
-def _lay_over(entries: dict[str, dict[str, dict[str, Any]]], text: str, origin: str) -> None:
-    try:
-        given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"catalogue {origin} is not valid TOML: {error}") from None
+def _lay_over(entries: dict[str, dict[str, dict[str, Any]]], given: dict[str, Any], origin: str) -> None:
     for section, named in given.items():
         if section not in _TYPES:
             raise ConfigurationError(f"catalogue {origin}: unknown section {section!r}; valid: {', '.join(_TYPES)}")

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -21,7 +21,7 @@ from headway.records.environment import WORKER_EVENT, EnvironmentState, EpisodeS
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, ToolTimes, Verdict
 from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
-from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics, SandboxStatistics
+from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.episode_sandbox import EpisodeSandbox
@@ -33,6 +33,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.hooks import error_text, is_infrastructure, place_of, storable
 from headway.runtime.imports import import_class, import_function
 from headway.sandbox.backends import spec_of
+from headway.sandbox.guards import RunSandboxes
 from headway.sandbox.pool import SandboxPool
 from headway.sandbox.snapshot_store import is_hosted
 
@@ -44,19 +45,6 @@ _CANCEL_S = 10.0  # that what is done for a rollout has to end, when it is over
 
 # Number of a request, whether it succeeded, its result or its error, seconds from its arrival to its answer.
 Answered = tuple[int, bool, Any, float]
-
-
-class GuardedPool(Protocol):
-    """A pool of sandboxes with its guards: reaper and fault injection."""
-
-    @property
-    def pool(self) -> SandboxPool: ...
-
-    def statistics(self) -> PoolStatistics: ...
-
-    def reaped(self) -> ReaperStatistics: ...
-
-    def injected(self) -> dict[str, int]: ...
 
 
 class EnvironmentService:
@@ -89,9 +77,9 @@ class EnvironmentService:
         folder = Path(snapshots).resolve() if snapshots else None
         clock, boxes = self._clock, SandboxConfig.model_validate(sandbox)
 
-        async def begin() -> tuple[Episodes, GuardedPool]:
+        async def begin() -> tuple[Episodes, RunSandboxes]:
             guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
-            pool: GuardedPool = await self._open.enter_async_context(guarded)
+            pool: RunSandboxes = await self._open.enter_async_context(guarded)
             spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
             played.tool_calls.report = lambda *event: self._emit((WORKER_EVENT, True, event, 0.0))
             episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
@@ -382,7 +370,7 @@ async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
     ended.cancel()
 
 
-def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
+def sandbox_statistics(guarded: RunSandboxes) -> SandboxStatistics:
     """A pool and its guards as they are now."""
     return SandboxStatistics(pool=guarded.statistics(), reaper=guarded.reaped(), injected=guarded.injected())
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
-from headway.records.clients import Stop, TextCodec
+from headway.records.clients import Stop
 from headway.records.environment import PartialRollout
 from headway.records.errors import ConfigurationError, HookFailed
 from headway.records.generation import FinishReason
@@ -19,14 +19,9 @@ from headway.records.tokens import TokenIds
 from headway.rollout.makers.attempts import RetryingRollouts
 from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
 from headway.runtime.hooks import Hook, finite_number, is_infrastructure, load_hook, shown, storable
+from headway.tokens.tokenizer import Tokenizer
 
 KEY = "hooks.rollout"
-
-
-class Codec(TextCodec, Protocol):
-    """Encodes and decodes text for a user's function."""
-
-    def encode_behind(self, before: int | None, text: str) -> list[int]: ...
 
 
 class RolloutOver(Exception):
@@ -122,7 +117,7 @@ class Attempt:
         """Append the environment's reply: tokens without loss, as the joint text has them. Raises RolloutOver where
         they don't fit."""
         before = self.response_ids or self.group.prompt_ids
-        ids = cast("Codec", self._sampler.tokenizer).encode_behind(before[-1] if before else None, storable(text))
+        ids = cast("Tokenizer", self._sampler.tokenizer).encode_behind(before[-1] if before else None, storable(text))
         self.observe_ids(ids)
 
     def observe_ids(self, ids: Sequence[int]) -> None:

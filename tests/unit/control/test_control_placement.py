@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_brute_force import BruteForce, pipeline_s
 from placement_cases import large_case, small_case
+from plan_timeline import run_plan
 
 from headway.control.placement.graph import fold
 from headway.control.placement.options import Choices, SearchSettings
 from headway.control.placement.pipelines import Expansions, Label, Pipelines, elapsed_s, undominated
-from headway.control.placement.reasons import explain
+from headway.control.placement.reasons import busy_shares, explain
 from headway.control.placement.search import place
-from headway.control.placement.timeline import run_plan
 from headway.control.placement.written import pipelines_of, used_devices
 from headway.records.errors import ConfigurationError
 from headway.records.plan import (
@@ -93,6 +93,10 @@ def test_seconds_are_those_of_a_run_of_the_chunks(seed: int):
     assert run_plan(plan, spans=False).end_s == pytest.approx(plan.seconds, rel=1e-9)
     timeline = run_plan(plan)
     assert timeline.end_s == pytest.approx(plan.seconds, rel=1e-9)
+    busy = dict.fromkeys((span.stage for span in timeline.spans), 0.0)
+    for span in timeline.spans:
+        busy[span.stage] += (span.end_s - span.start_s) / timeline.end_s if timeline.end_s else 0.0
+    assert busy_shares(plan) == pytest.approx(busy, abs=1e-8)
     assert_devices_are_never_shared_at_once(plan, pool)
     rounds = {loop.name: loop.rounds for loop in workflow.loops}
     assert {p.name: p.rounds for p in pipelines_of(plan.phases) if p not in plan.phases} == rounds

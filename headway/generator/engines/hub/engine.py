@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import heapq
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -23,13 +22,12 @@ from headway.generator.engines.hub.runner import HubRunner
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import sample_tokens
 from headway.generator.engines.torch.memory import EngineMemory
-from headway.generator.engines.torch.slot_engine import SlotEngine
+from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.hub.model import HubModel
 from headway.models.hub.pixels import Pixels, PixelStore
 from headway.records.errors import BufferCorrupt
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
-from headway.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from headway.models.hub.adapter import HubAdapter
@@ -67,25 +65,17 @@ class HubEngine(SlotEngine[HubRevisions]):
         self,
         model: HubModel,
         *,
-        slots: int,
-        max_context_tokens: int,
-        kv_capacity_tokens: int | None = None,
-        version: int = 0,
-        tokenizer: Tokenizer | None = None,
-        deterministic: bool = False,
-        prefill_tokens_per_step: int = 8192,
         adapters: Mapping[str, HubAdapter] | None = None,
         pixels: PixelStore | None = None,
-        now: Callable[[], float] = time.monotonic,
+        **options: Unpack[SlotOptions],
     ) -> None:
         """``model`` is changed in place by updates; ``adapters``: one beside it at most, by name, the engine's from now
-        on, at ``version``; ``pixels``: of prompts with pictures; ``now``: monotonic seconds, for the statistics."""
-        super().__init__(model, slots, max_context_tokens, kv_capacity_tokens, version, tokenizer, now)
-        self._runner = HubRunner(model, deterministic)
+        on, at ``version``; ``pixels``: of prompts with pictures."""
+        super().__init__(model, **options)
+        self._runner = HubRunner(model, self._deterministic)
         self._pixels, self.sees = pixels, model.sees and pixels is not None
-        self._prefill_tokens_per_step = prefill_tokens_per_step
         self._batches: list[_Batch] = []
-        self.adapters = HubRevisions(adapters or {}, version)
+        self.adapters = HubRevisions(adapters or {}, self.version)
         self.memory = EngineMemory(self._subscriber, self._tensors)
 
     @property

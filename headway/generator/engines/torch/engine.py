@@ -7,9 +7,8 @@ change (DESIGN rule 4).
 from __future__ import annotations
 
 import heapq
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.torch.adapters import AdapterRevisions
 from headway.generator.engines.torch.memory import EngineMemory
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
-from headway.generator.engines.torch.slot_engine import SlotEngine
+from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
 from headway.models.lora import Lora
 from headway.records.generation import EngineStatistics, Probe, ProbeScores
 from headway.records.tokens import TokenIds, TokenRows
-from headway.tokens.tokenizer import Tokenizer
 
 
 class _Partial(NamedTuple):
@@ -62,26 +60,17 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         self,
         model: Decoder,
         *,
-        slots: int,
-        max_context_tokens: int,
-        kv_capacity_tokens: int | None = None,
-        version: int = 0,
-        tokenizer: Tokenizer | None = None,
-        deterministic: bool = False,
-        prefill_tokens_per_step: int = 8192,
         native_kernels: bool = True,
         adapters: Mapping[str, Lora] | None = None,
         return_experts: bool = False,
-        now: Callable[[], float] = time.monotonic,
+        **options: Unpack[SlotOptions],
     ) -> None:
         """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
         model; ``adapters``: by name, the engine's from now on, at ``version``; ``return_experts``: of a mixture, as
-        rows of its deltas; ``now``: monotonic seconds, for the statistics."""
-        super().__init__(model, slots, max_context_tokens, kv_capacity_tokens, version, tokenizer, now)
-        how = deterministic, native_kernels, return_experts
-        self._runner = runner = ModelRunner(model, slots, self.context_tokens, *how)
-        self._deterministic = deterministic
-        self._prefill_tokens_per_step = prefill_tokens_per_step
+        rows of its deltas."""
+        super().__init__(model, **options)
+        how = self._deterministic, native_kernels, return_experts
+        self._runner = runner = ModelRunner(model, self.slots, self.context_tokens, *how)
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
@@ -90,7 +79,7 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         self.adapters = self._runner.adapters
         for name, adapter in (adapters or {}).items():
             self._updates += 1
-            self._runner.register(name, adapter, version, self._updates)
+            self._runner.register(name, adapter, self.version, self._updates)
 
     # --- one step -------------------------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Required, TypedDict, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -34,6 +35,19 @@ from headway.weights.shared_memory import Subscriber
 Adapters = TypeVar("Adapters", bound=Revisions[Any])
 
 
+class SlotOptions(TypedDict, total=False):
+    """Options of every `SlotEngine`."""
+
+    slots: Required[int]
+    max_context_tokens: Required[int]
+    kv_capacity_tokens: int | None
+    version: int  # of the weights, and of the adapters
+    tokenizer: Tokenizer | None
+    deterministic: bool
+    prefill_tokens_per_step: int
+    now: Callable[[], float]  # monotonic seconds, for the statistics
+
+
 class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     """An engine whose running requests are rows of a `SlotTable`, and which owns its model and the revisions of its
     ``adapters``: they change only by ``apply``, ``update_weights`` and ``update_adapter``."""
@@ -43,13 +57,18 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     def __init__(
         self,
         model: PackedModel,
+        *,
         slots: int,
         max_context_tokens: int,
-        kv_capacity_tokens: int | None,
-        version: int,
-        tokenizer: Tokenizer | None,
-        now: Callable[[], float],
+        kv_capacity_tokens: int | None = None,
+        version: int = 0,
+        tokenizer: Tokenizer | None = None,
+        deterministic: bool = False,
+        prefill_tokens_per_step: int = 8192,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Make the part that all such engines share, with `SlotOptions`."""
+        self._deterministic, self._prefill_tokens_per_step = deterministic, prefill_tokens_per_step
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         super().__init__(
             slots=slots,

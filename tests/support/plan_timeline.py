@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from headway.records.plan import PlacedPart, PlacedPipeline, PlacementPlan
@@ -84,12 +83,3 @@ def _run_part(part: PlacedPart, now_s: float, chunk: int, done: int, spans: list
         if spans is not None:
             spans.append(TurnSpan(start_s, now_s, turn.name, part, chunk, done))
     return now_s
-
-
-def busy_shares(timeline: PlanRun) -> Iterator[tuple[str, float]]:
-    """Yield every stage, and loop, with the share of the step in which it works."""
-    busy: dict[str, float] = {}
-    for span in timeline.spans:
-        busy[span.stage] = busy.get(span.stage, 0.0) + span.end_s - span.start_s
-    for stage, seconds in busy.items():
-        yield stage, seconds / timeline.end_s if timeline.end_s else 0.0

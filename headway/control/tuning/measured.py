@@ -1,12 +1,12 @@
-"""Figures over some steps of a run, by which a live run and its simulation are compared."""
+"""Rates, waits, staleness, lengths and acceptance over some steps of a run, by which models and changes are judged."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from headway.control.tuning.ledger_model import usable
 from headway.records.ledger import StepRecord
 
 
@@ -15,7 +15,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     samples_per_s: float  # trained samples
     trainer_wait: float  # share of the time
-    generator_wait: float
+    generator_wait: float  # share of the time the replicas had nothing to do
     staleness_mean: float  # of trained trajectories, versions
     length_mean: float  # response tokens of finished rollouts
     acceptance: float  # share of finished groups that entered the buffer
@@ -39,7 +39,25 @@ def figures(records: Sequence[StepRecord]) -> Figures | None:
     )
 
 
+def usable(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The records with information about rates: trained, and not rebuilt after a kill."""
+    return [r for r in records if not r.skipped and r.samples and r.step_s > 0 and r.flow.generator_s > 0]
+
+
 def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepRecord]:
     """``records`` without the steps in which the queue was filling, and without those at the end of a run of ``steps``
     in which it ran empty because no step was left to open groups for."""
     return [r for r in usable(records) if budget < r.step < steps - budget - 1]
+
+
+def rate_of(records: Sequence[StepRecord]) -> float:
+    """Trained samples/s over these records; 0 without any."""
+    return sum(r.samples for r in records) / max(1e-9, sum(r.step_s for r in records))
+
+
+def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
+    """Relative standard error of samples / seconds, as a ratio of sums over steps."""
+    count = len(steps)
+    left = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
+    samples = sum(r.samples for r in steps)
+    return math.sqrt(left * count / max(1, count - 1)) / samples
