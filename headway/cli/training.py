@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -108,10 +108,7 @@ def serve_buffer(
 def _print_summary(summary: RunSummary, directory: str, as_json: bool) -> None:
     from headway.report.tables import print_summary
 
-    if as_json:
-        print_json(summary)
-    else:
-        print_summary(summary, directory)
+    print_result(summary, as_json, lambda: print_summary(summary, directory))
 
 
 def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
@@ -203,10 +200,7 @@ def evaluate(
     path = model or experiment.model.path
     with ProgressBar("rollouts", quiet=as_json) as bar:
         record = evaluate_model(experiment, model_path=path, adapter_path=adapter, split=split, on_progress=bar)
-    if as_json:
-        print_json(record)
-    else:
-        typer.echo(evaluation_line(record))
+    print_result(record, as_json, lambda: typer.echo(evaluation_line(record)))
 
 
 def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:

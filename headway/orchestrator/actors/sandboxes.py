@@ -12,6 +12,7 @@ from headway.config.sandbox import SandboxConfig
 from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.retries import Breaker
+from headway.runtime.supervision import cancel_all
 from headway.sandbox.backends import backend_of
 from headway.sandbox.faults import FaultyBackend
 from headway.sandbox.pool import SandboxPool, pool_settings
@@ -66,8 +67,6 @@ async def open_sandboxes(
     try:
         yield RunSandboxes(pool, reaper, faults)
     finally:
-        if looking is not None:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+        await cancel_all(looking)
         await pool.close()
         await inner.close()

@@ -38,7 +38,7 @@ from headway.records.sandbox import (
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import cancel_all, spawn, to_its_end
 from headway.sandbox import leftovers, snapshot_store
 from headway.sandbox.hosted.provider import OWNER, RUN, Provider, asked, is_dead, plain_labels, this_owner
 from headway.sandbox.hosted.sandbox import HostedSandbox
@@ -135,10 +135,7 @@ class HostedBackend:
         spec.limits.check()
         allow_list(spec.network)
         self._provider.check(spec)
-        making = asyncio.create_task(self._create(spec, dict(labels or {}), snapshot))
-        self._making.add(making)
-        making.add_done_callback(self._making.discard)
-        return await making
+        return await spawn(self._making, self._create(spec, dict(labels or {}), snapshot))
 
     async def _create(self, spec: SandboxSpec, labels: dict[str, str], snapshot: Snapshot | None) -> HostedSandbox:
         await self.start()
@@ -181,9 +178,7 @@ class HostedBackend:
 
     async def _given_up(self, ending: Coroutine[Any, Any, None]) -> None:
         """Run ``ending`` as a task, and wait for it up to `ENDING_S`, so that the caller keeps its place meanwhile."""
-        task = asyncio.create_task(ending, name=f"ending a sandbox at {self._provider.name}")
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
+        task = spawn(self._endings, ending, f"ending a sandbox at {self._provider.name}")
         await to_its_end(asyncio.wait({task}, timeout=ENDING_S))
 
     async def _end_unwanted(self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str]) -> None:
@@ -238,9 +233,7 @@ class HostedBackend:
 
     async def close(self) -> None:
         self._closed = True
-        for making in self._making:
-            making.cancel()
-        await asyncio.gather(*self._making, return_exceptions=True)
+        await cancel_all(*self._making)
         if self._endings:
             await asyncio.wait(self._endings, timeout=ENDING_S)
         await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
