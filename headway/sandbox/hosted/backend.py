@@ -38,6 +38,7 @@ from headway.records.sandbox import (
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.retries import backoff_s
 from headway.runtime.supervision import cancel_all, spawn, to_its_end
 from headway.sandbox import leftovers, snapshot_store
 from headway.sandbox.hosted.provider import OWNER, RUN, Provider, asked, is_dead, plain_labels, this_owner
@@ -46,6 +47,7 @@ from headway.sandbox.pace import SharedRateLimit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+END_RETRY_S = 2.0  # before the second try to end a sandbox that was never handed out; doubled before the third
 END_TRIES = 3  # to end a sandbox that was never handed out; `reap` and `close` try again later
 ENDING_S = 60.0  # longest wait, after a start is given up or at `close`, until nothing of it is left
 DELETING_S = 5.0  # longest time that deleting dropped snapshots delays `close`; the rest stays noted for the next look
@@ -189,8 +191,7 @@ class HostedBackend:
     async def _end(self, box: HostedSandbox) -> None:
         self._orphans[box.id] = box
         for attempt in range(END_TRIES):
-            if attempt:
-                await self._clock.sleep(2.0**attempt)
+            await self._clock.sleep(backoff_s(attempt, END_RETRY_S))
             await self._end_once(box)
             if box.id not in self._orphans:
                 return
