@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.cli.recipe import Recipe as Recipe
     from headway.config.cluster import ClusterConfig as ClusterConfig
     from headway.config.load import load_experiment as load_experiment
     from headway.config.schema import Experiment as Experiment
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from headway.trainer.losses import TokenTerms as TokenTerms
 
 _HOMES = {
+    "headway.cli.recipe": ("Recipe",),
     "headway.config.cluster": ("ClusterConfig",),
     "headway.config.load": ("load_experiment",),
     "headway.config.schema": ("Experiment",),

@@ -8,7 +8,6 @@ kernel service has core 1 to itself for timing; everything else is on core 0.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -21,20 +20,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headway.api import Recipe
+
 HERE = Path(__file__).resolve().parent
 CLI = ("-m", "headway.cli.main")
+SIZES = "--vocabulary-size 640 --layers 4 --width 128 --intermediate 352"  # of the model
+SERVICE = "--port 0 --cores 1 --timing-s 0.25 --concurrency 2"
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- message.content + ('<|eos|>' if message.role == 'assistant' else '\\n') -}}
 {%- endfor -%}"""
-
-
-def run(*command: str) -> None:
-    """Print and run one command; end with its exit code when it fails."""
-    print("\n$ " + " ".join(("headway", *command[2:]) if command[:2] == CLI else ("python", *command)), flush=True)
-    code = subprocess.run([sys.executable, *command]).returncode
-    if code:
-        sys.exit(code)
 
 
 @contextmanager
@@ -73,14 +68,15 @@ def sample(model: Path, tasks: Path, answers: Path, count: int) -> None:
     answers.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def score(name: str, model: Path, folder: Path, service: str, count: int = 16) -> dict[str, Any]:
+def score(recipe: Recipe, name: str, model: Path, service: str, count: int) -> dict[str, Any]:
     """A model's scores on the held-out tasks, by ``headway kernels eval``; ``name``: of the report, ``count``: answers
     to each task."""
+    folder = recipe.folder
     tasks, answers, out = folder / "tasks/heldout.jsonl", folder / f"{name}.answers.jsonl", folder / name
     if not out.with_suffix(".json").exists():
         sample(model, tasks, answers, count)
-        files = ("--tasks", str(tasks), "--answers", str(answers), "--out", str(out), "--model", name)
-        run(*CLI, "kernels", "eval", *files, "--addresses", service)
+        files = ("--tasks", tasks, "--answers", answers, "--out", out, "--model", name)
+        recipe.run("headway", "kernels", "eval", *files, "--addresses", service)
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
 
 
@@ -95,67 +91,21 @@ def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def prepare(folder: Path, seed: int, *sft: str) -> list[str]:
-    """Tasks, a random model and its cold start in ``folder``; the overrides that name its files. ``sft``: further
-    arguments of ``headway sft``."""
-    config, tasks, initial, warm = (
-        os.path.relpath(HERE / "experiment.toml"),
-        folder / "tasks",
-        folder / "init",
-        folder / "sft",
-    )
-    paths = [f"--tasks.train.path={tasks}/train.jsonl", f"--run.seed={seed}"]
-    if not (tasks / "heldout.jsonl").exists():
-        run(str(HERE / "make_tasks.py"), str(tasks), "--seed", str(seed))
-    if not initial.exists():
-        texts = (
-            "--texts",
-            f"{tasks}/sft.jsonl",
-            "--vocabulary-size",
-            "640",
-            "--layers",
-            "4",
-            "--width",
-            "128",
-            "--intermediate",
-            "352",
-        )
-        run(*CLI, "init-model", str(initial), *texts, "--seed", str(seed))
-        (initial / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    if not warm.exists():
-        files = [f"--model.path={initial}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={warm}"]
-        run(*CLI, "sft", config, *files, *paths, *sft)
-    return [f"--model.path={warm}", *paths]
-
-
-def train(rl: Path, paths: list[str], service: str, *overrides: str) -> Path:
-    """Train by RL in the folder ``rl``, unless that was done; the trained model."""
-    config = os.path.relpath(HERE / "experiment.toml")
-    done = (rl / "summary.json").exists() and json.loads((rl / "summary.json").read_text())["finished"]
-    if not done:
-        resume = ["--resume"] if (rl / "config.json").exists() else []
-        places = [f"--run.directory={rl}", f'--environment.parameters.addresses=["{service}"]']
-        run(*CLI, "train", config, *resume, *paths, *places, *overrides)
-    run(*CLI, "report", str(rl))
-    return rl / "best"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
-    parser.add_argument("--directory", type=Path, help="default: runs/kernels-SEED")
-    parser.add_argument("--sft-steps", type=int, help="of the cold start; default: sft.steps")
-    parser.add_argument("--answers", type=int, default=16, metavar="N", help="to each held-out task, for the scores")
-    arguments, overrides = parser.parse_known_args()
-    folder: Path = arguments.directory or Path(f"runs/kernels-{arguments.seed}")
-    began_s = time.monotonic()
-    paths = prepare(folder, arguments.seed, *([f"--sft.steps={arguments.sft_steps}"] if arguments.sft_steps else []))
-    with serving(
-        "HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1", "--timing-s", "0.25", "--concurrency", "2"
-    ) as service:
-        before = score("cold-start", folder / "sft", folder, service, arguments.answers)
-        trained = train(folder / "rl", paths, service, *overrides)
-        after = score("reinforced", trained, folder, service, arguments.answers)
+    options = {"sft_steps": (0, "of the cold start; default: sft.steps"), "answers": (16, "to each held-out task")}
+    recipe = Recipe.from_arguments("kernels", __doc__, **options)
+    steps, answers = recipe.options["sft_steps"], recipe.options["answers"]
+    config, began_s = os.path.relpath(HERE / "experiment.toml"), time.monotonic()
+    sft = [f"--sft.steps={steps}"] if steps else []
+    model, keys = recipe.cold_start(
+        config, HERE / "make_tasks.py", splits=("train",), initial=SIZES.split(), template=TEMPLATE, sft=sft
+    )
+    if recipe.options["cold_start_only"]:
+        return
+    with serving("HEADWAY_KERNELS=", "serve-kernels", *SERVICE.split()) as service:
+        before = score(recipe, "cold-start", model, service, answers)
+        rl = recipe.train(config, model, *keys, f'--environment.parameters.addresses=["{service}"]')
+        after = score(recipe, "reinforced", rl / "best", service, answers)
     print(table({"after the cold start": before, "after RL": after}))
     print(f"{(time.monotonic() - began_s) / 60:.1f} minutes")
 

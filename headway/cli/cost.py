@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli.printing import print_json
+from headway.cli.printing import print_result
 
 if TYPE_CHECKING:
     from headway.planner.catalogue.read import Catalogue
@@ -41,10 +41,7 @@ def tco(
     from headway.report.printing import print_rows
 
     found = owned_cost(read_catalogue(catalogue), server)
-    if as_json:
-        print_json(found)
-    else:
-        print_rows(owned_rows(found))
+    print_result(found, as_json, lambda: print_rows(owned_rows(found)))
 
 
 def run(
@@ -60,11 +57,7 @@ def run(
     from headway.report.printing import print_rows
 
     found = priced_run(read_catalogue(catalogue), name, price, service)
-    if as_json:
-        print_json(found)
-    else:
-        print_steps(found)
-        print_rows(run_rows(found))
+    print_result(found, as_json, lambda: (print_steps(found), print_rows(run_rows(found))))
 
 
 def service(
@@ -96,10 +89,7 @@ def service(
         tenant=load if tenants > 1 else None,
         most_tenants=tenants,
     )
-    if as_json:
-        print_json(found)
-    else:
-        print_rows(service_rows(found))
+    print_result(found, as_json, lambda: print_rows(service_rows(found)))
 
 
 def live(
@@ -115,10 +105,7 @@ def live(
     from headway.report.run_view import view_run
 
     found = cost_of_run(view_run(run), price_of(read_catalogue(catalogue), price))
-    if as_json:
-        print_json(found)
-    else:
-        print_rows(cost_rows(found))
+    print_result(found, as_json, lambda: print_rows(cost_rows(found)))
 
 
 def read_catalogue(paths: list[str]) -> Catalogue:

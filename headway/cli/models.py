@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import print_json
+from headway.cli.printing import print_json, print_result
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -102,10 +102,7 @@ def sft(
 
     with SftProgress(quiet=quiet or as_json, time_limit_s=experiment.sft.time_limit_s) as progress:
         result = run_sft(experiment, on_progress=progress)
-    if as_json:
-        print_json(result)
-    else:
-        print_rows(sft_rows(result))
+    print_result(result, as_json, lambda: print_rows(sft_rows(result)))
 
 
 def merge(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import print_json
+from headway.cli.printing import print_json, print_result
 
 if TYPE_CHECKING:
     from headway.planner.from_run import RunScenario
@@ -58,10 +58,7 @@ def simulate(
             context.fail(f"{option} is of a run's folder; {scenario} is none")
     described = load_scenario(scenario, overrides)
     outcome = _simulated(described, Path(scenario).stem, quiet=as_json)
-    if as_json:
-        print_json(outcome)
-    else:
-        _print_outcome(outcome, described.run.directory)
+    print_result(outcome, as_json, lambda: _print_outcome(outcome, described.run.directory))
 
 
 def _simulate_run(
@@ -274,10 +271,7 @@ def _place(graph: str, objective: Objective, tolerance: float, expansions: int, 
         found = explain(problem.workflow, problem.pool, objective, SearchSettings(tolerance, expansions))
     except ConfigurationError as error:
         raise ConfigurationError(f"{graph}: {error}") from None
-    if as_json:
-        print_json(found)
-    else:
-        print_rows(_plan_rows(found))
+    print_result(found, as_json, lambda: print_rows(_plan_rows(found)))
 
 
 def _plan_rows(found: PlacementReport) -> dict[str, str]:

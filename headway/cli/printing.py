@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -19,6 +20,14 @@ def print_json(value: Any) -> None:
     import msgspec
 
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def print_result(found: Any, as_json: bool, show: Callable[[], object]) -> None:
+    """Print what a command has found: as one JSON object, or for people by ``show``."""
+    if as_json:
+        print_json(found)
+    else:
+        show()
 
 
 def price_from(text: str) -> float | None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import keyword
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 import typer
 
 from headway.cli import experiment_options as experiments
+from headway.cli.recipe import Recipe
 from headway.records.errors import ConfigurationError
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
@@ -62,30 +61,15 @@ def quickstart(
     place = Path(folder or f"runs/arithmetic-{seed}")
     if not (place / "make_tasks.py").exists():
         write_files(QUICKSTART, place)
-    config, tasks, initial, warm, rl = (place / name for name in ("experiment.toml", "tasks", "init", "sft", "rl"))
-    common = [f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in ("train", "validation", "test")]
-    common.append(f"--run.seed={seed}")
     _note_missing_compiler()
-    if not (tasks / "test.jsonl").exists():
-        _run("python", place / "make_tasks.py", tasks, "--seed", seed)
-    if not initial.exists():
-        heads = ("--heads", 3, "--kv-heads", 1) if engine == "vllm" else ()  # of 32 dimensions
-        texts = ("--texts", tasks / "sft.jsonl", "--character-level")
-        _run("headway", "init-model", initial, *texts, "--seed", seed, *heads)
-    if not warm.exists():
-        files = (f"--model.path={initial}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={warm}")
-        _run("headway", "sft", config, *files, *common, *extra)
-    if cold_start_only:
-        return
-    if _finished(rl):
-        typer.echo(f"\n{rl} holds a finished run; remove {place} to start anew.")
-    else:
-        resume = ("--resume",) if (rl / "config.json").exists() else ()
+    config, recipe = place / "experiment.toml", Recipe(place, seed, extra)
+    heads = ("--heads", 3, "--kv-heads", 1) if engine == "vllm" else ()  # of 32 dimensions
+    initial = ("--character-level", *heads)
+    model, keys = recipe.cold_start(config, place / "make_tasks.py", initial=initial, sft=extra)
+    if not cold_start_only:
         # vLLM has a fixed cost a step that a model as small as this one does not repay: it gets time for as many steps
         slow = ("--generator.engine=vllm", "--run.time_limit_s=600") if engine == "vllm" else ()
-        files = (f"--model.path={warm}", f"--run.directory={rl}")
-        _run("headway", "train", config, *resume, *files, *common, *slow, *extra)
-    _run("headway", "report", rl)
+        recipe.train(config, model, *keys, *slow)
 
 
 def new(
@@ -189,19 +173,3 @@ def _no_compiler() -> str:
 def _note_missing_compiler() -> None:
     if not _compiler():
         typer.echo(f"note: {_no_compiler()}; plain torch takes the place of the C++ kernels, and is slower")
-
-
-def _finished(run: Path) -> bool:
-    summary = run / "summary.json"
-    return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8"))["finished"])
-
-
-def _run(*words: str | int | Path) -> None:
-    """Print and run one command; end with its exit code when it fails."""
-    program, *arguments = map(str, words)
-    typer.echo(f"\n$ {shlex.join((program, *arguments))}")
-    sys.stdout.flush()
-    command = [sys.executable, *(("-m", "headway.cli.main") if program == "headway" else ()), *arguments]
-    code = subprocess.run(command).returncode
-    if code:
-        raise typer.Exit(code if code > 0 else 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result
 from headway.records.curriculum import CurriculumExplanation
 from headway.records.errors import ConfigurationError
 
@@ -128,19 +128,12 @@ def doctor(
         from headway.report.live_waits import live_waits_text, read_live_waits
 
         waits = read_live_waits(run)
-        if as_json:
-            print_json(waits)
-        else:
-            typer.echo(live_waits_text(waits))
-        return
+        return print_result(waits, as_json, lambda: typer.echo(live_waits_text(waits)))
     from headway.report.doctor import examine, print_report
 
     price = price_from(usd_per_device_hour)
     report = examine(run, price)
-    if as_json:
-        print_json(report)
-    else:
-        print_report(report, price)
+    print_result(report, as_json, lambda: print_report(report, price))
 
 
 def show(

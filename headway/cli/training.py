@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -115,10 +115,7 @@ def _end(summary: RunSummary, directory: str, as_json: bool, price: float | None
         write_run_page(directory, price=price)
     except (HeadwayError, OSError) as error:  # the run has ended well all the same
         typer.echo(f"no page: {error}", err=True)
-    if as_json:
-        print_json(summary)
-    else:
-        print_summary(summary, directory)
+    print_result(summary, as_json, lambda: print_summary(summary, directory))
 
 
 def _load_planned(context: typer.Context, config: str, plan: str) -> Experiment:
@@ -210,10 +207,7 @@ def evaluate(
     path = model or experiment.model.path
     with ProgressBar("rollouts", quiet=as_json) as bar:
         record = evaluate_model(experiment, model_path=path, adapter_path=adapter, split=split, on_progress=bar)
-    if as_json:
-        print_json(record)
-    else:
-        typer.echo(evaluation_line(record))
+    print_result(record, as_json, lambda: typer.echo(evaluation_line(record)))
 
 
 def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:

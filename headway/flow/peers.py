@@ -25,6 +25,7 @@ from headway.runtime.nodes.dial import dial, outlast
 from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, NotAdmitted, admit
 from headway.runtime.nodes.listener import Listener, listen_on_first
 from headway.runtime.stalls.waits import Waits
+from headway.runtime.supervision import cancel_all
 
 FIND_S = 60.0  # that a process may take to be there, or there again
 
@@ -172,9 +173,7 @@ class Hub:
         for state in self._peers.values():
             state.gone.setdefault("", "this process closed its connections")
             state.fail()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
         self._unix.close()
         await self._payloads.close()
         self._folder.forget(self.address.incarnation)

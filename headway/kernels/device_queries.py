@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +13,7 @@ import msgspec
 
 from headway.kernels.backends import DeviceKind
 from headway.runtime.devices import machine_cores, parse_device
-from headway.runtime.nodes.conditions import parse_gpus
-
-_ANSWER_S = 5.0  # the drivers' programs hang when a GPU has fallen off the bus
-_MIB = 1 << 20
+from headway.runtime.nodes.conditions import ask_driver, ask_nvidia_smi, parse_gpus
 
 
 class KernelDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,22 +51,19 @@ def core_devices(names: Sequence[str]) -> tuple[KernelDevice, ...]:
 
 
 def query_gpus() -> tuple[KernelDevice, ...] | None:
-    """The GPUs that this process may use, through their driver's library or else its program; one that the driver has
-    lost isn't among them. None: a driver that is installed doesn't answer. Blocks, for up to some seconds."""
+    """The GPUs that this process may use, as their driver's program lists them; one that the driver has lost isn't
+    among them. None: a driver that is installed doesn't answer. Blocks, for up to some seconds."""
     silent = False
     for driver in _DRIVERS:
+        printed = driver.ask()
         try:
-            listed = [*driver.read(importlib.import_module(driver.library))]
-        except Exception:  # the boundary to a library of the driver's: whatever it raises, its program may know more
-            printed = _printed(driver.program)
-            try:
-                listed = [*driver.parse(printed)] if printed else []
-            except ValueError:
-                printed, listed = None, []
-            silent |= printed is None
+            listed = [*driver.parse(printed)] if printed else []
+        except ValueError:
+            printed, listed = None, []
         if listed:
             limits = next((os.environ[name] for name in driver.variables if name in os.environ), None)
             return _visible(listed, limits)
+        silent |= printed is None
     return None if silent else ()
 
 
@@ -97,24 +87,13 @@ def _gpu(vendor: Literal["nvidia", "amd"], index: object, *facts: Any) -> Kernel
     return KernelDevice(
         name=f"cuda:{index}",
         vendor=vendor,
-        uuid=_text(uuid),
-        model=_text(model),
+        uuid=uuid,
+        model=model,
         architecture=architecture,
         memory_bytes=int(memory_bytes),
         memory_used_bytes=int(used_bytes),
         busy_ratio=_number(busy) / 100,
     )
-
-
-def _nvidia_library(nvml: Any) -> Iterator[KernelDevice]:
-    nvml.nvmlInit()
-    for index in range(nvml.nvmlDeviceGetCount()):
-        with suppress(nvml.NVMLError):  # the GPU is lost
-            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory, busy = nvml.nvmlDeviceGetMemoryInfo(gpu), nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-            architecture = "sm_{}{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu))
-            named = nvml.nvmlDeviceGetUUID(gpu), nvml.nvmlDeviceGetName(gpu)
-            yield _gpu("nvidia", index, *named, architecture, memory.total, memory.used, busy)
 
 
 def _nvidia_program(printed: str) -> Iterator[KernelDevice]:
@@ -125,16 +104,6 @@ def _nvidia_program(printed: str) -> Iterator[KernelDevice]:
                 uuid, model, capability = named
                 facts = f"sm_{capability.replace('.', '')}", gpu.memory_bytes, gpu.memory_used_bytes
                 yield _gpu("nvidia", gpu.index, uuid, model, *facts, gpu.busy_ratio * 100)
-
-
-def _amd_library(smi: Any) -> Iterator[KernelDevice]:
-    smi.amdsmi_init()
-    for index, gpu in enumerate(smi.amdsmi_get_processor_handles()):
-        with suppress(smi.AmdSmiException):  # the GPU is lost
-            chip, memory = smi.amdsmi_get_gpu_asic_info(gpu), smi.amdsmi_get_gpu_vram_usage(gpu)
-            named = smi.amdsmi_get_gpu_device_uuid(gpu), chip["market_name"], chip["target_graphics_version"]
-            used = memory["vram_total"] * _MIB, memory["vram_used"] * _MIB
-            yield _gpu("amd", index, *named, *used, smi.amdsmi_get_gpu_activity(gpu)["gfx_activity"])
 
 
 def _amd_program(printed: str) -> Iterator[KernelDevice]:
@@ -148,38 +117,16 @@ def _amd_program(printed: str) -> Iterator[KernelDevice]:
 
 
 class _Driver(NamedTuple):
-    library: str
-    read: Callable[[Any], Iterator[KernelDevice]]  # the library
-    program: tuple[str, ...]
-    parse: Callable[[str], Iterator[KernelDevice]]  # what the program prints
+    ask: Callable[[], str | None]
+    parse: Callable[[str], Iterator[KernelDevice]]
     variables: tuple[str, ...]  # that limit a process to some GPUs
 
 
-_NVIDIA_SMI = (  # the columns from the index on are those that parse_gpus reads
-    "nvidia-smi",
-    "--query-gpu=uuid,name,compute_cap,index,utilization.gpu,memory.used,memory.total,"
-    "ecc.errors.uncorrected.volatile.total",
-    "--format=csv,noheader,nounits",
-)
 _ROCM_SMI = ("rocm-smi", "--showproductname", "--showuniqueid", "--showmeminfo", "vram", "--showuse", "--json")
 _DRIVERS = (
-    _Driver("pynvml", _nvidia_library, _NVIDIA_SMI, _nvidia_program, ("CUDA_VISIBLE_DEVICES",)),
-    _Driver("amdsmi", _amd_library, _ROCM_SMI, _amd_program, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    _Driver(lambda: ask_nvidia_smi("uuid", "name", "compute_cap"), _nvidia_program, ("CUDA_VISIBLE_DEVICES",)),
+    _Driver(lambda: ask_driver(*_ROCM_SMI), _amd_program, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 )
-
-
-def _printed(command: Sequence[str]) -> str | None:
-    """The output of a driver's program; "" where it isn't installed, None where it doesn't answer."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _number(value: Any) -> float:

@@ -39,7 +39,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation, KernelSubmission, KernelTask
 from headway.records.sandbox import MIB, SandboxError
 from headway.runtime.devices import machine_cores, parse_device
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import cancel_all, to_its_end
 from headway.sandbox.local.backend import LocalBackend
 
 T = TypeVar("T")
@@ -98,10 +98,7 @@ class KernelEvaluator:
 
     async def close(self) -> None:
         """End all evaluations and sandboxes."""
-        running = [*self._running.values()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(*self._running.values())
         await self._backend.close()
         await asyncio.to_thread(self._executor.shutdown)
 

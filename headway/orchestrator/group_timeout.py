@@ -12,6 +12,7 @@ from headway.algorithms.groups.outcome import GROUP_TIMEOUT, group_timeout
 from headway.config.schema import QueueConfig
 from headway.records.rollout import Failure, Group, Rollout
 from headway.runtime.clock import Clock
+from headway.runtime.supervision import cancel_all
 
 Generate = Callable[[int], Coroutine[Any, Any, Rollout]]  # of a member
 Stop = Callable[[int, Failure], None]  # a member: its generation then ends as failed, with the tokens it has
@@ -37,11 +38,8 @@ async def generate_in_time(
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         rollouts = [task.result() for task in tasks if task.done()]  # raises what one of them raised
     finally:
-        running = [task for task in tasks if not task.done()]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.gather(*running, return_exceptions=True)  # a group that is over leaves nothing running
+        if running := [task for task in tasks if not task.done()]:
+            await cancel_all(*running)  # a group that is over leaves nothing running
     return tuple(_discarded(r, clock.now()) if r.failure is why else r for r in rollouts)
 
 

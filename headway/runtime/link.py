@@ -26,6 +26,7 @@ from headway.runtime.framing import (
     tune,
 )
 from headway.runtime.stalls.waits import Waits
+from headway.runtime.supervision import spawn
 
 READS_PER_WAKEUP = 16  # then the loop's other tasks get their turn
 
@@ -348,6 +349,4 @@ class Link:
         self.events.close(self._held)
 
     def _spawn(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine, name=f"{self.name}: {coroutine.__name__}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(self._tasks, coroutine, f"{self.name}: {coroutine.__name__}")

@@ -7,9 +7,10 @@ error; a loop that returns although it should not is an error too, with its name
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from headway.records.errors import HeadwayError
@@ -118,6 +119,34 @@ def _first(error: Exception) -> Exception:
             first.add_note(f"then: {type(other).__name__}: {other}")
         error = first
     return error
+
+
+def spawn(tasks: set[asyncio.Task[T]], coroutine: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+    """Run a coroutine as a task, which is among ``tasks`` until it has ended: the event loop alone may forget it."""
+    task = asyncio.get_running_loop().create_task(coroutine, name=name or None)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel these tasks and wait until they have ended, whatever they raise. For clean-up."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def end_group(process: asyncio.subprocess.Process, signals: Sequence[int], wait_s: float) -> None:
+    """End a process that leads a group: send the group these signals (0: none yet), one after the other, until the
+    process has ended within ``wait_s``."""
+    for number in signals:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await process.wait()
+                return
 
 
 async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:

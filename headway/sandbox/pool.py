@@ -27,7 +27,7 @@ from headway.records.sandbox import (
 from headway.records.sandbox_statistics import Latencies, PoolStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.retries import Breaker, backoff_s
-from headway.runtime.supervision import to_its_end
+from headway.runtime.supervision import spawn, to_its_end
 from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
 from headway.sandbox.protocol import SandboxSource
@@ -288,9 +288,7 @@ class SandboxPool:
                     raise _error_of(first if first in done else done.pop())
         finally:
             if running or spare_places:
-                ending = asyncio.create_task(self._drop(running, spare_places), name="ending a hedged start")
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
+                ending = spawn(self._ending, self._drop(running, spare_places), "ending a hedged start")
                 if won is None:
                     await to_its_end(_done(ending))  # the lease's own place is given back next
 

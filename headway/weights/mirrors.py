@@ -10,6 +10,7 @@ from typing import Any
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import Clock
+from headway.runtime.supervision import cancel_all
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
@@ -79,9 +80,7 @@ class Mirrors:
 
     async def stop(self) -> None:
         """Stop all mirrors."""
-        for copying in self._copies.values():
-            copying.cancel()
-        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+        await cancel_all(*self._copies.values())
         await asyncio.gather(*(slot.stop(1.0) for slot in self._slots.values()))
 
     async def _copy(self, published: PublishedWeights, node: str) -> PublishedWeights:

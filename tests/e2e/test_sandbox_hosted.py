@@ -124,7 +124,6 @@ def test_what_goes_wrong_at_a_provider_is_told_apart(backend: Hosted, monkeypatc
             assert backend.cloud.boxes == {}
 
     monkeypatch.setattr("headway.sandbox.hosted.provider.HOLD_S", 0.05)
-    monkeypatch.setattr("headway.sandbox.hosted.modal.HOLD_S", 0.05)
     run(main)
 
 

@@ -10,6 +10,7 @@ from headway.generator.recording.answer_tree import RecordedCall, rows_known
 from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import ClientSampling, RequestRefused, SampleTurn, TurnRequest
 from headway.records.generation import GenerationResult, PartialResponse
+from headway.runtime.supervision import cancel_all
 
 _VOID = "tokens that were streamed turned out to be another version's; ask again"
 
@@ -162,9 +163,7 @@ class InflightCall:
                 task.result()
             return [task.result() for task in tasks]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(*tasks)
 
 
 def _failure(call: RecordedCall, result: GenerationResult) -> Exception:

@@ -20,6 +20,7 @@ from headway.records.errors import RemoteError, WorkerDied
 from headway.records.generation import GenerationRequest, RouterStatistics, TokenDelta
 from headway.records.tokens import TokenIds, decoder, encoder
 from headway.runtime.clock import Clock
+from headway.runtime.supervision import cancel_all, spawn
 from headway.runtime.workers import EventCallback
 
 _TAKING: tuple[Standing, ...] = ("serving", "lent", "resting")
@@ -350,9 +351,7 @@ class Router:
         if replica.flushing:
             return
         replica.flushing = True
-        task = asyncio.create_task(self._flush(replica), name=f"{replica.name}-submit")
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
+        spawn(self._flushes, self._flush(replica), f"{replica.name}-submit")
 
     async def _flush(self, replica: Replica) -> None:
         replica.flushing = False
@@ -476,6 +475,4 @@ class Router:
         """Cancel the timer and all submissions under way; open requests stay as they are."""
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._flushes:
-            task.cancel()
-        await asyncio.gather(*self._flushes, return_exceptions=True)
+        await cancel_all(*self._flushes)

@@ -11,6 +11,7 @@ from headway.config.router import RouterConfig
 from headway.config.sandbox import SandboxConfig
 from headway.runtime.clock import Clock
 from headway.runtime.retries import Breaker
+from headway.runtime.supervision import cancel_all
 from headway.sandbox.backends import backend_of
 from headway.sandbox.faults import FaultyBackend
 from headway.sandbox.guards import RunSandboxes
@@ -47,8 +48,6 @@ async def open_sandboxes(
     try:
         yield RunSandboxes(pool, reaper, faults)
     finally:
-        if looking is not None:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+        await cancel_all(looking)
         await pool.close()
         await inner.close()

@@ -28,7 +28,7 @@ from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import sharing
-from headway.runtime.supervision import handled_signals
+from headway.runtime.supervision import cancel_all, handled_signals
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
@@ -147,8 +147,7 @@ class _Calibrating:
                 self._dead.result()
             return await measuring
         finally:
-            measuring.cancel()
-            await asyncio.gather(measuring, return_exceptions=True)
+            await cancel_all(measuring)
             self._dead.cancel()
 
     def _on_event(self, name: str, detail: str, /, **data: object) -> None:
@@ -191,8 +190,7 @@ class _Calibrating:
             self._say("verifies")
             verify_s = await self._verify()
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel_all(running)
         lengths, prompts = self._lengths(), load.prompt_tokens or [1]
         whole = load.groups if len(load.groups) >= LEAST_GROUPS else []
         fixed_s, request_s = decode_cost(few, alone)

@@ -20,6 +20,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.preflight.cluster import LEAST_DISK_BYTES
 from headway.records.errors import HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.runtime.supervision import cancel_all
 from headway.telemetry.exporters.alerts import alert_fields
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_ALERT_CLEARED, EVENT_STALL_ENDED, EVENT_STALLED, Ledger
 
@@ -131,5 +132,4 @@ async def watching_alerts(
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all(task)

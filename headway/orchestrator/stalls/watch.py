@@ -28,6 +28,7 @@ from headway.records.errors import HeadwayError
 from headway.records.stalls import Stall, WaitGraph, WorkerStatus
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.stacks import DUMP_SIGNAL
+from headway.runtime.supervision import cancel_all
 from headway.telemetry.ledger import EVENT_STALL_ENDED, EVENT_STALLED
 
 _GRAPH_EVERY_S = 2.0
@@ -188,7 +189,5 @@ async def watching_stalls(
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(*tasks)
             directory.waits.unlink(missing_ok=True)

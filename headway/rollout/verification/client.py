@@ -26,6 +26,7 @@ from headway.runtime.devices import every_core_in_turn, machine_cores
 from headway.runtime.fork_server import SCORING
 from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.retries import backoff_s
+from headway.runtime.supervision import cancel_all
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
 
@@ -165,9 +166,7 @@ class VerifierPool:
     async def stop(self) -> None:
         """Stop all workers; whoever still waits for a verdict gets HeadwayError."""
         self._jobs.close()
-        for feeder in self._feeders.values():
-            feeder.cancel()
-        await asyncio.gather(*self._feeders.values(), return_exceptions=True)
+        await cancel_all(*self._feeders.values())
         for verdicts in self._open:
             if not verdicts.done():
                 verdicts.set_exception(HeadwayError("the verifier pool is stopped"))

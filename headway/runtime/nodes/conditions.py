@@ -11,13 +11,9 @@ from headway.records.node import GpuConditions, NodeConditions
 
 CONDITIONS_EVERY_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
-_NVIDIA_SMI = [
-    "nvidia-smi",
-    "--query-gpu=index,utilization.gpu,memory.used,memory.total,ecc.errors.uncorrected.volatile.total",
-    "--format=csv,noheader,nounits",
-]
+_GPU_COLUMNS = ("index", "utilization.gpu", "memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")
 _MIB = 1 << 20
-_ANSWER_S = 5.0  # nvidia-smi hangs when a GPU has fallen off the bus
+_ANSWER_S = 5.0  # a driver's program hangs when a GPU has fallen off the bus
 
 
 class ConditionsReader:
@@ -26,7 +22,6 @@ class ConditionsReader:
     def __init__(self, scratch: Path, name: str = "") -> None:
         self._scratch, self._name = scratch, name
         self._busy_s, self._total_s = _cpu_s()
-        self._gpus = shutil.which(_NVIDIA_SMI[0]) is not None
 
     def read(self, processes: int = 0) -> NodeConditions:
         """The conditions now; ``processes``: of workers, running. Blocks for up to 5 s where there are GPUs."""
@@ -41,15 +36,24 @@ class ConditionsReader:
             shared_memory_free_bytes=free_bytes(SHARED_MEMORY),
             disk_free_bytes=free_bytes(self._scratch),
             processes=processes,
-            gpus=self._read_gpus() if self._gpus else (),
+            gpus=parse_gpus(ask_nvidia_smi() or ""),
         )
 
-    def _read_gpus(self) -> tuple[GpuConditions, ...]:
-        try:
-            done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return ()
-        return parse_gpus(done.stdout)
+
+def ask_driver(*command: str) -> str | None:
+    """The output of a driver's program; "" where it isn't installed, None where it doesn't answer within 5 s."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def ask_nvidia_smi(*columns: str) -> str | None:
+    """Rows of nvidia-smi, one a GPU: these ``columns``, then those that `parse_gpus` reads. See `ask_driver`."""
+    query = ",".join((*columns, *_GPU_COLUMNS))
+    return ask_driver("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
 
 
 def parse_gpus(text: str) -> tuple[GpuConditions, ...]:

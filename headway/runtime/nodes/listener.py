@@ -13,6 +13,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.addresses import listening, split_address
 from headway.runtime.nodes.encryption import ServerEncryption
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, NotAdmitted, admit, authenticate, require_tls
+from headway.runtime.supervision import cancel_all
 
 MOST_HANDSHAKES = 64  # under way at once; one more ends the oldest
 _REPORTED_EVERY_S = 60.0
@@ -66,10 +67,7 @@ class Listener:
 
     async def close(self) -> None:
         """Close the port and end the handshakes under way."""
-        tasks = [task for task in (self._accepting, *self._handshakes) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._accepting, *self._handshakes)
         if self._socket is not None:
             self._socket.close()
 

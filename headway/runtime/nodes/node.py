@@ -14,6 +14,7 @@ from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, Proces
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.clock import Clock
 from headway.runtime.link import HealthChecks, Link
+from headway.runtime.supervision import spawn
 from headway.runtime.worker_process import ProcessExit
 from headway.runtime.workers import EventCallback
 
@@ -158,9 +159,7 @@ class Node:
 
     def kill(self, pid: int) -> None:
         """Kill a process, if the node can be reached; else its own clock ends it."""
-        killing = asyncio.create_task(self._kill(pid), name=f"kill {pid} on {self.name}")
-        self._kills.add(killing)
-        killing.add_done_callback(self._kills.discard)
+        spawn(self._kills, self._kill(pid), f"kill {pid} on {self.name}")
 
     async def _kill(self, pid: int) -> None:
         with contextlib.suppress(NodeLost, RemoteError, TimeoutError):

@@ -21,6 +21,7 @@ from headway.runtime.nodes.dial import outlast
 from headway.runtime.nodes.handshake import Admission, Hello, NotAdmitted, admit, software
 from headway.runtime.nodes.listener import Listener
 from headway.runtime.nodes.node import Node, NodeLost
+from headway.runtime.supervision import spawn
 from headway.runtime.worker_process import WorkerProcess
 from headway.runtime.workers import EventCallback, LocalLauncher, WorkerHandle, WorkerSpec
 
@@ -64,7 +65,7 @@ class Nodes:
         self._return_s = return_s
         self._on_offer: Callable[[str], Awaitable[object]] | None = None
         self._own: NodeConditions | None = None
-        self._offers: set[asyncio.Task[object]] = set()
+        self._offers: set[asyncio.Task[None]] = set()
         self._environment = dict(environment or {})
         self._on_event = on_event
         self._keep_agents = keep_agents
@@ -223,9 +224,7 @@ class Nodes:
         if self._on_offer is None or node.facts is None:
             return
         for device in node.facts.offers:
-            taking = asyncio.create_task(self._taken(self._on_offer(f"{node.name}/{device}")), name=f"take {device}")
-            self._offers.add(taking)
-            taking.add_done_callback(self._offers.discard)
+            spawn(self._offers, self._taken(self._on_offer(f"{node.name}/{device}")), f"take {device}")
 
     async def _taken(self, taking: Awaitable[object]) -> None:
         try:

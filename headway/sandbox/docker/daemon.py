@@ -24,6 +24,7 @@ import aiohttp
 
 from headway.records.sandbox import SandboxError, SandboxFailure, environment_failure, infrastructure_failure
 from headway.records.sandbox_statistics import Reaped
+from headway.runtime.supervision import cancel_all
 from headway.sandbox import leftovers
 from headway.sandbox.guest.entry import PLACES
 
@@ -193,9 +194,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Remove everything with this owner's labels, and disconnect."""
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
+        await cancel_all(self._listening)
         self.alive = False
         with contextlib.suppress(*BROKEN):
             await remove_labelled(self._client, f"{OWNER}={self.owner}")

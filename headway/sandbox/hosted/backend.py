@@ -38,7 +38,8 @@ from headway.records.sandbox import (
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.supervision import to_its_end
+from headway.runtime.retries import backoff_s
+from headway.runtime.supervision import cancel_all, spawn, to_its_end
 from headway.sandbox import leftovers, snapshot_store
 from headway.sandbox.hosted.provider import OWNER, RUN, Provider, asked, is_dead, plain_labels, this_owner
 from headway.sandbox.hosted.sandbox import HostedSandbox
@@ -46,6 +47,7 @@ from headway.sandbox.pace import SharedRateLimit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+END_RETRY_S = 2.0  # before the second try to end a sandbox that was never handed out; doubled before the third
 END_TRIES = 3  # to end a sandbox that was never handed out; `reap` and `close` try again later
 ENDING_S = 60.0  # longest wait, after a start is given up or at `close`, until nothing of it is left
 DELETING_S = 5.0  # longest time that deleting dropped snapshots delays `close`; the rest stays noted for the next look
@@ -135,10 +137,7 @@ class HostedBackend:
         spec.limits.check()
         allow_list(spec.network)
         self._provider.check(spec)
-        making = asyncio.create_task(self._create(spec, dict(labels or {}), snapshot))
-        self._making.add(making)
-        making.add_done_callback(self._making.discard)
-        return await making
+        return await spawn(self._making, self._create(spec, dict(labels or {}), snapshot))
 
     async def _create(self, spec: SandboxSpec, labels: dict[str, str], snapshot: Snapshot | None) -> HostedSandbox:
         await self.start()
@@ -181,9 +180,7 @@ class HostedBackend:
 
     async def _given_up(self, ending: Coroutine[Any, Any, None]) -> None:
         """Run ``ending`` as a task, and wait for it up to `ENDING_S`, so that the caller keeps its place meanwhile."""
-        task = asyncio.create_task(ending, name=f"ending a sandbox at {self._provider.name}")
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
+        task = spawn(self._endings, ending, f"ending a sandbox at {self._provider.name}")
         await to_its_end(asyncio.wait({task}, timeout=ENDING_S))
 
     async def _end_unwanted(self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str]) -> None:
@@ -194,8 +191,7 @@ class HostedBackend:
     async def _end(self, box: HostedSandbox) -> None:
         self._orphans[box.id] = box
         for attempt in range(END_TRIES):
-            if attempt:
-                await self._clock.sleep(2.0**attempt)
+            await self._clock.sleep(backoff_s(attempt, END_RETRY_S))
             await self._end_once(box)
             if box.id not in self._orphans:
                 return
@@ -238,9 +234,7 @@ class HostedBackend:
 
     async def close(self) -> None:
         self._closed = True
-        for making in self._making:
-            making.cancel()
-        await asyncio.gather(*self._making, return_exceptions=True)
+        await cancel_all(*self._making)
         if self._endings:
             await asyncio.wait(self._endings, timeout=ENDING_S)
         await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.records.sandbox import SandboxInfo, SandboxSpec
-from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
+from headway.sandbox.hosted.provider import HostedSettings, Meaning, Provider, ShellResult
 
 ALL = "0.0.0.0/0"
 
@@ -30,10 +30,12 @@ class E2BProvider(Provider[E2BSettings]):
     life_s = None  # renewed at E2B, any number of times
     pauses = True
     missing = ("limits of memory, disk, processes and cores are the template's, whatever the spec says",)
-    gone = ("SandboxNotFoundException", "SandboxNotRunningException")
-    model_made = ("NotEnoughSpaceException",)
-    environment_made = ("InvalidArgumentException", "NotFoundException", "TemplateException")
-    statuses: Mapping[str, int] = {"AuthenticationException": 401}
+    failures: Mapping[Meaning, tuple[str, ...]] = {
+        "gone": ("SandboxNotFoundException", "SandboxNotRunningException"),
+        "model": ("NotEnoughSpaceException",),
+        "environment": ("InvalidArgumentException", "NotFoundException", "TemplateException"),
+        401: ("AuthenticationException",),
+    }
 
     def __init__(self, settings: E2BSettings) -> None:
         super().__init__(settings)

@@ -16,7 +16,7 @@ from typing import Any
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
 from headway.records.sandbox import MIB, SandboxFailure, SandboxInfo, SandboxSpec, infrastructure_failure
-from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, Provider, ShellResult
+from headway.sandbox.hosted.provider import OWNER, HostedSettings, Meaning, Provider, ShellResult
 
 
 class ModalSettings(HostedSettings, frozen=True, kw_only=True):
@@ -33,16 +33,15 @@ class ModalProvider(Provider[ModalSettings]):
     kind = ModalSettings
     name = package = "modal"
     missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
-    gone = ("SandboxTerminatedError", "SandboxTimeoutError")
-    model_made = ("SandboxFilesystemError",)
-    environment_made = (
-        "AuthError",
-        "PermissionDeniedError",
-        "InvalidError",
-        "ImageBuildError",
-        "VersionError",
-        "NotFoundError",
-    )
+    failures: Mapping[Meaning, tuple[str, ...]] = {
+        "gone": ("SandboxTerminatedError", "SandboxTimeoutError"),
+        "model": ("SandboxFilesystemError",),
+        "environment": (
+            *("AuthError", "PermissionDeniedError", "InvalidError"),
+            *("ImageBuildError", "VersionError", "NotFoundError"),
+        ),
+        429: ("ResourceExhaustedError",),
+    }
 
     def __init__(self, settings: ModalSettings, sdk: Any = None) -> None:
         super().__init__(settings, sdk)
@@ -132,9 +131,6 @@ class ModalProvider(Provider[ModalSettings]):
         images and sandboxes made from that image isn't documented."""
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
         if isinstance(error, KeyError) and error.args and error.args[0] not in self._boxes:
             return infrastructure_failure(f"{what}: {str(error)[:300]}", evidence={"gone": True})
-        if "ResourceExhaustedError" in kinds:
-            return infrastructure_failure(f"{what}: {str(error)[:300]}", evidence={"hold_s": HOLD_S})
         return super().failure_of(error, what)

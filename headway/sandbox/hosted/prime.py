@@ -18,8 +18,8 @@ from pathlib import Path
 
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
-from headway.records.sandbox import SandboxFailure, SandboxInfo, SandboxSpec, environment_failure, model_failure
-from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
+from headway.records.sandbox import SandboxInfo, SandboxSpec
+from headway.sandbox.hosted.provider import HostedSettings, Meaning, Provider, ShellResult
 
 GIB = 1 << 30
 STATUS = re.compile(r"HTTP (\d{3})\b")
@@ -43,9 +43,13 @@ class PrimeProvider(Provider[PrimeSettings]):
         "no pause",
         "limits are rounded up to whole cores and GiB; processes and inodes have none but the machine's",
     )
-    gone = ("SandboxNotRunningError",)
-    environment_made = ("ValidationError",)
-    statuses: Mapping[str, int] = {"UnauthorizedError": 401, "PaymentRequiredError": 402}
+    failures: Mapping[Meaning, tuple[str, ...]] = {
+        "gone": ("SandboxNotRunningError",),
+        "out of memory": ("SandboxOOMError",),
+        "environment": ("SandboxImagePullError", "ValidationError"),
+        401: ("UnauthorizedError",),
+        402: ("PaymentRequiredError",),
+    }
 
     def __init__(self, settings: PrimeSettings) -> None:
         super().__init__(settings)
@@ -141,14 +145,6 @@ class PrimeProvider(Provider[PrimeSettings]):
         except self._sdk.APIError as error:
             if self.status_of(error) != 404:
                 raise
-
-    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        if "SandboxOOMError" in kinds:
-            return model_failure(f"{what}: {str(error)[:300]}: out of memory as a whole", oom=True, gone=True)
-        if "SandboxImagePullError" in kinds:
-            return environment_failure(f"{what}: {str(error)[:300]}")
-        return super().failure_of(error, what)
 
     def status_of(self, error: Exception) -> int | None:
         """The HTTP status, which Prime's errors give in their text."""

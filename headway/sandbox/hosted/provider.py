@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from headway.sandbox import leftovers
 T = TypeVar("T")
 OWNER, RUN = "headway-owner", "headway-run"  # labels of every sandbox
 LABEL_CHARACTERS = 50  # length of a label that every provider accepts
+# Of an SDK's error: an HTTP status, or a cause.
+Meaning = int | Literal["gone", "out of memory", "model", "environment"]
 HOLD_S = 10.0  # when too many were made at once, and the provider doesn't say for how long
 
 
@@ -72,10 +74,7 @@ class Provider(ABC, Generic[S]):
     missing: tuple[str, ...]  # see `Capabilities`
     life_s: float | None  # time to live that is fixed when a sandbox is made; None: it can be renewed at the provider
     pauses = False
-    gone: tuple[str, ...] = ()  # errors, subclasses included, which mean: the sandbox doesn't exist any more
-    model_made: tuple[str, ...] = ()  # ... the model's code caused it
-    environment_made: tuple[str, ...] = ()  # ... a retry would end the same
-    statuses: Mapping[str, int] = {}  # ... this HTTP status
+    failures: Mapping[Meaning, tuple[str, ...]] = {}  # the SDK's errors, subclasses included
 
     def __init__(self, settings: S, sdk: Any = None) -> None:
         """``sdk``: a replacement for the package, in tests. Raises ConfigurationError without the package or a key."""
@@ -161,18 +160,22 @@ class Provider(ABC, Generic[S]):
         return None
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
+        known = {name: meaning for meaning, names in self.failures.items() for name in names}
+        kinds = (kind.__name__ for kind in type(error).__mro__)  # the most exact one first
         what = f"{what}: {str(error)[:300]}"
-        if kinds & set(self.gone):
-            return infrastructure_failure(what, evidence={"gone": True})
-        if kinds & set(self.model_made):
-            return model_failure(what)
-        status = next((status for kind, status in self.statuses.items() if kind in kinds), self.status_of(error))
-        if status is not None:
-            return failure_of_status(status, what)
-        if kinds & set(self.environment_made):
-            return environment_failure(what)
-        return infrastructure_failure(what, evidence={"error": type(error).__name__})
+        match next((known[kind] for kind in kinds if kind in known), self.status_of(error)):
+            case int() as status:
+                return failure_of_status(status, what)
+            case "gone":
+                return infrastructure_failure(what, evidence={"gone": True})
+            case "out of memory":
+                return model_failure(f"{what}: out of memory as a whole", oom=True, gone=True)
+            case "model":
+                return model_failure(what)
+            case "environment":
+                return environment_failure(what)
+            case None:
+                return infrastructure_failure(what, evidence={"error": type(error).__name__})
 
     async def close(self) -> None:
         self._boxes.clear()

@@ -22,6 +22,7 @@ import msgspec
 from headway.records.network import AllowList, allow_list, host_of, is_address, is_public
 from headway.records.sandbox import HostUse, NetworkUse
 from headway.runtime.clock import RealClock
+from headway.runtime.supervision import cancel_all
 from headway.sandbox.local import proxy_request
 from headway.sandbox.local.proxy_request import ProxyRefused, ProxyRequest
 from headway.sandbox.pace import Pace
@@ -269,9 +270,7 @@ class Proxy:
                 for one in ended:
                     one.result()
         finally:
-            for one in (up, down):
-                one.cancel()
-            await asyncio.gather(up, down, return_exceptions=True)
+            await cancel_all(up, down)
         for _, writer in (inside, outside):
             writer.close()
             with contextlib.suppress(OSError):

@@ -1,12 +1,9 @@
-"""Device tables: what drivers list, through their libraries and programs; leases, losses, devices set aside."""
+"""Device tables: what drivers list, through their programs; leases, losses, devices set aside."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +15,7 @@ from headway.kernels.evaluator import KernelEvaluator
 from headway.kernels.isolation import COMPILER
 from headway.records.errors import ConfigurationError
 from headway.records.kernels import KernelEvaluation
+from headway.runtime.nodes import conditions
 
 NVIDIA = """\
 GPU-aa, NVIDIA H100 80GB HBM3, 9.0, 0, 37, 1024, 81559, 0
@@ -36,12 +34,10 @@ H100 = KernelDevice(name="cuda:0", vendor="nvidia", model="NVIDIA H100 80GB HBM3
 
 @pytest.fixture(autouse=True)
 def no_drivers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder for fake programs: the only one of PATH. No driver's library can be imported."""
+    """A folder for fake programs: the only one of PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("pynvml", "amdsmi"):
-        monkeypatch.setitem(sys.modules, name, None)
     return tmp_path
 
 
@@ -49,12 +45,6 @@ def program(folder: Path, name: str, text: str, exit_code: int = 0) -> None:
     (folder / f"{name}.txt").write_text(text)
     (folder / name).write_text(f"#!/bin/sh\n/bin/cat '{folder / name}.txt'\nexit {exit_code}\n")
     (folder / name).chmod(0o755)
-
-
-def listed() -> list[tuple[str, str, str, int]]:
-    found = query_gpus()
-    assert found is not None
-    return [(one.name, one.vendor, one.architecture, one.memory_bytes) for one in found]
 
 
 def test_a_machine_without_drivers_has_no_gpu() -> None:
@@ -110,57 +100,10 @@ def test_gpus_are_named_as_the_process_counts_them(
     assert [one.name for one in found] == [f"cuda:{place}" for place in range(len(uuids))]
 
 
-def nvml(lost: int) -> Any:
-    class NVMLError(Exception):
-        pass
-
-    def handle(index: int) -> int:
-        if index == lost:
-            raise NVMLError("GPU is lost")
-        return index
-
-    return types.SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=handle,
-        nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(total=100, used=1),
-        nvmlDeviceGetUUID=lambda index: f"GPU-{index}".encode(),
-        nvmlDeviceGetName=lambda _: b"NVIDIA A100",
-        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 0),
-        nvmlDeviceGetUtilizationRates=lambda _: types.SimpleNamespace(gpu=50),
-    )
-
-
-def amdsmi() -> Any:
-    return types.SimpleNamespace(
-        AmdSmiException=OSError,
-        amdsmi_init=lambda: None,
-        amdsmi_get_processor_handles=lambda: ["a"],
-        amdsmi_get_gpu_asic_info=lambda _: {"market_name": "AMD MI250X", "target_graphics_version": "gfx90a"},
-        amdsmi_get_gpu_vram_usage=lambda _: {"vram_total": 65536, "vram_used": 10},
-        amdsmi_get_gpu_device_uuid=lambda _: "u",
-        amdsmi_get_gpu_activity=lambda _: {"gfx_activity": "N/A"},
-    )
-
-
-def test_libraries_come_before_programs(no_drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(no_drivers, "nvidia-smi", NVIDIA)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(lost=0))
-    assert listed() == [("cuda:1", "nvidia", "sm_80", 100)]
-    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace())  # finds no driver
-    assert [name for name, *_ in listed()] == ["cuda:0", "cuda:2"]
-
-
-def test_amds_library_has_the_same_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "amdsmi", amdsmi())
-    assert listed() == [("cuda:0", "amd", "gfx90a", 65536 << 20)]
-
-
 def test_a_driver_that_hangs_says_nothing(no_drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (no_drivers / "nvidia-smi").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     (no_drivers / "nvidia-smi").chmod(0o755)
-    monkeypatch.setattr(device_queries, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(conditions, "_ANSWER_S", 0.2)
     assert query_gpus() is None
 
 

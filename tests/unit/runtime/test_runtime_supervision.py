@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
 
 from headway.records.errors import WorkerDied
 from headway.runtime.clock import run_virtual
-from headway.runtime.supervision import LoopReturned, supervise
+from headway.runtime.supervision import LoopReturned, cancel_all, end_group, spawn, supervise
 
 
 async def forever() -> None:
@@ -112,3 +113,43 @@ def test_an_error_out_of_a_task_group_inside_a_loop_is_raised_itself():
     with pytest.raises(OSError, match="first") as caught:
         run_virtual(supervise({"grouped": grouped, "other": forever}))
     assert caught.value.__notes__ == ["in loop 'grouped'"]
+
+
+def test_spawned_tasks_are_kept_until_they_end_and_cancelled_ones_have_ended():
+    async def main() -> None:
+        tasks: set[asyncio.Task[int]] = set()
+
+        async def work(fails: bool) -> int:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                if fails:
+                    raise ValueError("during clean-up")
+            return 1
+
+        spawned = [spawn(tasks, work(fails), "work") for fails in (False, True)]
+        assert tasks == set(spawned)
+        await asyncio.sleep(0)
+        await cancel_all(None, *spawned)
+        assert all(task.done() for task in spawned)
+        await asyncio.sleep(0)
+        assert not tasks
+
+    asyncio.run(main())
+
+
+def test_a_group_that_ignores_a_signal_gets_the_next():
+    async def main() -> list[int | None]:
+        ends: list[int | None] = []
+        for script in ("exec sleep 60", "trap '' TERM; echo; sleep 60"):
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec("sh", "-c", script, stdout=pipe, process_group=0)
+            assert process.stdout is not None
+            if "echo" in script:
+                await process.stdout.readline()
+            await end_group(process, (0, signal.SIGTERM, signal.SIGKILL), 0.1)
+            await process.wait()
+            ends.append(process.returncode)
+        return ends
+
+    assert asyncio.run(main()) == [-signal.SIGTERM, -signal.SIGKILL]

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from headway.rollout.hosting.agents.host import MARK, kill_marked
+from headway.runtime.supervision import end_group
 
 # An answer's id, at the beginning or the end of its line, as servers order their keys; a line that asks us something.
 _VERSION, _ID = rb'"jsonrpc"\s*:\s*"2\.0"', rb'"id"\s*:\s*(\d+|"[^"\\]{1,64}")'
@@ -135,14 +136,7 @@ async def _ended(process: asyncio.subprocess.Process, mark: str) -> None:
     else has its mark."""
     assert process.stdin is not None
     process.stdin.close()
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await process.wait()
-                break
+    await end_group(process, (0, signal.SIGTERM, signal.SIGKILL), _END_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # processes of its group that are left
     await asyncio.to_thread(kill_marked, mark)

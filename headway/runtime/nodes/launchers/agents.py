@@ -9,6 +9,7 @@ from typing import Protocol
 
 from headway.runtime.clock import Clock
 from headway.runtime.retries import backoff_s
+from headway.runtime.supervision import cancel_all
 from headway.runtime.workers import EventCallback
 
 GIVE_UP_S = 60.0  # an agent that finds no run for so long ends: its launcher starts another
@@ -88,9 +89,7 @@ class LaunchedAgents:
         self._over = True
         if running := [task for name, task in self._tasks.items() if name not in self._pausing]:
             await asyncio.wait(running, timeout=_LEAVE_S)
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel_all(*self._tasks.values())
         await self._launcher.close()
 
     async def _keep(self, name: str, address: str) -> None:

@@ -18,6 +18,7 @@ from typing import IO
 
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.launchers.agents import GIVE_UP_S, AgentEnd
+from headway.runtime.supervision import end_group
 
 _OUTPUT_LINES, _LINE_BYTES = 10, 2000
 _END_S = 3.0  # between SIGTERM and SIGKILL
@@ -69,7 +70,8 @@ class CommandLauncher:
             return AgentEnd(code=await process.wait(), output=output)
         finally:
             if process.returncode is None:
-                await _end(process)
+                # srun passes SIGTERM on. Behind ssh an agent that hasn't joined ends when it finds no run for a minute.
+                await end_group(process, (signal.SIGTERM, signal.SIGKILL), _END_S)
 
     async def close(self) -> None:
         """See :meth:`AgentLauncher.close`."""
@@ -88,15 +90,3 @@ class CommandLauncher:
         path = Path(os.devnull) if self._logs is None else self._logs / f"node-{name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "ab", buffering=0)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a command's process group: SIGTERM, which srun passes on, and SIGKILL 3 s later. Behind ssh an agent that
-    has not joined ends by itself, when it has found no run for a minute."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await process.wait()
-                return

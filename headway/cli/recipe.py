@@ -1,0 +1,109 @@
+"""Recipes: a small model's way from tasks to a trained model, by commands that a user would type."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Recipe:
+    """Tasks, a model, its cold start, RL and a report in one folder, as `headway quickstart` and the examples have.
+
+    Each step is a command that is printed, and left out where an earlier run in the folder has done it; one that fails
+    ends this process with its exit code.
+
+    Example::
+
+        recipe = Recipe.from_arguments("repair", __doc__)  # --seed, --directory, --cold-start-only, --section.key=value
+        model, keys = recipe.cold_start("experiment.toml", "make_tasks.py", template=TEMPLATE)
+        if not recipe.options["cold_start_only"]:
+            recipe.train("experiment.toml", model, *keys)
+    """
+
+    def __init__(self, folder: str | Path, seed: int = 0, overrides: Sequence[str] = (), **options: Any) -> None:
+        """``overrides``: keys of the experiment file, as ``--section.key=value``; ``options``: the caller's own."""
+        self.folder, self.seed, self.overrides, self.options = Path(folder), seed, list(overrides), options
+
+    @classmethod
+    def from_arguments(cls, name: str, description: str | None, **options: tuple[Any, str]) -> Recipe:
+        """The recipe that this process's command line asks for, by default in ``runs/NAME-SEED``. ``options``: further
+        ones, each with its default and help; a default of False makes a flag."""
+        parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+        parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
+        parser.add_argument("--directory", help=f"default: runs/{name}-SEED")
+        parser.add_argument("--cold-start-only", action="store_true", help="stop before RL")
+        for option, (default, text) in options.items():
+            kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+            parser.add_argument(f"--{option.replace('_', '-')}", help=text, **kind)
+        given, overrides = parser.parse_known_args()
+        found = vars(given)
+        seed: int = found.pop("seed")
+        return cls(found.pop("directory") or f"runs/{name}-{seed}", seed, overrides, **found)
+
+    def run(self, *words: object, unless: Path | None = None) -> None:
+        """Print and run ``headway ...`` or ``python ...``; no-op where the path ``unless`` exists."""
+        if unless is not None and unless.exists():
+            return
+        program, *arguments = map(str, words)
+        print(f"\n$ {shlex.join((program, *arguments))}", flush=True)
+        command = [sys.executable, *(("-m", "headway.cli.main") if program == "headway" else ()), *arguments]
+        if code := subprocess.run(command).returncode:
+            sys.exit(code if code > 0 else 1)
+
+    def cold_start(
+        self,
+        config: str | Path,
+        make_tasks: str | Path,
+        *,
+        splits: Sequence[str] = ("train", "validation", "test"),
+        initial: Sequence[object] = (),
+        template: str = "",
+        sft: Sequence[str] = (),
+    ) -> tuple[Path, list[str]]:
+        """Tasks, a random model and its cold start on the tasks' ``sft.jsonl``; the model's folder, and the keys of
+        ``config`` that name tasks and seed. ``initial``, ``sft``: further arguments of these commands; ``template``:
+        the model's chat template."""
+        tasks, first, model = (self.folder / name for name in ("tasks", "init", "sft"))
+        keys = [*(f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in splits), f"--run.seed={self.seed}"]
+        seed = ("--seed", self.seed)
+        self.run("python", make_tasks, tasks, *seed, unless=tasks / f"{splits[-1]}.jsonl")
+        self.run("headway", "init-model", first, "--texts", tasks / "sft.jsonl", *initial, *seed, unless=first)
+        if template and not model.exists():
+            (first / "chat_template.jinja").write_text(template, encoding="utf-8")
+        files = (f"--model.path={first}", f"--sft.data={tasks}/sft.jsonl", f"--sft.output={model}")
+        self.run("headway", "sft", config, *files, *keys, *sft, unless=model)
+        return model, keys
+
+    def quickstart(self, template: str) -> tuple[Path, list[str]]:
+        """The cold start of `headway quickstart`, as `cold_start` returns it, in a model with a chat template."""
+        self.run("headway", "quickstart", self.folder, "--seed", self.seed, "--cold-start-only")
+        model = self.folder / "chat"
+        if not model.exists():
+            shutil.copytree(self.folder / "sft", model)
+            (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+        paths = [f"--tasks.{split}.path={self.folder}/tasks/{split}.jsonl" for split in ("train", "validation")]
+        return model, [*paths, f"--run.seed={self.seed}"]
+
+    def train(self, config: str | Path, model: Path, *keys: str, command: str = "train") -> Path:
+        """RL of a model in the folder ``rl``, resumed where it was stopped, and a report; the run's folder."""
+        rl = self.folder / "rl"
+        if _finished(rl):
+            print(f"\n{rl} holds a finished run; remove {self.folder} to start anew.")
+        else:
+            resume = ("--resume",) if (rl / "config.json").exists() else ()
+            files = (f"--model.path={model}", f"--run.directory={rl}")
+            self.run("headway", command, config, *resume, *files, *keys, *self.overrides)
+        self.run("headway", "report", rl)
+        return rl
+
+
+def _finished(run: Path) -> bool:
+    summary = run / "summary.json"
+    return summary.exists() and bool(json.loads(summary.read_text(encoding="utf-8"))["finished"])
