@@ -25,12 +25,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
 from headway.records.generation import VersionSpan
 from headway.records.ledger import EventRecord
 from headway.records.rollout import Failure, Pruned, Rollout
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.trace import GroupTrace, Mark, RolloutTrace, Span
 from headway.runtime.clock import VirtualClock
+from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.rollouts.columns import (
     ENDED,
     FINISHED,
@@ -130,8 +132,7 @@ def write_once(folder: Path, rollouts: int) -> Path:
     folder.mkdir(parents=True)
     language = Language(folder / "best")
     (folder / "tasks.jsonl").write_text('{"prompt": "p", "answer": "a"}\n')
-    configuration = _configuration(folder)
-    (folder / "config.json").write_text(configuration)
+    RunDirectory(folder).store(_configuration(folder))
     steps = RecordWriter(folder, language, rollouts).write()
     _write_ledger(folder, steps)
     _write_trace(folder, steps)
@@ -292,7 +293,7 @@ class RecordWriter:
         return [(group, "trained", "", step, now_s) for group in sorted({rollout.group for rollout in batch})]
 
 
-def _configuration(folder: Path) -> str:
+def _configuration(folder: Path) -> Experiment:
     return validate_experiment(
         {
             "run": {"directory": str(folder), "steps": 1_000_000},
@@ -304,7 +305,7 @@ def _configuration(folder: Path) -> str:
             "ledger": {"trackers": ()},
         },
         "benchmark",
-    ).model_dump_json()
+    )
 
 
 def _write_ledger(folder: Path, steps: int) -> None:

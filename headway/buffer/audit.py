@@ -84,7 +84,7 @@ def _audit_batches(
         where = f"batch {step}.{attempt}"
         report.expect((step, attempt) == (step_now, attempt_now), f"{where} where {step_now}.{attempt_now} is next")
         report.expect(report.pending_step is None, f"{where} follows a batch whose step is not completed")
-        parts = _parts(text)
+        parts = json.loads(text)
         for part in parts:
             report.expect(bool(part) and part == sorted(set(part)), f"{where}: groups {part} not ascending")
         indices = [index for part in parts for index in part]
@@ -112,12 +112,6 @@ def _audit_batches(
         "a group is marked as batched, but is in no batch",
     )
     return trained_at
-
-
-def _parts(text: str) -> list[list[int]]:
-    """The groups of a batch by part; a batch that isn't committed in parts is a plain list."""
-    found: list[Any] = json.loads(text)
-    return found if found and isinstance(found[0], list) else [found]
 
 
 def _audit_groups(report: AuditReport, groups: dict[int, tuple[Any, ...]], trained_at: dict[int, int]) -> None:
@@ -190,7 +184,7 @@ def _audit_rollouts(
 def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: AuditReport) -> None:
     """Check that every complete checkpoint holds exactly the trained batches of the steps before its version."""
     log = {
-        step: [index for part in _parts(groups) for index in part]
+        step: [index for part in json.loads(groups) for index in part]
         for step, groups in connection.execute("SELECT step, groups FROM batches WHERE outcome IS NOT 'skipped'")
     }
     released = connection.execute("SELECT value FROM meta WHERE key = 'released_version'").fetchone()

@@ -12,11 +12,9 @@ from typing import Any, cast
 import msgspec
 
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
+from headway.runtime.run_schema import SCHEMA
 
-SCHEMA_VERSION = 4
 Statement = tuple[str, list[tuple[Any, ...]]]  # SQL, and the parameters of each of its executions
-# The versions before: 3 has no batches in parts, 2 lists a record's tokens as numbers. Readers accept all.
-_OLDER = (2, 3)
 
 # A rollout has a row once it has finished or ended; open ones are the members without a row (or with
 # finished = 1 and no ending). Small columns stay for the audit; payloads and tasks go when a checkpoint
@@ -72,7 +70,7 @@ TABLES = (
     """CREATE TABLE batches (
         step INTEGER NOT NULL,        -- trainer version before the step
         attempt INTEGER NOT NULL,     -- counts skipped attempts at the same step
-        groups TEXT NOT NULL,         -- JSON list of indices in the order of training, or of several parts' lists
+        groups TEXT NOT NULL,         -- JSON: for each part the list of its indices in the order of training
         outcome TEXT CHECK (outcome IN ('trained', 'skipped')),  -- NULL: not completed
         PRIMARY KEY (step, attempt)
     ) WITHOUT ROWID""",
@@ -102,7 +100,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     """Open or create the buffer's file: WAL, ``synchronous=NORMAL`` (a commit survives kill -9 of the process;
     ``make_durable`` adds the fsync that a power cut needs).
 
-    Raises BufferCorrupt for a damaged file or another schema version, StorageFailed when it can't be used.
+    Raises BufferCorrupt for a damaged file or another schema, StorageFailed when it can't be used.
     """
     connection: sqlite3.Connection | None = None
     try:
@@ -119,23 +117,23 @@ def open_database(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def require_readable(version: int, path: Path) -> None:
-    """Raise BufferCorrupt for a schema version that this Headway doesn't read."""
-    if version not in (*_OLDER, SCHEMA_VERSION):
+def require_readable(connection: sqlite3.Connection, path: Path) -> int:
+    """The schema of the buffer at ``path``; 0: it has none yet. Raises BufferCorrupt for another one than ours."""
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found not in (0, SCHEMA):
         raise BufferCorrupt(
-            f"the group buffer {path} has schema version {version}; this Headway reads versions {_OLDER[0]} to "
-            f"{SCHEMA_VERSION}: resume the run with the Headway that wrote it"
+            f"the group buffer {path} has schema {found}, and this Headway reads schema {SCHEMA}: resume the run with "
+            "the Headway that wrote it, or start in another run.directory"
         )
+    return found
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    version = require_readable(connection, path)
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if version == 0 and tables:
         raise BufferCorrupt(f"{path} is a database, but not a group buffer")
-    if version != 0:
-        require_readable(version, path)
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
         raise StorageFailed(f"the file system of {path} does not support SQLite's WAL (journal mode {mode})")
@@ -145,13 +143,11 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         with transaction(connection, path):
             for statement in TABLES:
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            connection.execute(f"PRAGMA user_version={SCHEMA}")
         return
     problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem != "ok":
         raise BufferCorrupt(f"the group buffer {path} is damaged: {problem}")
-    if version in _OLDER:  # what is written from now on, the older Headway can't read
-        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
 class _Recorder:

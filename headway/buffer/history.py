@@ -15,6 +15,5 @@ def read_history(path: Path) -> list[DrawnGroup]:
     """Every group of the buffer at ``path``, by index. Read-only. Raises BufferCorrupt, StorageFailed."""
     with reading(path), closing(sqlite3.connect(path, timeout=10.0)) as connection:
         connection.execute("PRAGMA query_only=ON")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        require_readable(version, path)
+        require_readable(connection, path)
         return read_drawn_groups(connection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -204,13 +204,7 @@ def read_ends(connection: sqlite3.Connection) -> list[tuple[int, str, str, int |
 def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:
     """Groups of every trained step, in the order of training, by step."""
     rows = connection.execute("SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step").fetchall()
-    return {step: [index for part in parts_of(groups) for index in part] for step, groups in rows}
-
-
-def parts_of(text: str) -> list[list[int]]:
-    """The indices of a batch's groups by part, from its column ``groups``."""
-    found: list[Any] = json.loads(text)
-    return found if found and isinstance(found[0], list) else [found]
+    return {step: [index for part in json.loads(groups) for index in part] for step, groups in rows}
 
 
 def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:

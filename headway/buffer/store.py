@@ -27,7 +27,6 @@ from headway.buffer.rows import (
     delete_partials,
     delete_payloads,
     end_rows,
-    parts_of,
     payload_id,
     read_books,
     read_consumed,
@@ -259,7 +258,7 @@ class GroupBuffer:
         with self._transaction() as connection:
             query = "SELECT count(*) FROM batches WHERE step = ? AND outcome IS NOT NULL"
             attempt: int = connection.execute(query, (batch.step,)).fetchone()[0]
-            row = (batch.step, attempt, json.dumps(parts if further else batch.groups))
+            row = (batch.step, attempt, json.dumps(parts))
             connection.execute("REPLACE INTO batches VALUES (?, ?, ?, NULL)", row)
             query = "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?"
             connection.executemany(query, [(batch.step, index) for index in batch.groups])
@@ -306,7 +305,7 @@ class GroupBuffer:
                 "SELECT groups FROM batches WHERE step >= ? AND step < ? AND outcome = 'trained'",
                 (self._released_version, version),
             ).fetchall()
-            indices = [index for (groups,) in rows for part in parts_of(groups) for index in part]
+            indices = [index for (groups,) in rows for part in json.loads(groups) for index in part]
             for index in indices:
                 delete_payloads(connection, index)
             connection.execute("REPLACE INTO meta VALUES ('released_version', ?)", (version,))
@@ -364,7 +363,7 @@ class GroupBuffer:
         for expected, (step, attempt, groups, outcome) in enumerate(rows, start=version):
             if step != expected:
                 raise BufferCorrupt(f"{self.path}: step {expected} is missing in the batch log")
-            parts = tuple(map(self.load, parts_of(groups)))
+            parts = tuple(map(self.load, json.loads(groups)))
             yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts)
 
     def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
@@ -458,7 +457,7 @@ class GroupBuffer:
             raise BufferCorrupt(f"{self.path}: {len(pending)} batches are pending at once")
         self._pending: tuple[int, int, list[list[int]]] | None = None  # step, attempt, the groups of each part
         for step, attempt, groups in pending:
-            self._pending = (step, attempt, parts_of(groups))
+            self._pending = (step, attempt, json.loads(groups))
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, task_id, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, task_id, state in rows:

@@ -53,6 +53,6 @@ def read_pixels(path: Path) -> set[str]:
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     uri = f"{path.resolve().as_uri()}?mode=ro"
     with reading(path), closing(sqlite3.connect(uri, uri=True, timeout=10.0)) as connection:
-        require_readable(connection.execute("PRAGMA user_version").fetchone()[0], path)
+        require_readable(connection, path)
         connection.execute("BEGIN")  # all readings are of one state
         yield connection

@@ -101,7 +101,7 @@ class RateControl:
             concurrent_rollouts=flow.concurrent_rollouts,
             steps_per_publish=flow.steps_per_publish,
             resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
-            verifier_workers=flow.verifier_workers or self._run.state.knobs.verifier_workers,
+            verifier_workers=flow.verifier_workers,
         )
         before: dict[KnobName, int] = {
             "concurrent_rollouts": flow.configured_concurrent_rollouts,

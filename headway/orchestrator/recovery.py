@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -10,7 +10,9 @@ from headway.algorithms.groups.batches import build_batch
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.state import RunningGroup
+from headway.records.clients import Trainer
 from headway.records.errors import CheckpointCorrupt, WorkerDied
+from headway.records.training import StepReport, TrainBatch
 from headway.trainer.checkpoints import latest_valid, set_aside
 
 RESTARTS = 3  # of a trainer, at one call
@@ -82,6 +84,21 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
     raise AssertionError("unreachable")
 
 
+async def accumulate(trainer: Trainer, parts: Sequence[TrainBatch]) -> None:
+    """Have the trainer compute the gradients of those ``parts`` of its next step that it hasn't computed: after a
+    restart all of them."""
+    for part in parts[trainer.accumulated_parts :]:
+        await trainer.forward_backward(part)
+
+
+async def train_on(trainer: Trainer, parts: Sequence[TrainBatch]) -> StepReport:
+    """Have the trainer take a step on its batch, in one call where it has one part."""
+    if len(parts) == 1:
+        return await trainer.train_step(parts[0])
+    await accumulate(trainer, parts)
+    return await trainer.optim_step()
+
+
 async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
     """Bring a fresh trainer to version ``until``: newest valid checkpoint, then replay; returns the numbers
     of replayed steps and samples. Raises CheckpointCorrupt or BufferCorrupt when they don't lead there."""
@@ -96,12 +113,7 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
         if version >= until:
             break
         batches = [build_batch(logged.step, part, run.experiment) for part in logged.parts]
-        if len(batches) == 1:
-            report = await run.trainer.train_step(batches[0])
-        else:
-            for part in batches:
-                await run.trainer.forward_backward(part)
-            report = await run.trainer.optim_step()
+        report = await train_on(run.trainer, batches)
         if report.skipped:
             raise CheckpointCorrupt(f"step {logged.step} trained before but is skipped in the replay: {report.reason}")
         version = report.version

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import signal
 import sys
 import time
@@ -77,7 +76,7 @@ def train(
         return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
     except RunLocked:  # by an orchestrator elsewhere: its folder stays as it was
         if before is not None:
-            directory.write_json(directory.config, json.loads(before.model_dump_json()))
+            directory.store(before)
         raise
     finally:
         directory.release()

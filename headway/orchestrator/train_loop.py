@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from headway.orchestrator.device_turns import TRAINER
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations, reached
 from headway.orchestrator.preflight.agreement import pictured_prompt, require_agreement, trainer_scores
-from headway.orchestrator.recovery import call_with_restart, trainer_turn
+from headway.orchestrator.recovery import accumulate, call_with_restart, train_on, trainer_turn
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
 from headway.records.generation import ProbeScores, PublishedWeights
@@ -32,6 +32,13 @@ from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, versi
 
 Result = TypeVar("Result")
 _SURPLUS = "surplus: a batch was full"
+
+
+class BatchPart(NamedTuple):
+    """A part of a step's batch, or the whole, that is committed to the buffer."""
+
+    groups: list[FinishedGroup]
+    batch: TrainBatch  # of these groups
 
 
 class TrainLoop:
@@ -57,7 +64,7 @@ class TrainLoop:
         async with self._updates:
             pending = self._run.buffer.pending_batch()
             # What was committed before a kill is this step's, unchanged.
-            parts = [] if pending is None else [list(part) for part in pending.parts]
+            parts = [] if pending is None else [self._part(list(part)) for part in pending.parts]
             while await self._form_batch(parts):
                 await self._step(parts)
                 parts = []
@@ -75,16 +82,19 @@ class TrainLoop:
             return f"run.time_limit_s = {limit:g} have passed"
         return "interrupted" if run.state.interrupted else ""
 
-    async def _form_batch(self, parts: list[list[FinishedGroup]]) -> bool:
+    def _part(self, groups: list[FinishedGroup]) -> BatchPart:
+        return BatchPart(groups, build_batch(self._run.state.version, groups, self._run.experiment))
+
+    async def _form_batch(self, parts: list[BatchPart]) -> bool:
         """Fill up and commit the batch of the next step. With ``queue.groups_per_part`` it comes in several ``parts``:
         the trainer computes on one while the next are generated. Returns False when the run drains first; what is
         committed by then stays pending."""
         run, queue = self._run, self._run.experiment.queue
-        for group in (group for part in parts for group in part):
+        for group in (group for part in parts for group in part.groups):
             run.state.batch_group(group.group.index)
-        while (left := queue.groups_per_step - sum(map(len, parts))) > 0:
+        while (left := queue.groups_per_step - sum(len(part.groups) for part in parts)) > 0:
             if parts:
-                await self._compute(lambda: self._accumulate(parts))
+                await self._compute(lambda: accumulate(run.trainer, [part.batch for part in parts]))
             taken = min(queue.groups_per_part or left, left)
             with run.waits.on("a batch", LOOPS, "the train loop"):
                 groups = await self._next_part(NextPart(groups=taken, left=left - taken))
@@ -95,7 +105,7 @@ class TrainLoop:
             run.buffer.commit_batch(Batch(step=run.state.version, groups=indices), further=bool(parts))
             for index in indices:
                 run.state.batch_group(index)
-            parts.append(groups)
+            parts.append(self._part(groups))
             await run.replicated()
         return True
 
@@ -179,20 +189,20 @@ class TrainLoop:
         elif run.experiment.queue.surplus == "park":
             run.parking.park_all(run.rollouts)
 
-    async def _step(self, parts: list[list[FinishedGroup]]) -> None:
+    async def _step(self, parts: list[BatchPart]) -> None:
         run = self._run
         state = run.state
         state.training = True
-        step, groups = state.version, [group for part in parts for group in part]
+        step, groups = state.version, [group for part in parts for group in part.groups]
         self._settle_surplus()
-        report = await self._compute(lambda: self._train(parts))
-        batch = build_batch(step, groups, run.experiment)
+        report = await self._compute(lambda: train_on(run.trainer, [part.batch for part in parts]))
+        samples = [sample for part in parts for sample in part.batch.samples]
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"
         for group in groups:
             state.close_group(group.group.index)
             end_finished(run, group, ending, report.reason if report.skipped else "step")
-        self._keep_samples(step, batch, ending)
+        self._keep_samples(step, samples, ending)
         state.version = report.version
         # The record's interval ends here, with the step; no await stands between its commit and this line.
         record = run.meter.close_step(
@@ -201,7 +211,7 @@ class TrainLoop:
             state=state,
             buffer_capacity_groups=run.buffer.statistics().capacity,
             time_s=run.time_s(),
-            useful_samples=0 if report.skipped else useful_samples(batch),
+            useful_samples=0 if report.skipped else useful_samples(samples),
         )
         if report.unrecorded:
             run.event(EVENT_ROLLOUTS_ENDED, report.unrecorded)
@@ -218,21 +228,6 @@ class TrainLoop:
         state.training = False
         run.parking.open_gate()
         state.changed.notify()
-
-    async def _accumulate(self, parts: list[list[FinishedGroup]]) -> None:
-        """Have the trainer compute the gradients of those ``parts`` of the next step that it hasn't computed: after a
-        restart all of them."""
-        run = self._run
-        for part in parts[run.trainer.accumulated_parts :]:
-            await run.trainer.forward_backward(build_batch(run.state.version, part, run.experiment))
-
-    async def _train(self, parts: list[list[FinishedGroup]]) -> StepReport:
-        """The trainer's step."""
-        run = self._run
-        if len(parts) == 1:
-            return await run.trainer.train_step(build_batch(run.state.version, parts[0], run.experiment))
-        await self._accumulate(parts)
-        return await run.trainer.optim_step()
 
     async def _compute(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """The result of a ``call`` that trains; where the trainer shares devices with the generator, they are its own
@@ -254,8 +249,8 @@ class TrainLoop:
                 f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped, the last one because: {report.reason}"
             )
 
-    def _keep_samples(self, step: int, batch: TrainBatch, ending: Ending) -> None:
-        for sample in batch.samples[: self._run.experiment.ledger.samples_per_step]:
+    def _keep_samples(self, step: int, samples: Sequence[Sample], ending: Ending) -> None:
+        for sample in samples[: self._run.experiment.ledger.samples_per_step]:
             self._run.keep_sample(sample_line(self._run, step, sample, ending))
 
     async def _publish_if_due(self) -> None:

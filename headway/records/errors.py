@@ -181,6 +181,6 @@ class BufferFull(HeadwayError):
 
 
 class BufferCorrupt(ConfigurationError):
-    """The buffer's database is damaged, of another schema version, or contradicts a transition."""
+    """The buffer's database is damaged, of another schema, or contradicts a transition."""
 
     page = "docs/several_machines.md#the-books-their-copy-and-resuming-elsewhere"

@@ -70,8 +70,8 @@ class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     concurrent_rollouts: int = 0
     steps_per_publish: int = 0
     resting: int = 0  # replicas that take no requests
-    verifier_workers: int = 0  # 0: a record of an older release
-    configured_concurrent_rollouts: int = 0  # as the experiment sets them; 0: a record of an older release
+    verifier_workers: int = 0
+    configured_concurrent_rollouts: int = 0  # as the experiment sets them
     configured_steps_per_publish: int = 0
     configured_verifier_workers: int = 0
     useful_samples: int = 0  # trained ones whose advantage isn't 0
@@ -236,7 +236,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
     sandboxes: SandboxStatistics = SandboxStatistics()  # counters and histograms: since the step before
     kernels: KernelScores = KernelScores()  # over the groups that finished since the last step
-    flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill, or of an older release
+    flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 
     @property

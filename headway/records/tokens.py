@@ -363,8 +363,7 @@ def _packed(value: Any) -> memoryview:
 
 
 def restored(kind: type, value: Any) -> Any:
-    """msgspec's ``dec_hook``: an array from its bytes, or from a list of numbers (JSON, and records from before Headway
-    stored arrays)."""
+    """msgspec's ``dec_hook``: an array from its bytes, or from a list of numbers, as JSON has it."""
     if not issubclass(kind, TokenArray):
         raise NotImplementedError(f"{kind.__name__} can't be decoded")
     if isinstance(value, bytes):

@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     diagnosis: Diagnosis
     whole_run: str = ""  # the report's verdict, where all steps give another than those that are looked at
     recommended: str = ""  # by the run's own controller, the last time; "": nothing
-    alerts: tuple[str, ...] = ()  # in order: those in the ledger, or what today's rules find in an older run's
+    alerts: tuple[str, ...] = ()  # in order: those in the ledger, or what the rules find in one without any
     kernels: str = ""  # of a run that writes some: what failed, and whether it waits for its evaluators
 
 
@@ -86,8 +86,8 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
 
 
 def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
-    """Alerts of a run, each in a sentence. A ledger without any may be older than the rules, or written without them:
-    those about steps are then applied to its lines."""
+    """Alerts of a run, each in a sentence. A ledger without any may be of a run without rules: those about steps are
+    then applied to its lines."""
     tracker, recorded, replayed = AlertTracker(["all"], 0.0), list[str](), list[str]()
     for line in lines:
         if isinstance(line, EventRecord) and line.event == EVENT_ALERT:

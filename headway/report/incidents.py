@@ -32,8 +32,8 @@ def incident_text(lines: Sequence[LedgerLine]) -> str:
     found = incidents(lines)
     if not found:
         return ""
-    died = Counter(_worker(event) for event in found if event.event.endswith("_died"))
-    stalled = Counter(_worker(event) for event in found if event.event in _STALLED)
+    died = Counter(event.worker for event in found if event.event.endswith("_died"))
+    stalled = Counter(event.worker for event in found if event.event in _STALLED)
     back = sum(event.event.endswith(("_restarted", "_restored")) for event in found)
     replays = sum(event.lost_samples for event in found if event.event.endswith("restored"))
     moved = sum(event.lost_samples for event in found) - replays
@@ -51,7 +51,7 @@ def incident_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:
     return [
         [
             event.event,
-            _worker(event),
+            event.worker,
             duration(event.time_s),
             f"{event.step:,}",
             event.found_by or "–",
@@ -61,10 +61,6 @@ def incident_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:
         ]
         for event in incidents(lines)
     ]
-
-
-def _worker(event: EventRecord) -> str:
-    return event.worker or str(event.data.get("worker", "")) or event.detail.partition(":")[0]
 
 
 def _counts(workers: Counter[str]) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -15,6 +15,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, Ru
 from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.run_schema import without_schema
 from headway.telemetry.ledger import EVENT_RESUME, read_ledger
 from headway.telemetry.summary import evaluations, held_evaluation, summarise
 
@@ -76,12 +77,12 @@ def view_of(run_dir: str | Path, lines: list[LedgerLine]) -> RunView:
 
 
 def _configuration(directory: RunDirectory) -> dict[str, Any]:
-    # Not validated: a report must also work on a run of another release, whose keys may differ.
+    # Not validated: a report must also work where a user's function can't be imported any more.
     try:
         raw = json.loads(directory.config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return raw if isinstance(raw, dict) else {}
+    return without_schema(cast("dict[str, Any]", raw), directory.path) if isinstance(raw, dict) else {}
 
 
 def as_json(view: RunView) -> dict[str, Any]:

@@ -16,13 +16,11 @@ from rich.text import Text
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Pruned
 from headway.report.formats import duration
-from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.rollouts.joined import Decode, JoinedRollouts
-from headway.telemetry.trace_file import decoded_lines
 
 
 class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout to show: of a run's record, or a line of ``RUN/samples.jsonl``, which earlier versions wrote."""
+    """A rollout of a run's record, as `headway show` prints it."""
 
     step: int | None  # trainer version before the step that trained it; None: none did
     group: int
@@ -35,10 +33,10 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
-    failure: Failure | None = None  # why it failed, and where
-    pruned: Pruned | None = None  # ended early, or audited
-    calls: list[tuple[float, float, float, int]] = []  # its model calls, as CallTimes has them
-    tools: list[tuple[str, float, float, bool]] = []  # what its environment did, as ToolTimes has it
+    failure: Failure | None  # why it failed, and where
+    pruned: Pruned | None  # ended early, or audited
+    calls: list[tuple[float, float, float, int]]  # its model calls, as CallTimes has them
+    tools: list[tuple[str, float, float, bool]]  # what its environment did, as ToolTimes has it
 
     @property
     def tokens(self) -> int:
@@ -65,29 +63,20 @@ class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptSamples:
-    """The rollouts that a run has kept, oldest first; each is read when it is shown.
-
-    Of a run that began under an earlier version and was resumed, the lines of samples.jsonl come first.
-    """
+    """The rollouts that a run has kept, oldest first; each is read when it is shown."""
 
     def __init__(self, run_dir: str | Path, decode: Decode | None = None) -> None:
-        """``decode``: the tokenizer's. Raises ConfigurationError when the run kept none, or a line is damaged."""
-        path = RunDirectory(run_dir).samples
+        """``decode``: the tokenizer's. Raises ConfigurationError when the run kept none."""
         self._rollouts = JoinedRollouts(run_dir, decode)
-        self._lines = _read_lines(path) if path.is_file() else []
-        if not self._lines and not self._rollouts.record.exists():
+        if not self._rollouts.record.exists():
+            said = f"there is no {self._rollouts.record.folder}"
             hint = "ledger.rollouts may be none, or no rollout was finished yet"
-            folder = self._rollouts.record.folder
-            raise ConfigurationError(f"{run_dir} holds no rollouts: there is neither {folder} nor {path} ({hint})")
+            raise ConfigurationError(f"{run_dir} holds no rollouts: {said} ({hint})")
 
-    def select(self, selection: SampleSelection) -> tuple[list[KeptSample | int], list[int]]:
-        """The rollouts that are chosen, those of the record by row, and all steps that rollouts were trained in."""
-        chosen: list[KeptSample | int] = []
+    def select(self, selection: SampleSelection) -> tuple[list[int], list[int]]:
+        """The rows of the rollouts that are chosen, and all steps that rollouts were trained in."""
+        chosen: list[int] = []
         steps: set[int | None] = set()
-        for line in self._lines:
-            steps.add(line.step)
-            if selection.takes(step=line.step, group=line.group, solved=line.solved, ending=line.ending):
-                chosen.append(line)
         for start, batch in self._rollouts.record.batches(["group", "solved", "left", "left_reason", "failure"]):
             for row, one in enumerate(batch.to_pylist(), start=start):
                 ending, _, step = self._rollouts.end_of(one)
@@ -98,23 +87,11 @@ class KeptSamples:
             step for step in steps if step is not None
         )
 
-    def read(self, chosen: Iterable[KeptSample | int]) -> Iterator[KeptSample]:
-        """The chosen rollouts, one after another."""
-        for one in chosen:
-            if isinstance(one, KeptSample):
-                yield one
-            else:
-                for batch in self._rollouts.batches(one, one + 1):
-                    yield _sample_of(batch.to_pylist()[0])
-
-
-def _read_lines(path: Path) -> list[KeptSample]:
-    """Every line; of a rollout recorded again after a resume only the last. Skips a torn last line."""
-    samples: dict[tuple[int | None, int, int], KeptSample] = {}
-    for sample in decoded_lines(path, path.read_bytes(), msgspec.json.Decoder(KeptSample).decode):
-        samples.pop((sample.step, sample.group, sample.member), None)
-        samples[(sample.step, sample.group, sample.member)] = sample
-    return list(samples.values())
+    def read(self, chosen: Iterable[int]) -> Iterator[KeptSample]:
+        """The rollouts in these rows, one after another."""
+        for row in chosen:
+            for batch in self._rollouts.batches(row, row + 1):
+                yield _sample_of(batch.to_pylist()[0])
 
 
 def _sample_of(row: dict[str, Any]) -> KeptSample:
@@ -140,7 +117,7 @@ def _sample_of(row: dict[str, Any]) -> KeptSample:
 
 
 def _entries(row: dict[str, Any], *names: str) -> list[Any]:
-    return list(zip(*(row[name] or () for name in names), strict=True))
+    return list(zip(*(row[name] for name in names), strict=True))
 
 
 def show_samples(

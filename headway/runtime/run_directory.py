@@ -7,7 +7,7 @@ import json
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -17,6 +17,7 @@ from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayErr
 from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
+from headway.runtime.run_schema import KEY, SCHEMA, without_schema
 
 
 class RunDirectory:
@@ -39,7 +40,6 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.json"
         self.ledger = self.path / "ledger.jsonl"
-        self.samples = self.path / "samples.jsonl"
         self.demonstrations = self.path / "demonstrations.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
@@ -73,14 +73,21 @@ class RunDirectory:
         return self.config.is_file()
 
     def read_experiment(self) -> Experiment:
-        """Read the stored experiment. Raises ConfigurationError when there is none or it can't be read."""
+        """Read the stored experiment. Raises ConfigurationError when there is none, it can't be read, or its run is of
+        another schema."""
         try:
             raw = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigurationError(f"{self.path} holds no run: there is no {self.config}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{self.config} is damaged: {error}") from None
-        return validate_experiment(raw, str(self.config))
+        if not isinstance(raw, dict):
+            raise ConfigurationError(f"{self.config} is damaged: a JSON object is needed")
+        return validate_experiment(without_schema(cast("dict[str, Any]", raw), self.path), str(self.config))
+
+    def store(self, experiment: Experiment) -> None:
+        """Write the experiment, and the schema of the run's files, to RUN/config.json. Raises as `write_json`."""
+        self.write_json(self.config, {KEY: SCHEMA, **json.loads(experiment.model_dump_json())})
 
     def begin(self, experiment: Experiment, *, resume: bool) -> Experiment | None:
         """Lock the folder, make its layout and store ``experiment``; returns the experiment stored before, if any.
@@ -99,9 +106,9 @@ class RunDirectory:
                 folder.mkdir(exist_ok=True)
             if books != self.path:
                 self._lock_books(books)
-            if not self.start.is_file():
+            if stored is None:
                 write_whole(self.start, f"{self.started().isoformat()}\n".encode())
-            self.write_json(self.config, json.loads(experiment.model_dump_json()))
+            self.store(experiment)
         except BaseException:
             self.release()
             raise

@@ -15,6 +15,7 @@ import msgspec
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
 from headway.runtime.line_file import LineFile
+from headway.runtime.run_schema import require_schema
 
 if TYPE_CHECKING:
     from headway.runtime.clock import Clock
@@ -116,9 +117,10 @@ def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
 
     A step that was recorded again after a resume keeps only its last record (with the skipped tries before it),
     an evaluation likewise. A torn last line, from a kill or from reading while the run writes, is left out.
-    Raises ConfigurationError when there is no ledger or a line inside it is damaged.
+    Raises ConfigurationError when there is no ledger, it is of another schema, or a line inside it is damaged.
     """
     path = Path(run_dir) / FILE_NAME
+    require_schema(run_dir)
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

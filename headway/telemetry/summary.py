@@ -73,9 +73,8 @@ def recorded_steps(lines: Sequence[LedgerLine]) -> int:
 
 
 def is_incident(event: EventRecord) -> bool:
-    """Whether ``event`` is a death, a stall, a restart or a replay. Ledgers of older releases name no worker in their
-    events: those are recognised by the events' names."""
-    return bool(event.worker) or event.event.endswith(("_died", "_restarted", "_lost"))
+    """Whether ``event`` is a death, a stall, a restart or a replay: those alone name a worker."""
+    return bool(event.worker)
 
 
 def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:

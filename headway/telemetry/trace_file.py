@@ -15,6 +15,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
 from headway.records.trace import Mark, Span, TraceLine, TraceSession
 from headway.runtime.line_file import LineFile
+from headway.runtime.run_schema import require_schema
 
 if TYPE_CHECKING:
     from headway.runtime.clock import Clock
@@ -120,11 +121,13 @@ class TraceFile:
 
 def read_trace(run_dir: str | Path) -> list[TraceLine]:
     """Read the lines of a run's trace, oldest first. A torn last line, from a kill or from reading while the run
-    writes, is left out. Raises ConfigurationError when there is no trace or a line inside it is damaged."""
+    writes, is left out. Raises ConfigurationError when there is no trace, the run is of another schema, or a line is
+    damaged."""
     folder = Path(run_dir)
     path = folder / FILE_NAME
     if not folder.is_dir():
         raise ConfigurationError(f"{run_dir} holds no run: there is no such folder")
+    require_schema(folder)
     data: dict[Path, bytes] = {}
     for name in (folder / OLD_NAME, path):
         with contextlib.suppress(FileNotFoundError):

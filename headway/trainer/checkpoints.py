@@ -41,7 +41,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     schedule: dict[str, float | int | str] = {}  # learning-rate schedule; a function of the version
     metrics: dict[str, float] = {}  # e.g. the score the best model was chosen by
     files: dict[str, str] = {}  # relative path -> xxh3-128 of every other file
-    checksum: str = ""  # xxh3-128 of all of the above; "": written by a release before 0.2, which had none
+    checksum: str = ""  # xxh3-128 of all of the above
 
     def sealed(self) -> CheckpointState:
         """A copy with ``checksum`` set to that of all other fields."""
@@ -130,7 +130,7 @@ def read_state(path: str | Path) -> CheckpointState:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise CheckpointCorrupt(f"{file}: {error}") from None
-    if state.checksum and state.checksum != (expected := state.sealed().checksum):
+    if state.checksum != (expected := state.sealed().checksum):
         raise CheckpointCorrupt(f"{file}: checksum {state.checksum}, expected {expected}")
     return state
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,15 @@ class Update:
     grad_norm: float  # before clipping
 
 
+class TokenScores(NamedTuple):
+    """A forward pass's scores of the tokens that carry loss."""
+
+    logprobs_m: Tensor  # log-softmax(z/T) of each, with gradient
+    entropies_m: Tensor  # without
+    kept: MicroBatchSets | None  # the sets that these are over; None: all are the whole vocabulary
+    expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, all layers together
+
+
 class Learner:
     """Float32 master weights, AdamW and the forward pass in the chosen dtype.
 
@@ -67,16 +76,16 @@ class Learner:
         seed: int = 0,
         *,
         chat: bool = False,
+        replays: bool = False,
+        pixels: PixelStore | None = None,
     ) -> None:
-        """``seed``: of a new adapter's weights. ``chat``: as in `Tokenizer.load`."""
+        """``seed``: of a new adapter's weights. ``chat``: as in `Tokenizer.load`. ``replays``: experts that a batch has
+        for the model in training are chosen again. ``pixels``: of the run's folder, where batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.model, self.lora = open_policy(chosen, device, seed)
         self.model.checkpoints_layers = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
-        self.replays = False  # experts that a batch has for the model in training are chosen again
-        self.pixels: PixelStore | None = None  # of the run's folder
-        self.expert_counts: list[int] = [0, 0, 0]  # `ExpertReplay.counts` of the last forward pass, all layers together
-        self.kept: MicroBatchSets | None = None  # the kept sets of the last forward pass's targets
+        self._replays, self._pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
         self.device = device
         self.ranks = ranks
@@ -118,13 +127,12 @@ class Learner:
 
     def logprobs(
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without) under
-        ``model`` (default: the one in training, whose routers choose the batch's recorded experts where it
-        ``replays``), both over the kept sets of these tokens, where the batch has them. Raises ExpertsMismatch for
-        experts of another model, KeptSetMismatch for sets without their tokens."""
+    ) -> TokenScores:
+        """Score the tokens that carry loss under ``model`` (default: the one in training, whose routers choose the
+        batch's recorded experts where it replays them), over the kept sets of these tokens, where the batch has them.
+        Raises ExpertsMismatch for experts of another model, KeptSetMismatch for sets without their tokens."""
         chosen = model or self.model
-        replay = self._replay(batch) if chosen is self.model else None
+        replay, counts = self._replay(batch) if chosen is self.model else None, (0, 0, 0)
         pictures = self._pictures(batch)
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
@@ -138,9 +146,10 @@ class Learner:
             else:
                 assert isinstance(chosen, Decoder)
                 hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-                self.expert_counts = replay.counts.sum(0).tolist()
-            hidden_md, self.kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
-            return token_logprobs(chosen, hidden_md, targets_m, temperature, kept=self.kept)
+                counts = replay.counts.sum(0).tolist()
+            hidden_md, kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
+            found = token_logprobs(chosen, hidden_md, targets_m, temperature, kept=kept)
+            return TokenScores(*found, kept, tuple(counts))
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
@@ -166,10 +175,10 @@ class Learner:
     @property
     def routing(self) -> ExpertRouting | None:
         """The shape of the recorded experts that are replayed; None: none are."""
-        return self.model.config.routing if self.replays and isinstance(self.model, Decoder) else None
+        return self.model.config.routing if self._replays and isinstance(self.model, Decoder) else None
 
     def _replay(self, batch: MicroBatchArrays) -> ExpertReplay | None:
-        rows, self.expert_counts = batch.token_rows.get(EXPERTS), [0, 0, 0]
+        rows = batch.token_rows.get(EXPERTS)
         if rows is None or (routing := self.routing) is None:
             return None
         if fault := routing.fault(rows):
@@ -190,7 +199,7 @@ class Learner:
 
     def forget_sets(self) -> None:
         """Forget the last batch, whose kept sets several passes may have asked for."""
-        self._sets = self.kept = None
+        self._sets = None
 
     def _pictures(self, batch: MicroBatchArrays) -> list[Pixels]:
         """The pixel arrays of each document; empty where none has any. Raises BufferCorrupt for missing ones."""
@@ -200,8 +209,8 @@ class Learner:
     def _read(self, digests: list[str]) -> list[Pixels]:
         if not any(digests):
             return []
-        assert self.pixels is not None, "set with the policy"
-        return [self.pixels.read(digest) if digest else {} for digest in digests]
+        assert self._pixels is not None, "given where batches have pictures"
+        return [self._pixels.read(digest) if digest else {} for digest in digests]
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the loss's gradients in the parameters."""

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,9 +30,7 @@ from headway.algorithms.samples import (
 )
 from headway.algorithms.shared_packing import pack_trees
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
-from headway.models.hub.pixels import FOLDER, PixelStore
 from headway.models.packed_model import PackedModel
-from headway.models.routing import replayed_routing
 from headway.records.errors import StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
@@ -79,8 +76,6 @@ class PolicyGradient:
         self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
         self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
-        learner.replays = replayed_routing(experiment) is not None
-        learner.pixels = PixelStore(Path(experiment.run.directory) / FOLDER)
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.settings = LossSettings(**{key.name: getattr(self.algorithm, key.name) for key in fields(LossSettings)})
 
@@ -303,8 +298,8 @@ class PolicyGradient:
         samples_n = sequence_of_token(arrays)
         total = 0.0
         for batch in self._micro_batches(arrays, minibatch):
-            logprobs_m, entropies_m = self.learner.logprobs(batch, arrays, self.temperature)
-            at = batch.targets_m
+            scores = self.learner.logprobs(batch, arrays, self.temperature)
+            logprobs_m, at = scores.logprobs_m, batch.targets_m
             terms = self._terms(arrays, prepared, at, samples_n[at], logprobs_m)
             result = token_loss(function, terms, self.settings)
             loss_m = result.loss_m
@@ -319,15 +314,14 @@ class PolicyGradient:
             total += float(loss.detach())
             progress.logprobs_n[at] = logprobs_m.detach().cpu().numpy()
             progress.proximal_n[at] = terms.proximal_m.cpu().numpy()
-            progress.entropies_n[at] = entropies_m.cpu().numpy()
+            progress.entropies_n[at] = scores.entropies_m.cpu().numpy()
             progress.clipped_n[at] = result.clipped_m.cpu().numpy()
             progress.seen_n[at] = 1.0
             progress.tokens += batch.sample_tokens
             progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
             progress.flops += self.learner.training_flops(batch)
-            progress.count_experts(len(batch.input_ids), self.learner)
-            progress.count_kept(at, self.learner)
+            progress.count(scores, at, len(batch.input_ids), self.learner.routing)
         return total
 
     def _terms(
@@ -352,7 +346,7 @@ class PolicyGradient:
         logprobs_n = np.zeros(arrays.tokens, np.float32)
         with torch.no_grad():
             for batch in self._micro_batches(arrays, np.arange(arrays.samples)):
-                logprobs_m, _ = self.learner.logprobs(batch, arrays, self.temperature, model)
+                logprobs_m = self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m
                 logprobs_n[batch.targets_m] = logprobs_m.cpu().numpy()
                 progress.flops += self.learner.flops(batch, model)
         # The minibatches are packed differently, so another rank may need a sample later: every rank gets all values.

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from headway.algorithms.samples import IntArray, SampleArrays
-from headway.trainer.learner import Learner, Update
+from headway.records.tokens import ExpertRouting
+from headway.trainer.learner import TokenScores, Update
 from headway.trainer.losses import MAX_LOG_RATIO
 
 
@@ -72,18 +73,16 @@ class Progress:
             behaviour_n=arrays.behaviour_logprobs_n,
         )
 
-    def count_experts(self, tokens: int, learner: Learner) -> None:
-        """Count the routers of a forward pass over ``tokens``, the last of ``learner``."""
-        if (routing := learner.routing) is not None:
-            recorded, disagree, astray = learner.expert_counts
+    def count(self, scores: TokenScores, at: IntArray, tokens: int, routing: ExpertRouting | None) -> None:
+        """Count the kept sets and the replayed experts, if any, of a forward pass over ``tokens``, whose targets are
+        ``at``."""
+        if routing is not None:
+            recorded, disagree, astray = scores.expert_counts
             self.routers += tokens * routing.layers
             self.experts_recorded += recorded
             self.experts_disagree += disagree
             self.experts_astray += astray
-
-    def count_kept(self, at: IntArray, learner: Learner) -> None:
-        """Count the kept sets of the tokens ``at``, the targets of the last forward pass of ``learner``."""
-        if (kept := learner.kept) is not None:
+        if (kept := scores.kept) is not None:
             self.masses_n[at] = kept.masses_m.cpu().numpy()
             self.kept_tokens += kept.tokens
             self.kept_ids += kept.ids

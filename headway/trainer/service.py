@@ -18,8 +18,10 @@ from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
+from headway.models.hub.pixels import FOLDER, PixelStore
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
+from headway.models.routing import replayed_routing
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, ProbeScores, PublishedWeights, probe_ids
@@ -49,12 +51,22 @@ class ModelService:
     """
 
     def __init__(
-        self, context: Any, experiment: Experiment, run_id: str, settings: TrainerConfig, ranks: Ranks | None = None
+        self,
+        context: Any,
+        experiment: Experiment,
+        run_id: str,
+        settings: TrainerConfig,
+        ranks: Ranks | None = None,
+        *,
+        replays: bool = False,
+        pixels: PixelStore | None = None,
     ) -> None:
+        """``replays``, ``pixels``: as of `Learner`."""
         self.experiment = experiment
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
-        self.learner = Learner(experiment.model, settings, device, self.ranks, seed, chat=experiment.chats)
+        options: dict[str, Any] = {"chat": experiment.chats, "replays": replays, "pixels": pixels}
+        self.learner = Learner(experiment.model, settings, device, self.ranks, seed, **options)
         self.version = 0  # completed steps
         self._run_id = run_id
         folder = experiment.run.directory
@@ -121,7 +133,8 @@ class TrainerService(ModelService):
         validated = validate_experiment(experiment, "experiment")
         settings = validated.trainer
         ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
-        super().__init__(context, validated, run_id, settings, ranks)
+        replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
+        super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
         wanted = settings.native_kernels and settings.dtype == "float32" and torch.get_num_threads() == 1
         if wanted and (reason := why_none(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)

@@ -68,8 +68,8 @@ class SupervisedService(ModelService):
         arrays, total = self._arrays(self._held_out), 0.0
         with torch.no_grad():
             for chosen in pack((arrays.lengths_s - 1).tolist(), self.settings.micro_batch_tokens)[0]:
-                logprobs_m, _ = self.learner.logprobs(slice_micro_batch(arrays, chosen), arrays, 1.0)
-                total -= float(logprobs_m.sum())
+                scores = self.learner.logprobs(slice_micro_batch(arrays, chosen), arrays, 1.0)
+                total -= float(scores.logprobs_m.sum())
         return total / arrays.loss_tokens
 
     def steps(self, count: int) -> dict[str, float]:
@@ -151,8 +151,7 @@ class SupervisedService(ModelService):
         for number, chosen in enumerate(pack(lengths, self.settings.micro_batch_tokens)[0]):
             batch = slice_micro_batch(arrays, chosen)
             self._drop(f"{self.experiment.run.seed}/{self.version + self.skipped}/{number}")
-            logprobs_m, _ = self.learner.logprobs(batch, arrays, 1.0)
-            loss: Tensor = -logprobs_m.sum() / arrays.loss_tokens
+            loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens
             self.learner.backward(loss)
             total += float(loss.detach())
             flops += self.learner.training_flops(batch)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from headway.config.schema import LedgerConfig
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, CallTimes, Failure, FinishedGroup, Group, Pruned, Rollout, ToolTimes
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.runtime.clock import VirtualClock
+from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
 from headway.telemetry.rollouts.reader import RolloutRecord
+from headway.telemetry.rollouts.recorder import RolloutRecorder
+from headway.telemetry.rollouts.segments import SegmentWriter
 
 
 def rollouts_in(run: Path, start: int = 0) -> list[Rollout]:
@@ -117,3 +123,49 @@ def _random_sequence(chance: random.Random) -> dict[str, Any]:
         "turn_ends": chance.choice([(), (tokens,)]),
         "finish_reason": chance.choice(["stop", "length"]),
     }
+
+
+def letters(text: str) -> list[int]:
+    """A text's ids where each character is a token."""
+    return list(map(ord, text))
+
+
+def spelt(ids: Iterable[int]) -> str:
+    """The text of `letters`."""
+    return "".join(map(chr, ids))
+
+
+def record_texts(run: Path, rows: Iterable[dict[str, Any]], encode: Callable[[str], Sequence[int]] = letters) -> None:
+    """Record groups of one rollout each, with the fields that `headway show --json` prints."""
+    recorder = RolloutRecorder(run, LedgerConfig(), VirtualClock(), lambda *a, **k: None)
+    recorder.begin(lambda share: 0)
+    trained = SegmentWriter(run / "rollouts" / "trained", TRAINED)
+    for row in rows:
+        recorder.finished(_written(row, encode))
+        recorder.ended([row["group"]], row["ending"], "", row["step"])
+        if row["step"] is not None and row["advantage"] is not None:
+            tokens = len(encode(row["response"]))
+            alike = np.ones(tokens, np.bool_)
+            lists = {"clipped": ~alike, "trained": alike, "logprobs": np.zeros(tokens, np.float32)}
+            lists["advantages"] = np.full(tokens, row["advantage"], np.float32)
+            columns = {name: listed(values, [tokens]) for name, values in lists.items()}
+            of = {"step": [row["step"]], "group": [row["group"]], "member": [row["member"]], "sequence": [0]}
+            trained.append(trained_batch(**columns, **of, weight=[1.0]), row["step"])
+    recorder.close()
+    trained.close()
+
+
+def _written(row: dict[str, Any], encode: Callable[[str], Sequence[int]]) -> FinishedGroup:
+    prompt, response = TokenIds(encode(row["prompt"])), TokenIds(encode(row["response"]))
+    task = Task(task_id=row["prompt"], prompt=row["prompt"])
+    group = Group(index=row["group"], task=task, prompt_ids=prompt, size=1, admitted_version=0, admitted_s=0.0)
+    known = {name: row[name] for name in ("group", "member", "reward", "solved", "finish_reason")}
+    return FinishedGroup(group=group, rollouts=(Rollout(
+        **known, prompt_ids=prompt, response_ids=response,
+        response_logprobs=TokenLogprobs([0.0] * len(response)), response_mask=TokenMask([True] * len(response)),
+        versions=tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in row["versions"]),
+        failure=msgspec.convert(row.get("failure"), Failure | None),
+        pruned=msgspec.convert(row.get("pruned"), Pruned | None),
+        call_times=msgspec.convert(row.get("calls", ()), tuple[CallTimes, ...]),
+        tool_times=msgspec.convert(row.get("tools", ()), tuple[ToolTimes, ...]),
+    ),))  # fmt: skip

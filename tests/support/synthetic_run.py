@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from headway.records.ledger import Distribution, EvaluationRecord, EventRecord, LedgerLine, StepRecord
+from headway.runtime.run_schema import SCHEMA
 
 
 def step_record(step: int, **changes: object) -> StepRecord:
@@ -132,5 +133,5 @@ def write_run(folder: Path, lines: list[LedgerLine], budget: int | None = 4) -> 
     text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     (folder / "ledger.jsonl").write_bytes(text)
     if budget is not None:
-        (folder / "config.json").write_text(json.dumps({"queue": {"budget": budget}}))
+        (folder / "config.json").write_text(json.dumps({"schema": SCHEMA, "queue": {"budget": budget}}))
     return folder

@@ -22,6 +22,7 @@ from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.trace import GroupTrace, Mark, RolloutTrace, Span
 from headway.runtime.clock import RealClock
+from headway.runtime.run_schema import SCHEMA
 from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter
@@ -62,7 +63,7 @@ def write_hostile_run(folder: Path, model: Path, tokenizer: Tokenizer, *, long_t
     hostile = HOSTILE[1]
     folder.mkdir(parents=True)
     shutil.copytree(RECORDED / "ended" / "epoch", folder / "epoch")
-    (folder / "config.json").write_text(json.dumps(_configuration(folder, model)))
+    (folder / "config.json").write_text(json.dumps({"schema": SCHEMA, **_configuration(folder, model)}))
     lines: list[LedgerLine] = [*synthetic_lines(40)]
     events = ("stall", "worker_death", "alert", "restart", hostile)
     lines[-2:-2] = [
@@ -249,7 +250,9 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "ledger-is-garbage": _overwrite("ledger.jsonl", b"\0" * (1 << 20), 0.0),
     "no-ledger": _remove("ledger.jsonl"),
     "no-config": _remove("config.json"),
-    "config-is-a-list": lambda run: run.joinpath("config.json").write_text('{"run": [1], "queue": 3}') and None,
+    "config-is-a-list": lambda run: (
+        run.joinpath("config.json").write_text('{"schema": 5, "run": [1], "queue": 3}') and None
+    ),
     "config-is-garbage": _overwrite("config.json", _GARBAGE, 0.0),
     "no-rollouts": _remove("rollouts"),
     "no-endings": _remove("rollouts/ended", "rollouts/trained"),

@@ -41,10 +41,10 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
     return TrainBatch(step=step, samples=tuple(samples))
 
 
-def useful_samples(batch: TrainBatch) -> int:
-    """Number of samples that can have a gradient: a token that carries loss and an advantage that isn't 0. The copies
-    of a padded member count once."""
-    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and _learnt(s.rollout))
+def useful_samples(samples: Sequence[Sample]) -> int:
+    """Number of ``samples`` that can have a gradient: with a token that carries loss and an advantage that isn't 0. The
+    copies of a padded member count once."""
+    taught = (s for s in samples if any(s.turn_advantages or (s.advantage,)) and _learnt(s.rollout))
     return round(sum(sample.weight for sample in taught))
 
 

@@ -28,6 +28,7 @@ from headway.report.live import WINDOW
 from headway.report.progress import OnDone, unheard
 from headway.report.show import visible
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.run_schema import require_schema
 from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START, decode_line, resolve_replays
 from headway.telemetry.summary import duration_s, last_event
 
@@ -90,13 +91,15 @@ def list_runs(runs: Sequence[Path], price: float | None = None, on_progress: OnD
             listed.append(_listed(path, price))
         except Exception as error:
             # The boundary to folders that anyone may have written: one that can't be understood is shown as such.
-            problem = f"can't be understood: {type(error).__name__}: {error}"
+            known = isinstance(error, ConfigurationError)
+            problem = str(error) if known else f"can't be understood: {type(error).__name__}: {error}"
             listed.append(ListedRun(run=_text(path), problems=(problem,)))
         on_progress(len(listed), len(runs))
     return sorted(listed, key=lambda run: (run.state != "running", -(run.started_unix_s or 0.0), run.run))
 
 
 def _listed(path: Path, price: float | None) -> ListedRun:
+    require_schema(path)
     directory, problems = RunDirectory(path), list[str]()
     raw = _object(directory.config, problems)
     # All sessions count in its hours: of a run that was resumed, as the epoch's number says, the whole ledger is read.

@@ -27,6 +27,7 @@ from headway.report.run_view import RunView, view_of
 from headway.report.several.axes import AXES
 from headway.report.several.listing import ListedRun, RunState, find_runs, list_runs, state_of, traced_s
 from headway.runtime.run_directory import RunDirectory, placed_as_before
+from headway.runtime.run_schema import require_schema
 from headway.telemetry import ledger
 from headway.telemetry.metrics import scalars
 
@@ -352,7 +353,7 @@ class WatchedRuns:
             return self._found
 
     def run(self, run_id: str) -> WatchedRun:
-        """The run of that id. Raises NoSuchRun for anything else."""
+        """The run of that id. Raises NoSuchRun for anything else, ConfigurationError for a run of another schema."""
         path = self._paths().get(run_id)
         if path is None:
             known = ", ".join(list(self._found)[:20]) or "none yet"
@@ -360,6 +361,7 @@ class WatchedRuns:
         with self._lock:
             run = self._open.get(run_id)
             if run is None or run.path != path:
+                require_schema(path)
                 run = self._open[run_id] = WatchedRun(run_id, path)
             self._open.move_to_end(run_id)
             while len(self._open) > _MOST_RUNS:

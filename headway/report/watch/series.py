@@ -221,7 +221,7 @@ def log(
 
 
 def configuration(run: WatchedRun) -> dict[str, Any]:
-    """The configuration as the run stored it; not validated: another release's keys may differ."""
+    """The configuration as the run stored it; not validated."""
     path = RunDirectory(run.path).config
     try:
         if not inside(path, run.path):

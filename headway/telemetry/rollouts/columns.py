@@ -60,7 +60,7 @@ FINISHED = pa.schema(
         "turn_rewards": pa.list_(pa.float64()),
         **dict.fromkeys(_JSON, pa.string()),
         "branches": pa.list_(pa.struct(_SEQUENCE)),  # sequences beside the trunk; null: none
-        # Model calls and tools called, as CallTimes and ToolTimes order their fields; null: of an earlier Headway
+        # Model calls and tools called, as CallTimes and ToolTimes order their fields
         **_CALLS,
         **_TOOLS,
     }  # pyright: ignore[reportArgumentType]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from headway.runtime.run_schema import require_schema
 from headway.telemetry.rollouts.columns import ENDED, FINISHED, TRAINED
 from headway.telemetry.rollouts.segments import FOLDER, SegmentFile, list_segments
 
@@ -42,6 +43,8 @@ class RolloutRecord:
     """
 
     def __init__(self, run_dir: str | Path) -> None:
+        """Raises ConfigurationError for a run of another schema."""
+        require_schema(run_dir)
         self.folder = Path(run_dir) / FOLDER
         self.problems: dict[Path, str] = {}
         self._indices: dict[Path, tuple[int, list[tuple[int, int, int]]]] = {}  # by segment: its size then, its batches

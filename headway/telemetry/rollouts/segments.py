@@ -135,7 +135,7 @@ class SegmentFile:
     says so then."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        """``schema``: of its stream. A column that the segment has otherwise, or not at all, is null."""
+        """``schema``: of its stream; of a segment with another one nothing is read."""
         self.path = path
         self.problem = ""
         self._known = schema
@@ -154,17 +154,11 @@ class SegmentFile:
                 if offset:
                     file.seek(offset)
                 offset = file.tell()
-                places = [_place(schema, field) for field in kept]
-                if -1 in places:
-                    missing = ", ".join(field.name for field, at in zip(kept, places, strict=True) if at < 0)
-                    self.problem = f"{self.path} has no column {missing} of the kind that this Headway writes"
+                if schema != self._known:
+                    raise ValueError("its columns aren't those that this Headway writes")
                 while offset < file.size():
                     whole = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-                    arrays = [
-                        whole.column(at) if at >= 0 else pa.nulls(whole.num_rows, field.type)
-                        for field, at in zip(kept, places, strict=True)
-                    ]
-                    batch = pa.RecordBatch.from_arrays(arrays, schema=kept)
+                    batch = pa.RecordBatch.from_arrays([whole.column(name) for name in kept.names], schema=kept)
                     batch.validate(full=True)  # offsets out of bounds would be followed all the same
                     yield offset, batch
                     mapped.madvise(mmap.MADV_DONTNEED, offset // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -181,9 +175,3 @@ class SegmentFile:
                 return dict(json.loads((pa.ipc.read_schema(file).metadata or {}).get(_METADATA, b"{}")))
         except (pa.ArrowException, OSError, ValueError):
             return {}
-
-
-def _place(schema: pa.Schema, field: pa.Field) -> int:
-    """Index of a field in a segment's schema; -1: not there, or of another kind."""
-    at = schema.get_field_index(field.name)
-    return at if at >= 0 and schema.field(at).type == field.type else -1

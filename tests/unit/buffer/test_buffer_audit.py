@@ -97,7 +97,7 @@ def test_it_runs_as_a_module_without_the_buffer(run):
 
 
 TAMPERINGS = {
-    "a group trained in two steps": ("UPDATE batches SET groups = '[0]' WHERE step = 1", "is in batch"),
+    "a group trained in two steps": ("UPDATE batches SET groups = '[[0]]' WHERE step = 1", "is in batch"),
     "a batch that never was": ("DELETE FROM batches WHERE step = 3", "is next"),
     "an ending lost": ("UPDATE rollouts SET ending = NULL WHERE grp = 2 AND member = 0", "its group is ended trained"),
     "an ending of another kind": ("UPDATE rollouts SET ending = 'overdue' WHERE grp = 2", "is overdue"),

@@ -343,7 +343,10 @@ def test_damaged_foreign_and_newer_files_are_refused_by_name(tmp_path):
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version=99")
     connection.close()
-    with pytest.raises(BufferCorrupt, match="schema version 99; this Headway reads versions 2 to 4"):
+    with pytest.raises(
+        BufferCorrupt,
+        match="has schema 99, and this Headway reads schema 5: resume the run with",
+    ):
         GroupBuffer(newer, 4)
 
     with pytest.raises(StorageFailed, match="unable to open"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from recorded import record_texts
 from synthetic_run import evaluation, synthetic_lines, write_run
 
 from headway.cli import main as cli
@@ -279,8 +280,7 @@ def test_a_closed_pipe_is_not_a_traceback(tmp_path: Path) -> None:
         "step": 1, "group": 1, "member": 0, "prompt": "p" * 500, "response": "r", "reward": 1.0, "solved": True,
         "advantage": 0.1, "versions": [[0, 1]], "finish_reason": "stop", "ending": "trained",
     }  # fmt: skip
-    text = "".join(json.dumps({**sample, "group": group}) + "\n" for group in range(2000))
-    (tmp_path / "samples.jsonl").write_text(text)
+    record_texts(tmp_path, ({**sample, "group": group} for group in range(2000)))
     command = f"'{sys.executable}' -m headway.cli.main show {tmp_path} --json | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith('{"step":1')

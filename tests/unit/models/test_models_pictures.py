@@ -247,8 +247,8 @@ def compared(kind: str, monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Pixel
     service: Any = object.__new__(TrainerService)
     service.experiment, service.version = experiment_of(Path("unused")), 1
     chosen = ModelConfig(path=str(folder_of(kind)), implementation="transformers")
-    service.learner = learner = Learner(chosen, TrainerConfig(), torch.device("cpu"), Ranks())
-    learner.pixels = store = PixelStore(store_folder())
+    store = PixelStore(store_folder())
+    service.learner = Learner(chosen, TrainerConfig(), torch.device("cpu"), Ranks(), pixels=store)
     trainer = service.score(tuple(prompt(kind, (2,))[0]), prompt(kind, (2,))[1])
     assert IMAGE not in trainer.probe.ids  # which no picture is there for
     engine = HubEngine(load_hub(chosen.path, "float32", "cpu"), slots=1, max_context_tokens=64, pixels=store)

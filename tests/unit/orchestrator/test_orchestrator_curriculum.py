@@ -24,6 +24,7 @@ from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.report.explain import overview_text, task_text
 from headway.runtime.clock import VirtualClock
+from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger, read_ledger
 from headway.telemetry.metrics import scalars
 from tests.support import simulated_run
@@ -231,7 +232,7 @@ def kept_run(tmp_path_factory):
         outcome = run_of(folder, steps=25, sections={"min_group_size": 4, "max_group_size": 10})
     settings = outcome.experiment.run.model_copy(update={"directory": str(folder)})
     stored = outcome.experiment.model_copy(update={"run": settings})
-    (folder / "config.json").write_text(stored.model_dump_json())
+    RunDirectory(folder).store(stored)
     return folder
 
 

@@ -283,7 +283,7 @@ def _without_ledger(folder: Path) -> list[str]:
     return [str(folder)]
 
 
-def _of_an_older_release(folder: Path) -> list[str]:
+def _without_rates(folder: Path) -> list[str]:
     write_run(folder, synthetic_lines(40))
     simulate(described(folder.with_name("other"), steps=5))
     (folder / "config.json").write_text((folder.with_name("other") / "config.json").read_text())
@@ -326,7 +326,7 @@ def _exists(folder: Path) -> list[str]:
         (_short, "1 of its steps after the first 4, which fill the queue, show its rates, and 4 are"),
         (lambda folder: [*_short(folder), "--steps", "90:"], "0 of its steps from 90 to before the end show"),
         (lambda folder: [*_short(folder), "--steps", "x"], "valid: A:B"),
-        (_of_an_older_release, "show its rates"),
+        (_without_rates, "show its rates"),
         (_turns, "simulates rollouts of several turns"),
         (_own_rollouts, "hooks.rollout = 'mine:play'"),
         (_agents, "environment.name = 'agent', and a ledger doesn't say"),

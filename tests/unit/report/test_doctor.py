@@ -21,6 +21,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, KernelScores, LedgerLine, StepRecord
 from headway.report.doctor import alerts_of, costs_of, examine, print_report
 from headway.runtime.clock import RealClock
+from headway.runtime.run_schema import SCHEMA
 from headway.telemetry.ledger import Ledger
 from tests.support.kept_ledgers import kept_ledger
 from tests.support.simulated_run import Outcome, experiment_of, small_run
@@ -46,7 +47,8 @@ def recorded(outcome: Outcome, folder: Path, steps: int | None = None) -> Path:
         for line in lines:
             ledger.record(line)
     settings: Experiment = outcome.experiment
-    (folder / "config.json").write_text(settings.model_dump_json(exclude_unset=True))
+    stored = {"schema": SCHEMA, **settings.model_dump(exclude_unset=True, mode="json")}
+    (folder / "config.json").write_text(json.dumps(stored))
     return folder
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from recorded import record_texts, spelt
 from rich.console import Console
 from synthetic_run import evaluation, step_record, synthetic_lines
 
@@ -182,12 +183,15 @@ def sample(step: int, group: int, member: int = 0, **changes: object) -> dict[st
     }
 
 
+def kept_run(folder: Path, *samples: dict[str, object]) -> Path:
+    record_texts(folder, samples)
+    return folder
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     samples = [sample(1, 10), sample(1, 11, solved=False, reward=0.0), sample(2, 12), sample(3, 13)]
-    text = "".join(json.dumps(item) + "\n" for item in samples)
-    (tmp_path / "samples.jsonl").write_text(text + '{"step": 4, "gro')
-    return tmp_path
+    return kept_run(tmp_path, *samples)
 
 
 def read_samples(run: Path, selection: SampleSelection = SampleSelection()) -> list[KeptSample]:
@@ -207,15 +211,9 @@ def test_selection(kept: Path) -> None:
         assert [sample.group for sample in read_samples(kept, selection)] == groups
 
 
-def test_a_sample_recorded_again_counts_once(kept: Path) -> None:
-    path = kept / "samples.jsonl"
-    path.write_text(json.dumps(sample(1, 10, response="a")) + "\n" + json.dumps(sample(1, 10, response="b")) + "\n")
-    assert [s.response for s in read_samples(kept)] == ["b"]
-
-
 def test_show_prints_prompt_response_reward_and_versions(kept: Path) -> None:
     out = Screen()
-    show_samples(kept, SampleSelection(step=2), console=out.console)
+    show_samples(kept, SampleSelection(step=2), decode=spelt, console=out.console)
     for words in (
         "8+3=",
         "11",
@@ -228,21 +226,20 @@ def test_show_prints_prompt_response_reward_and_versions(kept: Path) -> None:
         assert words in out.text
 
 
-def test_show_says_who_was_pruned_and_who_was_audited(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_who_was_pruned_and_who_was_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hit = {"pruner": "repetition", "why": "a loop of 7 tokens", "at_tokens": 64, "saved_tokens": 190.4,
            "audited": False, "cut_reward": None}  # fmt: skip
     lines = [sample(1, 1, pruned=hit), sample(1, 2, pruned=hit | {"audited": True, "saved_tokens": 0, "cut_reward": 0})]
-    (kept / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    show_samples(kept, SampleSelection(), console=Console(width=200))
+    show_samples(kept_run(tmp_path, *lines), SampleSelection(), console=Console(width=200))
     out = capsys.readouterr().out
     assert "pruned by repetition at 64 tokens: a loop of 7 tokens; about 190 tokens saved" in out
     assert "audited, else pruned by repetition at 64 tokens: a loop of 7 tokens; pruning would have given 0" in out
 
 
-def test_show_says_why_a_rollout_failed(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_why_a_rollout_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cause = "KeyError: 'bo\x1bom' (coins.py:31 in reply)"
     failure = {"boundary": "environment", "cause": cause, "infrastructure": False}
-    (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, ending="failed", failure=failure)) + "\n")
+    kept = kept_run(tmp_path, sample(1, 1, ending="failed", failure=failure))
     show_samples(kept, SampleSelection(ending="failed"), console=Console(width=200))
     out = capsys.readouterr().out
     assert "failed at the environment: KeyError: 'bo\\x1bom' (coins.py:31 in reply)" in out
@@ -250,18 +247,17 @@ def test_show_says_why_a_rollout_failed(kept: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["failure"]["cause"] == cause
 
 
-def test_show_says_what_took_how_long(kept: Path) -> None:
+def test_show_says_what_took_how_long(tmp_path: Path) -> None:
     times = {"calls": [[1, 1.25, 1.5, 7], [4, 0, 6, 0]], "tools": [["se\x1barch", 1.5, 3.7, False], ["", 6, 6, True]]}
-    (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, **times)) + "\n")
     out = Screen()
-    show_samples(kept, SampleSelection(), console=out.console)
+    show_samples(kept_run(tmp_path, sample(1, 1, **times)), SampleSelection(), console=out.console)
     shown = " ".join(out.text.replace("│", " ").split())
     words = "call of 7 tokens 500 ms · se\\x1barch 2.2 s · call of 0 tokens 2.0 s · unknown tool 0 ms (error)"
     assert words in shown
 
 
 def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show_samples(kept, SampleSelection(limit=1), as_json=True)
+    show_samples(kept, SampleSelection(limit=1), decode=spelt, as_json=True)
     assert json.loads(capsys.readouterr().out) == sample(3, 13) | {
         "failure": None,
         "pruned": None,
@@ -277,16 +273,13 @@ def test_show_says_what_there_is(kept: Path, tmp_path: Path) -> None:
         show_samples(kept, SampleSelection(step=99))
     with pytest.raises(ConfigurationError, match="rollouts may be none"):
         read_samples(tmp_path / "nothing")
-    (kept / "samples.jsonl").write_text('{"step": 1}\n{}\n')
-    with pytest.raises(ConfigurationError, match="line 1 is damaged"):
-        read_samples(kept)
 
 
-def test_a_response_cannot_drive_the_terminal(kept: Path) -> None:
+def test_a_response_cannot_drive_the_terminal(tmp_path: Path) -> None:
     hostile = "\x1b]0;owned\x07 [bold red]x[/] \x9b31m é\t1"
-    (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, response=hostile)) + "\n")
     out = Screen()
-    show_samples(kept, SampleSelection(), console=out.console)
+    kept = kept_run(tmp_path, sample(1, 1, response=hostile))
+    show_samples(kept, SampleSelection(), decode=spelt, console=out.console)
     assert "\x1b" not in out.text
     assert "\x07" not in out.text
     assert "[bold red]x[/]" in out.text

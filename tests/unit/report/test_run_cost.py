@@ -15,6 +15,7 @@ from headway.records.ledger import EventRecord, LedgerLine, QueueFlow, StepRecor
 from headway.report.live import LiveView, screen, step_line
 from headway.report.run_cost import cost_of_run, cost_sentence, with_cost
 from headway.report.run_view import view_run
+from headway.runtime.run_directory import RunDirectory
 from tests.support.simulated_run import experiment_of
 
 PRICE = 3.0
@@ -37,7 +38,7 @@ def lines() -> list[LedgerLine]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     devices = {"generator": {"devices": ["cuda:0", "cuda:1"]}, "trainer": {"devices": ["cuda:2", "cuda:3"]}}
-    (tmp_path / "config.json").write_text(experiment_of(tmp_path, **devices).model_dump_json())
+    RunDirectory(tmp_path).store(experiment_of(tmp_path, **devices))
     (tmp_path / "ledger.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines()))
     return tmp_path
 

@@ -143,11 +143,5 @@ def test_show_reads_the_record(run: Path) -> None:
         assert sample.response == decode(rollout.response_ids)
         assert sample.advantage == (0.25 if rollout.response_ids else None)
         assert sample.step == rollout.group // 4
-    (run / "samples.jsonl").write_text(
-        '{"step":0,"group":900,"member":0,"prompt":"p","response":"r","reward":1,"solved":true,"advantage":0.1,'
-        '"versions":[[0,1]],"finish_reason":"stop","ending":"trained"}\n'
-    )
-    both = KeptSamples(run)
-    first, *_ = both.read(both.select(SampleSelection())[0])
-    assert (first.group, first.response) == (900, "r"), "an earlier version's lines come first"
-    assert "tokens: the run's tokenizer can't be read" in next(both.read([5])).response
+    unread = KeptSamples(run)
+    assert "tokens: the run's tokenizer can't be read" in next(unread.read([5])).response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import threading
@@ -297,7 +296,6 @@ def test_newest_page_is_there_before_the_others_are_read(
     tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(tmp_path, written_groups(tokenizer, 90), segment_bytes=20_000).close()
-    (tmp_path / "samples.jsonl").write_text(kept_line(0, 900))
     segments = list_segments(tmp_path / "rollouts" / "finished")
     newest = [row for row in BruteForce(tmp_path, tokenizer).search({}) if row >= segments[-3].first]
     whole = WatchedRollouts(tmp_path, tokens)
@@ -318,8 +316,8 @@ def test_newest_page_is_there_before_the_others_are_read(
     assert {path for path in opened if path.parent.name == "finished"} == {one.path for one in segments[-3:]}
     may_read.set()  # what else is asked waits for it
     brute = BruteForce(tmp_path, tokenizer)
-    assert all_pages(watched, {"text": "answer"}, 500) == [*brute.search({"text": "answer"}), -1]
-    assert all_pages(watched, {}, 40) == [*brute.search({}), -1]
+    assert all_pages(watched, {"text": "answer"}, 500) == brute.search({"text": "answer"})
+    assert all_pages(watched, {}, 40) == brute.search({})
     watched.close()
 
 
@@ -431,49 +429,6 @@ def test_without_a_tokenizer_figures_are_searched_and_text_is_said_to_be_not(
     page = watched.search(text="the")
     assert page["rows"] == []
     assert "tokenizer" in page["problems"][0]
-
-
-def kept_line(step: int, group: int, **changes: Any) -> str:
-    line = {"step": step, "group": group, "member": 0, "prompt": f"Prompt {group} é", "response": "the <b>Answer</b>",
-            "reward": group / 10, "solved": True, "advantage": 0.1, "versions": [[step, 3], [step + 1, 2]],
-            "finish_reason": "stop", "ending": "trained"}  # fmt: skip
-    return json.dumps(line | changes) + "\n"
-
-
-def test_runs_of_earlier_versions_are_searched_and_shown(tmp_path: Path, tokens: TokenTable) -> None:
-    lines = [kept_line(0, 5, response="other"), kept_line(1, 6), '{"step": 1}\n', kept_line(1, 6, reward=0.9)]
-    (tmp_path / "samples.jsonl").write_text("".join(lines) + kept_line(3, 9)[:40])
-    for table in (tokens, None):
-        watched = WatchedRollouts(tmp_path, table)
-        page = watched.search(text="B>ANSWER")
-        assert [(row["row"], row["group"], row["reward"], row["step"]) for row in page["rows"]] == [(-1, 6, 0.9, 1)]
-        assert page["rows"][0]["snippet"] == {"before": "the <", "match": "b>Answer", "after": "</b>"}
-        assert page["indexed_share"] == 1
-        assert ["1 lines are damaged" in problem for problem in page["problems"]] == [True]
-        assert [row["row"] for row in watched.search(order="oldest")["rows"]] == [-2, -1]
-        detail = watched.rollout(-2)
-        assert detail["sequences"][0]["tokens"] == ["Prompt 5 é", "other"]
-        assert (detail["reward"], detail["ending"], detail["first_version"], detail["last_version"]) == (
-            0.5,
-            "trained",
-            0,
-            1,
-        )
-        watched.close()
-
-
-def test_run_that_was_resumed_under_a_newer_version_has_both(
-    tmp_path: Path, tokenizer: Tokenizer, tokens: TokenTable
-) -> None:
-    (tmp_path / "samples.jsonl").write_text(kept_line(0, 900) + kept_line(1, 901))
-    record(tmp_path, written_groups(tokenizer, 8)).close()
-    brute = BruteForce(tmp_path, tokenizer)
-    watched = WatchedRollouts(tmp_path, tokens)
-    assert all_pages(watched, {"text": "answer"}, 2) == [*brute.search({"text": "answer"}), -1, -2]
-    assert (
-        watched.search(text="answer", order="reward", limit=500)["total"] == len(brute.search({"text": "answer"})) + 2
-    )
-    watched.close()
 
 
 @pytest.mark.parametrize(

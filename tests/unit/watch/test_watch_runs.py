@@ -143,7 +143,7 @@ def test_missing_and_foreign_files_are_said(tmp_path: Path) -> None:
     tail = read(tmp_path / "run")
     assert not tail.names()
     assert "lies outside the run's folder" in tail.problems[-1]
-    (run / "config.json").write_text('{"pipeline": 1}')
+    (run / "config.json").write_text('{"schema": 5, "pipeline": 1}')
     tail = read(run)
     assert "cost and time left aren't known" in tail.problems[0]
     assert tail.cost(1.0) is None

@@ -15,7 +15,6 @@ import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
 from headway.records.rollout import ENDINGS
-from headway.report.show import KeptSample
 from headway.runtime.user_cache import write_cached
 from headway.telemetry.rollouts.columns import ENDED, FINISHED
 from headway.telemetry.rollouts.segments import SegmentFile, list_segments
@@ -94,8 +93,8 @@ class StreamTail:
 
 
 class RolloutTable(NamedTuple):
-    """Rollouts at one moment: a value of each column for each. Row numbers begin with ``first``, below 0 for the lines
-    of samples.jsonl; a row that the record lacks has member -1."""
+    """Rollouts at one moment: a value of each column for each. Row numbers begin with ``first``; a row that the record
+    lacks has member -1."""
 
     columns: Arrays  # _NUMBERS, _OWN, and of its end "ending", "step" (-1: none) and "reason" (-1: its own); _TOOLS
     names: list[str]
@@ -112,18 +111,14 @@ class RolloutColumns:
     """The columns of a run's record. ``table`` takes up what has been appended since; the cache is written when it has
     grown by a tenth. A cache that is damaged, or of another record, is read anew."""
 
-    def __init__(
-        self, record: Path, cache: Path | None, kept: Sequence[KeptSample] = (), begin: StreamPlace = StreamPlace()
-    ) -> None:
-        """``record``: RUN/rollouts; ``cache``: None: there is none; ``kept``: the lines of the run's samples.jsonl,
-        which come first; ``begin``: rollouts before it are left out."""
+    def __init__(self, record: Path, cache: Path | None, begin: StreamPlace = StreamPlace()) -> None:
+        """``record``: RUN/rollouts; ``cache``: None: there is none; ``begin``: rollouts before it are left out."""
         self.finished, self.ended = StreamTail(record / "finished", FINISHED), StreamTail(record / "ended", ENDED)
-        self.finished.place, self.first = begin, begin.rows or -len(kept)
+        self.finished.place, self.first = begin, begin.rows
         self._record, self._path = record, cache and cache / FILE_NAME
         self._names: dict[str, int] = {}
         self._rows: Arrays = {name: np.empty(0, kind) for name, kind in {**_NUMBERS, **_OWN, **_TOOLS}.items()}
         self._ends: Arrays = {name: np.empty(0, kind) for name, kind in _ENDED.items()}
-        self._kept = kept
         self._table: RolloutTable | None = None
         self.complete = True  # whether the last call has read to the end
         self._count = self._written = begin.rows  # rows that have been read, and those in the cache
@@ -224,8 +219,6 @@ class RolloutColumns:
             of_groups = np.append(self._ends[name][::-1][last], np.array(otherwise, _ENDED[name]))
             own = self._rows["own"] if name == "ending" else np.array(-1, np.int32)
             columns[name] = np.where(by_group, of_groups[place], own)
-        if self._kept:
-            columns |= _joined(_kept_columns(self._kept, self._names), [columns])
         return RolloutTable(columns, list(self._names), self.first)
 
     def _store(self, path: Path) -> None:
@@ -255,7 +248,7 @@ def _joined(first: Arrays, further: Sequence[Arrays]) -> Arrays:
 
 
 def _numpy(column: pa.Array, kind: DTypeLike) -> NDArray[Any]:
-    """A column as an array; what is null, or is missing in an older segment, as 0."""
+    """A column as an array; what is null as 0."""
     filled = column.fill_null(False if pa.types.is_boolean(column.type) else 0) if column.null_count else column
     return filled.to_numpy(zero_copy_only=False).astype(kind)
 
@@ -297,17 +290,3 @@ def _ends_of(lists: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
     values = np.append(_numpy(lists.values, np.int32), np.int32(-1))
     filled = offsets[1:] > offsets[:-1]
     return np.where(filled, values[offsets[:-1]], np.int32(-1)), np.where(filled, values[offsets[1:] - 1], np.int32(-1))
-
-
-def _kept_columns(kept: Sequence[KeptSample], names: dict[str, int]) -> Arrays:
-    kinds = {**_NUMBERS, **_OWN, "ending": np.uint8, "step": np.int32, "reason": np.int32}
-    no_task = names.setdefault("", len(names))
-    rows: list[tuple[Any, ...]] = []
-    for one in kept:
-        first, last = (one.versions[0][0], one.versions[-1][0]) if one.versions else (-1, -1)
-        ending = ENDINGS.index(one.ending) if one.ending in ENDINGS else OPEN
-        step = -1 if one.step is None else one.step
-        rows.append((one.group, one.member, one.reward, one.solved, True, one.tokens, 1, np.nan,
-                     first, last, OPEN, 255, no_task, ending, step, -1))  # fmt: skip
-    columns = zip(*rows, strict=True)
-    return {name: np.array(values, kind) for (name, kind), values in zip(kinds.items(), columns, strict=True)}

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from headway.report.show import KeptSample
 from headway.report.watch.rollouts.texts import TokenTable
 from headway.telemetry.rollouts.reader import TrainedSequence
 
@@ -120,28 +119,13 @@ def turns(parts: list[dict[str, Any]], batch: pa.RecordBatch) -> list[dict[str, 
     they are recorded the reward and the times of its model call."""
     sampled = [part for part in parts if part["kind"] == "sampled"]
     recorded = {"reward": "turn_rewards", "start_s": "call_starts_s", "end_s": "call_ends_s"}
-    columns = {name: batch[column][0].as_py() or [] for name, column in recorded.items()}
+    columns = {name: batch[column][0].as_py() for name, column in recorded.items()}
     known = {name: values for name, values in columns.items() if len(values) == len(sampled)}
     return [
         {"index": index, "tokens": part["to"] - part["from"]}
         | {name: known[name][index] if name in known else None for name in recorded}
         for index, part in enumerate(sampled)
     ]
-
-
-def kept_detail(sample: KeptSample) -> dict[str, Any]:
-    """A line of samples.jsonl as a rollout: its texts, each like one token."""
-    parts = [{"kind": "prompt", "from": 0, "to": 1}, {"kind": "sampled", "from": 1, "to": 2}]
-    sequence: dict[str, Any] = {
-        "name": "trunk", "parts": parts, "tokens": [sample.prompt, sample.response], "ids": [-1, -1],
-        "logprobs": [None, None], "versions": [None, sample.versions[-1][0] if sample.versions else None],
-        "mask": [False, True], **dict.fromkeys(_TRAINER), "offset": 0, "total_tokens": 2,
-    }  # fmt: skip
-    return {
-        **dict.fromkeys(("trained_reward", "verdict", "failure")), "pruned": msgspec.to_builtins(sample.pruned),
-        "finish_reason": sample.finish_reason, "life": [], "sequences": [sequence], "turns": [],
-        "problems": ["of this rollout samples.jsonl kept the texts alone"],
-    }  # fmt: skip
 
 
 def _parts(prompt: int, mask: Array, turn_ends: Array) -> list[dict[str, Any]]:

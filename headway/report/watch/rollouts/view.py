@@ -13,14 +13,12 @@ import pyarrow as pa
 
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import ENDINGS
-from headway.report.show import KeptSample
 from headway.report.watch.cache import cache_folder
 from headway.report.watch.rollouts import detail
 from headway.report.watch.rollouts.columns import OPEN, RolloutColumns, RolloutTable
 from headway.report.watch.rollouts.search import RolloutQuery, beginning, ordered, query_of, select, snippet
 from headway.report.watch.rollouts.tasks import tasks
-from headway.report.watch.rollouts.texts import BORDER, COLUMNS, TextIndex, TokenTable, folded, texts_of
-from headway.runtime.run_directory import RunDirectory
+from headway.report.watch.rollouts.texts import COLUMNS, TextIndex, TokenTable, folded, texts_of
 from headway.telemetry.rollouts.reader import RolloutRecord
 
 _INDEX_WAIT_S = 0.2  # for the text of what has just arrived
@@ -29,16 +27,14 @@ _PROMPT_CHARACTERS, _PROMPT_TOKENS = 160, 200
 
 class WatchedRollouts:
     """A run's rollouts, live or dead: ``search``, ``rollout`` and ``tasks`` answer as /api/rollouts, /api/rollout and
-    /api/tasks do. A line of samples.jsonl, which earlier versions wrote, has a negative row. Nothing is written but the
-    cache. Not thread-safe; the text is indexed by a thread of its own."""
+    /api/tasks do. Nothing is written but the cache. Not thread-safe; the text is indexed by a thread of its own."""
 
     def __init__(self, path: Path, tokens: TokenTable | None) -> None:
         """``tokens``: of the run's tokenizer; None: it can't be read."""
         self._tokens = tokens
         self._record = RolloutRecord(path)
-        self._kept, self._damaged = _kept_lines(RunDirectory(path).samples)
         cache = cache_folder(path)
-        self._columns = RolloutColumns(self._record.folder, cache, self._kept)
+        self._columns = RolloutColumns(self._record.folder, cache)
         self._index = None if tokens is None else TextIndex(self._record.folder, cache, tokens)
         self._prompts: dict[int, str] = {}  # by row, of those that `tasks` shows
         self._reading: threading.Thread | None = None  # of all columns, while the newest rollouts are shown
@@ -56,7 +52,7 @@ class WatchedRollouts:
         columns = self._newest(query) or self._all()
         table = columns.table()
         places = select(table, query)
-        total: int | None = len(places) + table.first + len(self._kept)
+        total: int | None = len(places) + table.first
         places = ordered(table, places, query)
         found = folded(query.text)
         recorded = len(table) + table.first
@@ -72,7 +68,7 @@ class WatchedRollouts:
             "rows": [self._summary(table, row, found) for row in shown],
             "after": str(shown[-1]) if len(rows) > query.limit else None,
             "total": total,
-            "rollouts": recorded + len(self._kept),
+            "rollouts": recorded,
             "indexed_share": min(1.0, (self._index.rows if self._index else 0) / recorded) if recorded else 1.0,
             "problems": [*problems, *self._problems(columns)],
         }
@@ -109,8 +105,6 @@ class WatchedRollouts:
         siblings = np.flatnonzero((table["group"] == table["group"][at]) & (table["member"] >= 0))
         common: dict[str, Any] = {**_figures(table, at), "rollouts": len(table)}
         common["siblings"] = [_figures(table, place) for place in siblings.tolist() if place != at]
-        if row < 0:
-            return {**common, **detail.kept_detail(self._kept[at])}
         batch = self._row(row, None)
         if batch is None:
             raise ConfigurationError(f"row = {row} lies in a part of the record that can't be read")
@@ -177,13 +171,8 @@ class WatchedRollouts:
             self._index.extend(len(table) + table.first, 0.0)
 
     def _with_text(self, found: bytes, rows: Any, most: int) -> tuple[list[int], list[str]]:
-        kept = np.array([found in one for one in map(_kept_folded, self._kept)], bool)
-        taken = rows >= 0
-        taken[~taken] = kept[rows[~taken]]
-        rows = rows[taken]
         if self._index is None:
-            unread = ["text is searched only where the run's tokenizer can be read"] if (rows >= 0).any() else []
-            return rows[rows < 0][:most].tolist(), unread
+            return [], ["text is searched only where the run's tokenizer can be read"] if len(rows) else []
         matching, problems = list[int](), [self._index.problem] if self._index.problem else []
         try:
             for row in self._index.matching(found, rows):
@@ -196,9 +185,6 @@ class WatchedRollouts:
 
     def _summary(self, table: RolloutTable, row: int, found: bytes) -> dict[str, Any]:
         summary: dict[str, Any] = {**_figures(table, row - table.first), "snippet": None, "failure": None}
-        if row < 0:
-            text = _kept_text(self._kept[row])
-            return summary | {"prompt": self._prompt(row, None), "snippet": snippet(text, found) if found else None}
         batch = self._row(row, [*COLUMNS, "left_reason", "failure"])
         if batch is None:
             return summary | {"prompt": ""}
@@ -213,8 +199,6 @@ class WatchedRollouts:
 
     def _prompt(self, row: int, batch: pa.RecordBatch | None) -> str:
         """The beginning of a prompt, without special tokens."""
-        if row < 0:
-            return self._kept[row].prompt[:_PROMPT_CHARACTERS]
         if batch is None or self._tokens is None:
             return ""
         ids = batch["prompt_ids"][0].values.to_numpy()[:_PROMPT_TOKENS]
@@ -225,8 +209,7 @@ class WatchedRollouts:
         return next((batch for _, batch in self._record.batches(columns, row, row + 1)), None)
 
     def _problems(self, columns: RolloutColumns) -> list[str]:
-        found = [*columns.problems, *self._record.problems.values()]
-        return [*self._damaged, *dict.fromkeys(found)]
+        return list(dict.fromkeys([*columns.problems, *self._record.problems.values()]))
 
 
 def _figures(table: RolloutTable, at: int) -> dict[str, Any]:
@@ -242,28 +225,3 @@ def _figures(table: RolloutTable, at: int) -> dict[str, Any]:
 
 
 _FIGURES = ("group", "member", "reward", "solved", "tokens", "turns", "first_version", "last_version", "finished_s")
-
-
-def _kept_text(sample: KeptSample) -> bytes:
-    return sample.prompt.encode("utf-8", "replace") + BORDER + sample.response.encode("utf-8", "replace") + BORDER
-
-
-def _kept_folded(sample: KeptSample) -> bytes:
-    return folded(sample.prompt) + BORDER + folded(sample.response)
-
-
-def _kept_lines(path: Path) -> tuple[list[KeptSample], list[str]]:
-    """The lines of a run's samples.jsonl, of a rollout that was recorded again the last, and the damaged ones in
-    words."""
-    found: dict[tuple[int | None, int, int], KeptSample] = {}
-    damaged = 0
-    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
-        try:
-            sample = msgspec.json.decode(line, type=KeptSample)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            damaged += 1
-            continue
-        key = sample.step, sample.group, sample.member
-        found.pop(key, None)
-        found[key] = sample
-    return list(found.values()), [f"{path}: {damaged} lines are damaged"] if damaged else []
