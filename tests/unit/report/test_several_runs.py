@@ -21,7 +21,6 @@ from headway.report.several.axes import places_of
 from headway.report.several.compare import differences
 from headway.report.several.listing import TAIL_BYTES, ListedRun, find_runs, list_runs
 from headway.runtime.run_directory import RunDirectory
-from headway.tokens.training import train_byte_fallback_tokenizer
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
 
