@@ -42,12 +42,13 @@ class Packed(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes that ``write`` fills."""
-        return self._first + sum([_aligned(len(buffer)) for buffer in self.buffers])
+        return self._first + sum([len(buffer) + -len(buffer) % ALIGNMENT for buffer in self.buffers])
 
     @property
     def _first(self) -> int:
         """Place of the first buffer in a flat message."""
-        return _aligned(_HEAD.size + 8 * len(self.buffers) + len(self.pickled))
+        used = _HEAD.size + 8 * len(self.buffers) + len(self.pickled)
+        return used + -used % ALIGNMENT
 
     def write(self, target: memoryview) -> None:
         """Write the message into ``target``, as `flat` reads it."""
@@ -57,7 +58,7 @@ class Packed(NamedTuple):
         at, whole = self._first, np.asarray(target)
         for buffer in self.buffers:
             np.copyto(whole[at : at + len(buffer)], np.asarray(buffer))  # releases the interpreter's lock
-            at += _aligned(len(buffer))
+            at += len(buffer) + -len(buffer) % ALIGNMENT
 
     def copied(self) -> Packed:
         """The message with memory of its own."""
@@ -73,15 +74,12 @@ def flat(content: memoryview) -> Packed:
     pickle_bytes, count = _HEAD.unpack_from(content)
     first = _HEAD.size + 8 * count
     sizes = np.frombuffer(content[_HEAD.size : first], np.uint64).tolist()
-    buffers, at = list[memoryview](), _aligned(first + pickle_bytes)
+    packed = Packed(bytes(content[first : first + pickle_bytes]), list[Any]())
+    at = first + pickle_bytes + -(first + pickle_bytes) % ALIGNMENT
     for size in sizes:
-        buffers.append(content[at : at + size])
-        at += _aligned(size)
-    return Packed(bytes(content[first : first + pickle_bytes]), buffers)
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT
+        packed.buffers.append(content[at : at + size])
+        at += size + -size % ALIGNMENT
+    return packed
 
 
 def pack(message: Any, label: str = "") -> Packed:
