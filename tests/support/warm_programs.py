@@ -3,7 +3,7 @@
 Such a command is a process of its own, child of the test's, with its own arguments, environment and output. It has a
 fork server (`headway.runtime.fork_server`) from its start, so that its trainer, replicas and verifiers import
 nothing either; the workers of a node's agent come from it too. How fast matrices are multiplied, a trainer measures for
-a moment alone, and reports have no pictures (`plain_pages`).
+a moment alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ MODULES = (
     "headway.runtime.nodes.agent",
     "headway.services.serve",
     "headway.services.watch.app",
-    "plain_pages",
     "warm_programs",
     "pyarrow.compute",
     *(["pandas"] if importlib.util.find_spec("pandas") else []),  # pyarrow imports it at the first array, where it can
@@ -165,7 +164,6 @@ def main(arguments: list[str]) -> int:
         _enter(namespace)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     importlib.import_module("headway.trainer.peak").LIMIT_S = PEAK_S
-    importlib.import_module("plain_pages").leave_out_pictures()
     server = _fork_a_server()
     # As a new interpreter has them: this one's were opened as a server's.
     out, err = (io.BufferedWriter(io.FileIO(output, "w", closefd=False)) for output in (1, 2))

@@ -14,7 +14,6 @@ import pytest
 from fake_sandboxes import FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_pages import unrendered
 from synthetic_run import step_record, synthetic_lines, write_run
 
 from headway.config.endpoint import EnvironmentConfig
@@ -303,8 +302,7 @@ def test_histograms_keep_every_count_between_their_edges():
     assert found["sandboxes/queue_s"].edges == [EDGES_S[-1], 2 * EDGES_S[-1]]
 
 
-def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headway.report.page.render", unrendered)
+def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path):
     lines = synthetic_lines(steps=6)
     without = report(WatchedRun("without", write_run(tmp_path / "without", lines)))
     assert "Sandboxes" not in [section["title"] for section in without["sections"]]

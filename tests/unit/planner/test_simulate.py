@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_pages import unrendered
 from synthetic_run import synthetic_lines, write_run
 
 from headway.cli.main import main as headway
@@ -61,8 +60,7 @@ def test_the_same_scenario_writes_the_same_ledger_to_the_byte(tmp_path, monkeypa
     assert Path("run/ledger.jsonl").read_bytes() != ledgers[0]
 
 
-def test_simulation_writes_files_of_live_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("headway.report.page.render", unrendered)
+def test_simulation_writes_files_of_live_run(tmp_path, capsys):
     scenario = scenario_from(tmp_path)
     outcome = simulate(scenario, name="short")
     assert outcome.summary.finished

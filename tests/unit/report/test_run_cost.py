@@ -60,10 +60,7 @@ def test_a_run_without_a_step_has_no_price_a_step(run: Path) -> None:
     assert "a step" not in cost_sentence(found)
 
 
-def test_the_commands_say_it_where_a_price_is_given(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headway.report.page.render", unrendered)
+def test_the_commands_say_it_where_a_price_is_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert headway(["cost", "live", str(run), "--price", "3"]) == 0
     assert "4 devices for 6 min 00 s at $3 an hour each" in capsys.readouterr().out
     assert headway(["cost", "live", str(run), "--price", "rented.H200", "--json"]) == 0
