@@ -47,18 +47,23 @@ _CHANGED_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 _NO_LAYER = ("embed_tokens", "lm_head")  # modules that PEFT has adapters of, too
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AdapterTarget:
     """A matrix, or the matrices of all experts of a layer in one parameter."""
 
-    name: str  # model.layers.0.self_attn.q_proj
     layer: int
+    module: str  # in the layer: self_attn.q_proj
     product: str  # the decoder's product that it is a part of: qkv, output, gate_up, down, router
     first: int  # its first row in that product's matrix
     rows: int  # output features
     columns: int  # input features
     rotary_dim: int | None = None  # head dimension, where rotary pairs are neighbours here: see `layout.py`
     experts: int = 0  # 0: no parameter of a mixture
+
+    @property
+    def name(self) -> str:
+        """Such as model.layers.0.self_attn.q_proj."""
+        return f"model.layers.{self.layer}.{self.module}"
 
     @property
     def parts(self) -> int:
@@ -91,7 +96,7 @@ def targets_of(config: DecoderConfig) -> Iterator[AdapterTarget]:
     query, key, width = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.width
     rotary, names = config.head_dim, config.family.experts
     for layer in range(config.layers):
-        target = partial(_target, layer)
+        target = partial(AdapterTarget, layer)
         yield target("self_attn.q_proj", "qkv", 0, query, width, rotary_dim=rotary)
         yield target("self_attn.k_proj", "qkv", query, key, width, rotary_dim=rotary)
         yield target("self_attn.v_proj", "qkv", query + key, key, width)
@@ -106,28 +111,6 @@ def targets_of(config: DecoderConfig) -> Iterator[AdapterTarget]:
             yield target(names.fused_router.removesuffix(".weight"), "router", 0, experts, width)
             yield target(names.fused_gate_up, "gate_up", 0, 2 * inner, width, experts=experts)
             yield target(names.fused_down, "down", 0, width, inner, experts=experts)
-
-
-def _target(
-    layer: int,
-    name: str,
-    product: str,
-    first: int,
-    rows: int,
-    columns: int,
-    rotary_dim: int | None = None,
-    experts: int = 0,
-) -> AdapterTarget:
-    return AdapterTarget(
-        name=f"model.layers.{layer}.{name}",
-        layer=layer,
-        product=product,
-        first=first,
-        rows=rows,
-        columns=columns,
-        rotary_dim=rotary_dim,
-        experts=experts,
-    )
 
 
 def chosen_targets(

@@ -170,9 +170,13 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     All names and shapes are checked before anything is written. Raises ConfigurationError when they differ.
     """
-    parameters = checked(dict(model.named_parameters()), tensors)
+    copy_into(dict(model.named_parameters()), tensors)
+
+
+def copy_into(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite ``parameters``, by name. Raises ConfigurationError as `checked`, with nothing changed."""
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in checked(parameters, tensors).items():
             parameter.copy_(tensors[name])
 
 

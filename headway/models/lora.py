@@ -20,7 +20,7 @@ from headway.models.adapter_targets import AdaptedTarget, AdapterTarget
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.experts import LayerAdapter, grouped_linear
 from headway.models.kernels import product_dtype
-from headway.records.errors import ConfigurationError
+from headway.models.loading import copy_into
 
 
 class LoraPair(NamedTuple):
@@ -121,16 +121,7 @@ class Lora:
 
     def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the matrices. Raises ConfigurationError, with nothing changed, when names or shapes differ."""
-        if different := sorted(self.parameters.keys() ^ tensors.keys()):
-            raise ConfigurationError(f"the adapter's weights differ in names: {', '.join(different[:4])}")
-        for name, parameter in self.parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise ConfigurationError(
-                    f"{name}: shape {list(tensors[name].shape)} does not fit the adapter's {list(parameter.shape)}"
-                )
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[name])
+        copy_into(self.parameters, tensors)
 
 
 def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headway.records.errors import ConfigurationError
-from headway.tokens.messages import THOUGHT, json_text, object_or_text
+from headway.tokens.messages import THOUGHT, called, json_text, object_or_text
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; the first is the usual one
 LOSS = ("weight", "loss", "trainable")  # keys of a message that say whether it is learned: no template's business
@@ -37,7 +37,7 @@ class _Conventions(NamedTuple):
 
 
 class TurnEnd(NamedTuple):
-    """The text that a template writes behind an assistant's last word, stripped."""
+    """The text that a template writes behind an assistant's last word."""
 
     calls: bool  # which is the argument of a call
     own: str  # where the conversation ends there
@@ -110,7 +110,7 @@ class ChatTemplates:
                 two = {**turn, "tool_calls": [*turn.get("tool_calls", ()), *call["tool_calls"]]}
                 twice = self.render([asked, two], tools, {"add_generation_prompt": False})
             if PROBE in own:
-                own, whole = (text.rpartition(PROBE)[2].strip() for text in (own, whole))
+                own, whole = (text.rpartition(PROBE)[2] for text in (own, whole))
                 between = twice.rpartition(PROBE)[0].rpartition(PROBE)[0].rpartition(PROBE)[2]
                 yield TurnEnd("tool_calls" in turn, own, whole, between)
 
@@ -197,8 +197,7 @@ def normal_call(call: Any, worded: bool = False) -> Any:
 
 def _called(arguments: Any, said: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """An assistant's message with a call."""
-    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", **said, "content": "", "tool_calls": [call]}
+    return {"role": "assistant", **said, "content": "", "tool_calls": [called("f", arguments, "abcdefgh1")]}
 
 
 # Marks around a generation block's content: private-use characters, which no text has by accident.

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from headway.records.conversations import RequestRefused, ToolFormat
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import TokenIds
 from headway.tokens.format_probe import output_format
-from headway.tokens.messages import Message, require_encodable, same_answer, template_form
+from headway.tokens.messages import Message, require_encodable, same_answer, shared_beginning, template_form
 from headway.tokens.output_parsing import begins_inside_reasoning, parse_output, response_text
 from headway.tokens.pieces import PieceEncoder
 from headway.tokens.tokenizer import Tokenizer
@@ -152,15 +151,9 @@ class Chat:
     def _closer(self) -> str:
         """The text that the template always puts behind an assistant's turn; "" when it can't be determined."""
         if self._closing is None:
-            asked, said = Message(role="user", content="?"), Message(role="assistant", content=_SENTINEL)
-            talks = [asked, said], [asked, said, asked]
-            try:
-                behind = [self.render(t, add_generation_prompt=False).partition(_SENTINEL)[2] for t in talks]
-            except RequestRefused:
-                behind = [""]
+            ends = (end for end in self.tokenizer.templates.turn_ends() if not end.calls)
             # a template may close the conversation too: what both have
-            common = takewhile(lambda column: len(set(column)) == 1, zip(*behind, strict=False))
-            self._closing = "".join(column[0] for column in common)
+            self._closing = next((shared_beginning(end.own, end.followed) for end in ends), "")
         return self._closing
 
     def encode(self, text: str, most: int | None = None) -> list[int]:

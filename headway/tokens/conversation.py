@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from headway.records.errors import ConfigurationError
 from headway.tokens.chat_template import LOSS, PROBE, reasoning_of
+from headway.tokens.messages import shared_beginning
 from headway.tokens.tokenizer import Template, Tokenizer
 from headway.tokens.trace import require_rendered
 
@@ -152,13 +153,13 @@ def _span_of(tokenizer: Tokenizer, messages: Messages, number: int, tools: Tools
     before = ""
     if number or prompts:
         before = tokenizer.render_messages(messages[:number], tools=tools, add_generation_prompt=prompts)
-    before = before if prompts else _shared_beginning(text, before)
+    before = before if prompts else shared_beginning(text, before)
     if number == len(messages) - 1:
         until = text
     else:
         # a template may close the conversation, so only what both renderings share is the turn's
         so_far = tokenizer.render_messages(messages[: number + 1], tools=tools, add_generation_prompt=False)
-        until = _shared_beginning(text, so_far)
+        until = shared_beginning(text, so_far)
         ends = set(tokenizer.stop_ids) & {*tokenizer.encode(until[len(before) :])}
         if so_far[len(until) :].strip() and not ends:
             raise _rewritten(number)
@@ -167,14 +168,8 @@ def _span_of(tokenizer: Tokenizer, messages: Messages, number: int, tools: Tools
     return len(before), len(until)
 
 
-def _shared_beginning(text: str, other: str) -> str:
-    if text.startswith(other):
-        return other
-    return text[: next(place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)]
-
-
 def _unprompted(text: str, before: str) -> ConfigurationError:
-    agreed = len(_shared_beginning(text, before))
+    agreed = len(shared_beginning(text, before))
     return ConfigurationError(
         f"the chat template asks for the assistant's turn with {before[max(agreed - 20, 0) :][:60]!r}, "
         f"and renders that turn as {text[max(agreed - 20, 0) :][:60]!r}: what the model would be asked to continue is "

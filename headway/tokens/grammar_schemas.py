@@ -20,6 +20,7 @@ _VACUOUS: Mapping[str, tuple[Any, ...]] = {  # values that allow everything
     "not": (False,),
 }
 _LOOK = re.compile(r"\^?\(\?(=|!)")
+_LITERAL = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL)  # in a pattern: a bracket there closes no group
 _SET_ITEMS = 6  # values of a set's items whose subsets are listed
 
 
@@ -131,18 +132,5 @@ def _complement(inside: str) -> str | None:
 
 def _closing(pattern: str, at: int) -> int:
     """The place of the bracket that closes a group whose inside begins ``at``; -1: none does."""
-    depth, inside = 1, False
-    while at < len(pattern):
-        letter = pattern[at]
-        if letter == "\\":
-            at += 1
-        elif inside:
-            inside = letter != "]"
-        elif letter == "[":
-            inside = True
-        else:
-            depth += (letter == "(") - (letter == ")")
-            if not depth:
-                return at
-        at += 1
-    return -1
+    steps = ((letter == "(") - (letter == ")") for letter in _LITERAL.sub(lambda one: "." * len(one[0]), pattern)[at:])
+    return next((at + place for place, depth in enumerate(itertools.accumulate(steps)) if depth < 0), -1)

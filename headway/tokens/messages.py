@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headway.records.conversations import RequestRefused
 
+Series = TypeVar("Series", str, list[int])
 Role = Literal["system", "user", "assistant", "tool"]
 
 _ROLES: dict[str, Role] = {
@@ -144,15 +145,22 @@ def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]
         entry["reasoning_content"] = message.reasoning
     if message.calls:
         entry["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": object_or_text(call.arguments)},
-            }
-            for call in message.calls
+            called(call.name, object_or_text(call.arguments), call.call_id) for call in message.calls
         ]
     named = {"tool_call_id": message.tool_call_id, "name": message.name}
     return entry | {key: value for key, value in named.items() if value}
+
+
+def called(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """A call of a tool in the form of OpenAI's chat API."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def shared_beginning(one: Series, other: Series) -> Series:
+    """The beginning that two texts, or two lists of tokens, have in common."""
+    if one[: len(other)] == other:
+        return other
+    return one[: next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))]
 
 
 def same_answer(one: Message, other: Message) -> bool:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from headway.tokens.call_syntax import PYTHON_TAG, SYNTAXES, CallSyntax, read_calls
-from headway.tokens.messages import Message, ToolCall, assistant_message
+from headway.tokens.messages import Message, ToolCall, assistant_message, called
 from headway.tokens.tokenizer import Tokenizer
 
 Ids = Literal["any", "nine"]
@@ -158,10 +158,7 @@ def client_form(message: Message, written: OutputFormat) -> dict[str, Any]:
     if message.reasoning and written.reasoning:
         entry["reasoning_content"] = message.reasoning
     if message.calls:
-        entry["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.calls
-        ]
+        entry["tool_calls"] = [called(call.name, call.arguments, call.call_id) for call in message.calls]
     return entry
 
 

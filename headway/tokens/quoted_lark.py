@@ -24,9 +24,7 @@ _TOKEN = re.compile(
     r"""|(?P<regex>/(?![*+?/])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/[imslux]*)"""
     r"""|(?P<imported>%import\s+common\s*(?:\.\s*\w+(?:\s*->\s*\w+)?|\([^)]*\)))|(?P<other>%(?!ignore\b)\w*)""",
 )
-_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"i?|/(?![*+?/])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/[imslux]*|->\s*\w+')
 _RULE = re.compile(r"^[?!]?([a-z_][a-z0-9_]*)(?:\.\d+)?\s*:((?:.*(?:\n(?![?!]?\w+(?:\.\d+)?\s*:|%))?)*)", re.MULTILINE)
-_NAME = re.compile(r"\b[a-z_][a-z0-9_]*\b")
 _WORDS = re.compile(
     r"""(?P<directive>^%.*$)|(?P<alias>->\s*\w+)|(?P<literal>"(?:\\.|[^"\\])*"i?|/(?![*+?/])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n])+/)"""
     r"""|[?!]?\b(?P<name>[a-z_][a-z0-9_]*)\b(?:\.\d+(?=\s*:))?""", re.MULTILINE,
@@ -69,7 +67,7 @@ def _as_terminals(grammar: str) -> str:
     first character that can't continue it, and an escape has two. With %ignore, or recursion, it stays as it is: then a
     terminal that may be followed by an escape can end too late, and less is allowed."""
     rules = {found[1]: found[2] for found in _RULE.finditer(grammar)}
-    called = {name: set(_NAME.findall(_LITERAL.sub(" ", body))) & set(rules) for name, body in rules.items()}
+    called = {name: {one["name"] for one in _WORDS.finditer(body)} & set(rules) for name, body in rules.items()}
     while leaves := [name for name, names in called.items() if not names]:
         called = {name: names - set(leaves) for name, names in called.items() if names}
     if called or "%ignore" in grammar or "start" not in rules:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.tokens import TokenIds
 from headway.tokens.chat_template import CLOSE, MARK, OPEN, ChatTemplates
+from headway.tokens.messages import shared_beginning
 
 Template = Literal["raw", "chat"]
 _LONG_TOKEN = 16  # characters; the average token of a text is shorter
@@ -286,9 +287,9 @@ class Tokenizer:
         """End responses where the chat template ends the assistant's turns: at a turn's own end, or at the mark of the
         next one. Raises ConfigurationError where that is no special token."""
         for end in self.templates.turn_ends():
-            own, followed = self.encode(end.own), self.encode(end.followed)
-            alike = takewhile(lambda pair: pair[0] == pair[1], zip(own, followed, strict=False))
-            shared = [i for i, _ in alike]  # what closes a conversation isn't its last turn's
+            text = end.own.strip() or end.followed.strip()
+            own, followed = self.encode(end.own.strip()), self.encode(end.followed.strip())
+            shared = shared_beginning(own, followed)  # what closes a conversation isn't its last turn's
             following = followed[len(shared) :] if shared or not own else []
             own = shared or own
             ended = any(i in self.stop_ids for i in own)
@@ -304,7 +305,7 @@ class Tokenizer:
                 known = ", ".join(repr(self.token(i)) for i in self.stop_ids)
                 raise ConfigurationError(
                     f"{self._origin}: the chat template ends the assistant's turn{' with calls' * end.calls} with "
-                    f"{(end.own or end.followed)[:40]!r}, where no special token is, and generation stops only at "
+                    f"{text[:40]!r}, where no special token is, and generation stops only at "
                     f"{known}: end turns with a token that is there"
                 )
             self.stop_ids += (first[0],)

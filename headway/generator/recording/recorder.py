@@ -96,7 +96,24 @@ class Recorder:
             self._require_open()
             if planned is None:
                 self._require_valid(request)
-            return self._begin(request, fingerprint, planned)
+            self._require_room()
+            planned = planned or self._planned(request)
+            prompt_ids = TokenIds.joined((ids_to(planned.parent), planned.context_ids))
+            call = RecordedCall(
+                number=self._begun,
+                request=request,
+                planned=planned,
+                prompt_ids=prompt_ids,
+                max_tokens=self._room(prompt_ids, request),
+                purposes=self._purposes(prompt_ids, request),
+                fingerprint=fingerprint,
+            )
+        self._begun += 1
+        self._cut = False
+        self._open.add(call)
+        if fingerprint:
+            self._earlier[fingerprint] = call
+        return call
 
     @contextmanager
     def _cuts_noted(self) -> Iterator[None]:
@@ -105,26 +122,6 @@ class Recorder:
         except RequestRefused as refused:
             self._cut |= refused.code in ("context_length_exceeded", "rollout_limit_exceeded")
             raise
-
-    def _begin(self, request: CallRequest, fingerprint: str, planned: Planned | None) -> RecordedCall:
-        self._require_room()
-        planned = planned or self._planned(request)
-        prompt_ids = TokenIds.joined((ids_to(planned.parent), planned.context_ids))
-        call = RecordedCall(
-            number=self._begun,
-            request=request,
-            planned=planned,
-            prompt_ids=prompt_ids,
-            max_tokens=self._room(prompt_ids, request),
-            purposes=self._purposes(prompt_ids, request),
-            fingerprint=fingerprint,
-        )
-        self._begun += 1
-        self._cut = False
-        self._open.add(call)
-        if fingerprint:
-            self._earlier[fingerprint] = call
-        return call
 
     def commit(self, call: RecordedCall, results: Sequence[GenerationResult]) -> None:
         """Record the results of an open call, one for each choice; they carry no loss until `note_received`. Failed or

@@ -239,17 +239,15 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
                 if source.called not in {task.source for task in kept}:
                     findings.error("tasks.train", f"{source.called}: all its tasks are in a held-out set; none remains")
         tasks["train"] = kept
-    for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}):
-        shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
-        findings.error(
-            pair.second,
-            f"shares {shared} with {pair.first}, for example {_shortened(pair.example)!r}: "
-            "a score on tasks that were trained on means nothing",
-        )
-    for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}, white_space=False):
-        shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
-        what = f"shares {shared} with {pair.first} but for white space, for example {_shortened(pair.example)!r}"
-        findings.warning(pair.second, f"{what}: they count as different tasks")
+    named = {f"tasks.{split}": found for split, found in tasks.items()}
+    for equal, tell, why in (
+        ("", findings.error, "a score on tasks that were trained on means nothing"),
+        (" but for white space", findings.warning, "they count as different tasks"),
+    ):
+        for pair in overlap(named, white_space=not equal):
+            shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
+            example = f"for example {_shortened(pair.example)!r}"
+            tell(pair.second, f"shares {shared} with {pair.first}{equal}, {example}: {why}")
     _evaluation(inputs, findings)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 _GROUPED = r"(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+|\d+)"
@@ -359,28 +360,24 @@ def _flat(value: Value) -> tuple[Value, ...]:
 def _split(text: str) -> tuple[list[str] | None, str, str]:
     """Items between the commas of a text and the brackets around all of it; None where brackets don't pair."""
     tokens = _TOKEN.findall(text)
-    opening, closing = "", ""
-    if len(tokens) > 1 and tokens[0] in _OPENING and tokens[-1] in _CLOSING and _encloses(tokens):
+    opening, closing, depths = "", "", _depths(tokens)
+    if len(tokens) > 1 and tokens[0] in _OPENING and tokens[-1] in _CLOSING and 0 not in depths[:-1] and not depths[-1]:
         opening, closing, tokens = tokens[0], tokens[-1], tokens[1:-1]
-    items, depth = [""], 0
-    for token in tokens:
-        depth += (token in (*_OPENING, "{")) - (token in (*_CLOSING, "}"))
-        if depth < 0:
-            return None, "", ""
+        depths = _depths(tokens)
+    if min(depths, default=0) < 0 or any(depths[-1:]):
+        return None, "", ""
+    items = [""]
+    for token, depth in zip(tokens, depths, strict=True):
         if token in (",", ";") and not depth:
             items.append("")
         else:
             items[-1] += token
-    return None if depth else [item.strip() for item in items], opening, closing
+    return [item.strip() for item in items], opening, closing
 
 
-def _encloses(tokens: list[str]) -> bool:
-    depth = 0
-    for number, token in enumerate(tokens, start=1):
-        depth += (token in (*_OPENING, "{")) - (token in (*_CLOSING, "}"))
-        if not depth:
-            return number == len(tokens)
-    return False
+def _depths(tokens: list[str]) -> list[int]:
+    """How many brackets are open behind each token."""
+    return list(accumulate((one in (*_OPENING, "{")) - (one in (*_CLOSING, "}")) for one in tokens))
 
 
 def _expression(text: str) -> Value:

@@ -6,8 +6,9 @@ import faulthandler
 import math
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from headway.rollout.verification.references import ReferenceProver
 from headway.rollout.verification.scorers import ManyScorer, score_guarded
 from headway.rollout.verification.verdicts import failed_verdict
 from headway.rollout.verification.verifiers import resolve_named, resolve_verifier
+
+Piece = TypeVar("Piece")
 
 
 class VerifierService:
@@ -48,27 +51,27 @@ class VerifierService:
             known = ", ".join(name for name in self._verifiers if name) or "none"
             cause = f"task {task.task_id} asks for the verifier {task.verifier!r}, and there is {known}"
             return [failed_verdict(cause)] * len(responses)
-        verdicts: list[Verdict] = []
         score, timeout_s = self._verifiers[task.verifier]
         if isinstance(score, ManyScorer):
             return score_many(score, timeout_s, task, responses)
-        with Watchdog(timeout_s) as watchdog:
-            for response in responses:
-                watchdog.restart()
-                verdicts.append(score_guarded(score, task, response))
-        return verdicts
+        return score_watched(partial(score_guarded, score, task), timeout_s, responses)
 
     def prove(self, tasks: Sequence[Task]) -> list[Verdict]:
         """Whether each of ``tasks``, all of one verifier, is solved by its own answer (`ReferenceProver`), in order."""
         key = tasks[0].verifier
         if key not in self._provers:
             self._provers[key] = ReferenceProver(self._settings[key], resolve_verifier)
-        verdicts: list[Verdict] = []
-        with Watchdog(self._settings[key].timeout_s) as watchdog:
-            for task in tasks:
-                watchdog.restart()
-                verdicts.append(self._provers[key].prove(task))
-        return verdicts
+        return score_watched(self._provers[key].prove, self._settings[key].timeout_s, tasks)
+
+
+def score_watched(score: Callable[[Piece], Verdict], timeout_s: float, pieces: Sequence[Piece]) -> list[Verdict]:
+    """Score one after another, each with ``timeout_s`` of its own."""
+    verdicts: list[Verdict] = []
+    with Watchdog(timeout_s) as watchdog:
+        for piece in pieces:
+            watchdog.restart()
+            verdicts.append(score(piece))
+    return verdicts
 
 
 def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Sequence[str]) -> list[Verdict]:
