@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
-from headway.runtime.run_schema import SCHEMA
+from headway.runtime.run_directory import SCHEMA
 
 Statement = tuple[str, list[tuple[Any, ...]]]  # SQL, and the parameters of each of its executions
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.models.kernels import frozen_product, product_dtype
-from headway.models.quantized_matrix import QuantizedMatrix
+from headway.models.kernels import QuantizedMatrix, frozen_product, product_dtype
 
 
 class LayerAdapter(Protocol):

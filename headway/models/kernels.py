@@ -14,10 +14,45 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway.config.adapter import Quantization
 from headway.models.cpu import native
-from headway.models.quantized_matrix import QuantizedMatrix
+from headway.runtime.imports import import_extra
 
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
+
+
+class QuantizedMatrix:
+    """A matrix [f, d], or all experts' [x, f, d], without gradients, as codes and the scale of each block: computed
+    when a product needs it."""
+
+    def __init__(self, weight: Tensor, how: Quantization) -> None:
+        self.shape, self._how = weight.shape, how
+        library, flat = _bitsandbytes(), weight.detach().float().reshape(-1, weight.shape[-1]).contiguous()
+        if how == "4bit":
+            self._codes, self._state = library.quantize_4bit(flat, blocksize=64, quant_type="nf4")
+        else:
+            self._codes, self._state = library.quantize_blockwise(flat, blocksize=256)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedMatrix:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return self._codes.nbytes + self._state.absmax.nbytes
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The matrix that the codes stand for."""
+        library = _bitsandbytes()
+        expand = library.dequantize_4bit if self._how == "4bit" else library.dequantize_blockwise
+        return expand(self._codes, self._state).view(self.shape).to(dtype)
+
+
+def _bitsandbytes() -> Any:
+    return import_extra("bitsandbytes", "qlora", "model.quantization").functional
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch import nn
 
 from headway.config.adapter import Quantization
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.kernels import QuantizedMatrix
 from headway.models.loading import load_for_generation, load_model, parse_dtype
-from headway.models.quantized_matrix import QuantizedMatrix
 
 _MATRICES = ("qkv_weight", "output_weight", "gate_up_weight", "down_weight")
 

@@ -260,6 +260,13 @@ class _WorkerEvents:
             record(context)
 
 
+def _open_tokenizer(experiment: Experiment, directory: RunDirectory, events: _WorkerEvents) -> Tokenizer:
+    tokenizer = Tokenizer.of(experiment, directory.started())
+    if tokenizer.added_stops:
+        events("stop_tokens_added", tokenizer.added_text)
+    return tokenizer
+
+
 async def wire(
     experiment: Experiment,
     directory: RunDirectory,
@@ -302,16 +309,13 @@ async def wire(
     stack.push_async_callback(verifier.stop)
     await verifier.start()
     sets = await leave_out_unproved(experiment, sets, verifier, events, directory.left_out)
-    tokenizer = Tokenizer.of(experiment, directory.started())
-    if tokenizer.added_stops:
-        events("stop_tokens_added", tokenizer.added_text)
     looking = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, sets, launcher, clock, events)
     actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
-        tokenizer=tokenizer,
+        tokenizer=_open_tokenizer(experiment, directory, events),
         pictures=pictures,
         train_tasks=sets.pop("train"),
         evaluation_tasks=sets,
@@ -327,8 +331,8 @@ async def wire(
         sides=Sides(generator=generator, trainer=trainer, configured=placement_of(configured)),
     )
     fence = (lambda: None) if epoch is None else epoch.require
-    places, books = [experiment.cluster.replicate_to], directory.buffer
-    copies = [BooksCopy(launcher, clock, place, books, events) for place in places if place]
+    books, place = directory.buffer, experiment.cluster.replicate_to
+    copies = [BooksCopy(launcher, clock, place, books, events)] if place else []
     run = assemble(experiment, actors, clock, books, stack, fence, *copies)
     events.begin(run.context)
     for actor in (trainer, generator, looking, *([] if pictures is None else [pictures]), *copies):
@@ -339,10 +343,14 @@ async def wire(
     machines.take_offers(lambda device: join_replica(run.context.locks, generator, run.context.memory, device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
-        pools = [generator, trainer, verifier, *([host.pool] if isinstance(host, Environments) else [])]
-
-        def states() -> list[WorkerState]:
-            return [state for pool in pools for state in pool.worker_states]
-
+        states = partial(_worker_states, [generator, trainer, verifier, *_pools_of(host)])
         await stack.enter_async_context(pulsing(run.context, observe, generator.activity, states, machines.conditions))
     return run
+
+
+def _pools_of(host: object) -> list[Any]:
+    return [host.pool] if isinstance(host, Environments) else []
+
+
+def _worker_states(pools: Sequence[Any]) -> list[WorkerState]:
+    return [state for pool in pools for state in pool.worker_states]

@@ -14,8 +14,7 @@ from headway.control.summaries import weighted_mean
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
-from headway.runtime.run_directory import RunDirectory
-from headway.runtime.run_schema import without_schema
+from headway.runtime.run_directory import RunDirectory, without_schema
 from headway.telemetry.ledger import EVENT_RESUME, read_ledger
 from headway.telemetry.summary import evaluations, held_evaluation, summarise
 

@@ -15,7 +15,7 @@ import msgspec
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
 from headway.runtime.line_file import LineFile
-from headway.runtime.run_schema import require_schema
+from headway.runtime.run_directory import require_schema
 
 if TYPE_CHECKING:
     from headway.runtime.clock import Clock

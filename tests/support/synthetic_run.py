@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headway.records.ledger import Distribution, EvaluationRecord, EventRecord, LedgerLine, StepRecord
-from headway.runtime.run_schema import SCHEMA
+from headway.runtime.run_directory import SCHEMA
 
 
 def step_record(step: int, **changes: object) -> StepRecord:

@@ -22,7 +22,7 @@ from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.trace import GroupTrace, Mark, RolloutTrace, Span
 from headway.runtime.clock import RealClock
-from headway.runtime.run_schema import SCHEMA
+from headway.runtime.run_directory import SCHEMA
 from headway.telemetry.rollouts.columns import TRAINED, listed, trained_batch
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.rollouts.segments import SegmentWriter

@@ -27,8 +27,7 @@ from headway.report.formats import duration, quantity, score
 from headway.report.live import WINDOW
 from headway.report.progress import OnDone, unheard
 from headway.report.show import visible
-from headway.runtime.run_directory import RunDirectory
-from headway.runtime.run_schema import require_schema
+from headway.runtime.run_directory import RunDirectory, require_schema
 from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START, decode_line, resolve_replays
 from headway.telemetry.summary import duration_s, last_event
 

@@ -26,8 +26,7 @@ from headway.report.run_cost import LiveCost, live_cost
 from headway.report.run_view import RunView, view_of
 from headway.report.several.axes import AXES
 from headway.report.several.listing import ListedRun, RunState, find_runs, list_runs, state_of, traced_s
-from headway.runtime.run_directory import RunDirectory, placed_as_before
-from headway.runtime.run_schema import require_schema
+from headway.runtime.run_directory import RunDirectory, placed_as_before, require_schema
 from headway.telemetry import ledger
 from headway.telemetry.metrics import scalars
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from headway.runtime.run_schema import require_schema
+from headway.runtime.run_directory import require_schema
 from headway.telemetry.rollouts.columns import ENDED, FINISHED, TRAINED
 from headway.telemetry.rollouts.segments import FOLDER, SegmentFile, list_segments
 

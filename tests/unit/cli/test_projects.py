@@ -15,6 +15,7 @@ import pytest
 from headway.cli import main as cli
 from headway.cli import projects
 from headway.cli.projects import PROJECTS, TEMPLATES
+from headway.cli.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
 PARTS = {"Makefile", "README.md", "experiment.toml", "make_tasks.py"}
@@ -180,7 +181,7 @@ def test_empty_folder_is_filled(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cli.main(["new", "demo"]) == 0
     assert "test_demo.py" in files(here / "demo")
     assert not [name for name in files(here) if "partial" in name]
-    monkeypatch.setattr(projects, "_run", lambda *_: None)
+    monkeypatch.setattr(Recipe, "run", lambda *_, **__: None)
     (here / "empty").mkdir()
     monkeypatch.chdir(here / "empty")
     assert cli.main(["quickstart", ".", "--cold-start-only"]) == 0
@@ -227,10 +228,11 @@ def test_missing_compiler(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_quickstart_runs_what_is_left_to_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    def run(*words: object) -> None:
-        commands.append([*map(str, words)])
+    def run(recipe: Recipe, *words: object, unless: Path | None = None) -> None:
+        if unless is None or not unless.exists():
+            commands.append([*map(str, words)])
 
-    monkeypatch.setattr(projects, "_run", run)
+    monkeypatch.setattr(Recipe, "run", run)
     assert cli.main(["quickstart", "--run.steps=3"]) == 0
     folder = Path("runs/arithmetic-0")
     assert [words[:2] for words in commands] == [

@@ -21,7 +21,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import EventRecord, KernelScores, LedgerLine, StepRecord
 from headway.report.doctor import alerts_of, costs_of, examine, print_report
 from headway.runtime.clock import RealClock
-from headway.runtime.run_schema import SCHEMA
+from headway.runtime.run_directory import SCHEMA
 from headway.telemetry.ledger import Ledger
 from tests.support.kept_ledgers import kept_ledger
 from tests.support.simulated_run import Outcome, experiment_of, small_run

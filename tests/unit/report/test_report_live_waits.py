@@ -76,12 +76,3 @@ def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(t
     row = ["verifier_died", "verifier-0", "21.0 s", "0", "exit", "killed by SIGKILL (9)", "–", "3"]
     assert row in incident_rows(view.lines)
     assert [event["worker"] for event in as_json(view)["incidents"]][:2] == ["verifier-0", "generator-0"]
-
-
-def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, synthetic_lines(5))
-    old = b'{"kind":"event","event":"worker_died","detail":"killed","step":3,"data":{"worker":"trainer-0"}}\n'
-    old += b'{"kind":"event","event":"generator_died","detail":"generator-1: signal 9","step":3,"data":{}}\n'
-    with (folder / "ledger.jsonl").open("ab") as file:
-        file.write(old)
-    assert "died: generator-1, trainer-0" in view_run(folder).verdict.failures_text

@@ -15,8 +15,7 @@ from headway.config.load import validate_experiment
 from headway.records.errors import ConfigurationError
 from headway.report.several.listing import list_runs
 from headway.report.watch.runs import WatchedRuns
-from headway.runtime.run_directory import RunDirectory
-from headway.runtime.run_schema import SCHEMA
+from headway.runtime.run_directory import SCHEMA, RunDirectory
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
 ROW = {"step": 1, "group": 1, "member": 0, "prompt": "p", "response": "r", "reward": 1.0, "solved": True,
