@@ -116,7 +116,7 @@ def test_the_public_door_opens_without_torch_and_names_everything():
     assert static == set(names)
 
 
-MOST_LINES = 80_150  # 46,000 is the aim
+MOST_LINES = 79_300  # 46,000 is the aim
 
 
 def test_planted_faults_find_their_places():
