@@ -18,7 +18,7 @@ from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
 
-# Of ledger, record of rollouts, buffer and checkpoints; raised when they change so that other readers misunderstand them
+# Of ledger, rollouts, buffer and checkpoints; raised when they change so that other readers misunderstand them
 SCHEMA = 5
 KEY = "schema"  # of RUN/config.json, beside the sections of the experiment
 
