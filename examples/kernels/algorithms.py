@@ -8,10 +8,9 @@ Each objective starts from the same cold start, which it makes if there is none.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from run import CONFIG, SERVICE, prepare, score, serving, table
 
-from run import prepare, score, serving, table, train
+from headway.api import Recipe
 
 OBJECTIVES = {
     "GRPO": ("--algorithm.preset=grpo",),
@@ -24,18 +23,18 @@ OBJECTIVES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, help="default: runs/kernels-SEED")
-    parser.add_argument("--only", nargs="*", choices=OBJECTIVES, default=list(OBJECTIVES))
-    arguments, overrides = parser.parse_known_args()
-    folder: Path = arguments.directory or Path(f"runs/kernels-{arguments.seed}")
-    paths = prepare(folder, arguments.seed)
-    with serving("HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1") as service:
-        reports = {"cold start": score("cold-start", folder / "sft", folder, service)}
-        for name in arguments.only:
-            trained = train(folder / name.lower(), paths, service, *OBJECTIVES[name], *overrides)
-            reports[name] = score(name.lower() + "-trained", trained, folder, service)
+    options = {"only": ("", "one objective; default: all"), "answers": (16, "to each held-out task")}
+    recipe = Recipe.from_arguments("kernels", __doc__, **options)
+    only, answers = recipe.options["only"], recipe.options["answers"]
+    model, keys = prepare(recipe)
+    if recipe.options["cold_start_only"]:
+        return
+    with serving("HEADWAY_KERNELS=", "serve-kernels", *SERVICE.split()) as service:
+        reports = {"cold start": score(recipe, "cold-start", model, service, answers)}
+        for name in [only] if only else OBJECTIVES:
+            keys_of = (*keys, f'--environment.parameters.addresses=["{service}"]', *OBJECTIVES[name])
+            trained = recipe.train(CONFIG, model, *keys_of, name=name.lower()) / "best"
+            reports[name] = score(recipe, name.lower() + "-trained", trained, service, answers)
     print(table(reports))
 
 

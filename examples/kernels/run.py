@@ -23,6 +23,7 @@ from typing import Any
 from headway.api import Recipe
 
 HERE = Path(__file__).resolve().parent
+CONFIG = os.path.relpath(HERE / "experiment.toml")
 CLI = ("-m", "headway.cli.main")
 SIZES = "--vocabulary-size 640 --layers 4 --width 128 --intermediate 352"  # of the model
 SERVICE = "--port 0 --cores 1 --timing-s 0.25 --concurrency 2"
@@ -91,20 +92,23 @@ def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def prepare(recipe: Recipe, *sft: str) -> tuple[Path, list[str]]:
+    """The cold start: its model, and the keys that name tasks and seed. ``sft``: further ones of `headway sft`."""
+    make_tasks, initial = HERE / "make_tasks.py", SIZES.split()
+    return recipe.cold_start(CONFIG, make_tasks, splits=("train",), initial=initial, template=TEMPLATE, sft=sft)
+
+
 def main() -> None:
     options = {"sft_steps": (0, "of the cold start; default: sft.steps"), "answers": (16, "to each held-out task")}
     recipe = Recipe.from_arguments("kernels", __doc__, **options)
     steps, answers = recipe.options["sft_steps"], recipe.options["answers"]
-    config, began_s = os.path.relpath(HERE / "experiment.toml"), time.monotonic()
-    sft = [f"--sft.steps={steps}"] if steps else []
-    model, keys = recipe.cold_start(
-        config, HERE / "make_tasks.py", splits=("train",), initial=SIZES.split(), template=TEMPLATE, sft=sft
-    )
+    began_s = time.monotonic()
+    model, keys = prepare(recipe, *([f"--sft.steps={steps}"] if steps else []))
     if recipe.options["cold_start_only"]:
         return
     with serving("HEADWAY_KERNELS=", "serve-kernels", *SERVICE.split()) as service:
         before = score(recipe, "cold-start", model, service, answers)
-        rl = recipe.train(config, model, *keys, f'--environment.parameters.addresses=["{service}"]')
+        rl = recipe.train(CONFIG, model, *keys, f'--environment.parameters.addresses=["{service}"]')
         after = score(recipe, "reinforced", rl / "best", service, answers)
     print(table({"after the cold start": before, "after RL": after}))
     print(f"{(time.monotonic() - began_s) / 60:.1f} minutes")

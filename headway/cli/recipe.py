@@ -40,7 +40,9 @@ class Recipe:
         parser.add_argument("--directory", help=f"default: runs/{name}-SEED")
         parser.add_argument("--cold-start-only", action="store_true", help="stop before RL")
         for option, (default, text) in options.items():
-            kind = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+            kind: dict[str, Any] = (
+                {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+            )
             parser.add_argument(f"--{option.replace('_', '-')}", help=text, **kind)
         given, overrides = parser.parse_known_args()
         found = vars(given)
@@ -91,9 +93,9 @@ class Recipe:
         paths = [f"--tasks.{split}.path={self.folder}/tasks/{split}.jsonl" for split in ("train", "validation")]
         return model, [*paths, f"--run.seed={self.seed}"]
 
-    def train(self, config: str | Path, model: Path, *keys: str, command: str = "train") -> Path:
-        """RL of a model in the folder ``rl``, resumed where it was stopped, and a report; the run's folder."""
-        rl = self.folder / "rl"
+    def train(self, config: str | Path, model: Path, *keys: str, command: str = "train", name: str = "rl") -> Path:
+        """RL of a model in the folder ``name``, resumed where it was stopped, and a report; the run's folder."""
+        rl = self.folder / name
         if _finished(rl):
             print(f"\n{rl} holds a finished run; remove {self.folder} to start anew.")
         else:

@@ -149,7 +149,7 @@ class Learner:
                 counts = replay.counts.sum(0).tolist()
             hidden_md, kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
             found = token_logprobs(chosen, hidden_md, targets_m, temperature, kept=kept)
-            return TokenScores(*found, kept, tuple(counts))
+            return TokenScores(*found, kept, cast("tuple[int, int, int]", tuple(counts)))
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:

@@ -174,7 +174,7 @@ class Provider(ABC, Generic[S]):
                 return model_failure(what)
             case "environment":
                 return environment_failure(what)
-            case None:
+            case _:
                 return infrastructure_failure(what, evidence={"error": type(error).__name__})
 
     async def close(self) -> None:
