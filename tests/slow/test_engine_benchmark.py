@@ -33,6 +33,7 @@ def test_quick_run_prints_every_key():
     assert 0 < small["of_limit"]["8"] < 1.5  # a limit that is passed by far was measured wrongly
 
 
+@pytest.mark.long
 def test_grammars_and_kept_sets_in_short():
     command = [sys.executable, "benchmarks/engine.py", "--quick", "--structured", "--rounds", "1", "--schemas", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)

@@ -59,7 +59,7 @@ def test_tensorboard_gets_grouped_scalars_histograms_and_texts(tmp_path: Path) -
     from tensorboardX.proto import event_pb2
     from tensorboardX.record_writer import masked_crc32c
 
-    experiment = experiment_of(tmp_path / "run", ledger={"table_every_steps": 1})
+    experiment = experiment_of(tmp_path / "run", ledger={"trackers": ["tensorboard"], "table_every_steps": 1})
     directory = RunDirectory(tmp_path / "run")
     directory.begin(experiment, resume=False)
     with (

@@ -1,4 +1,4 @@
-"""`headway report --html`: what lies in the page of a run as one file. In a browser: tests/e2e/test_page_file.py."""
+"""`headway report --html`: what lies in the page of a run as one file; in a browser: e2e/test_page_in_one_file.py."""
 
 from __future__ import annotations
 
