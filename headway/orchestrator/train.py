@@ -38,6 +38,7 @@ from headway.orchestrator.task_sets import changed_tasks, load_task_sets, named_
 from headway.records.errors import HeadwayError, Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
+from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
@@ -343,14 +344,11 @@ async def wire(
     machines.take_offers(lambda device: join_replica(run.context.locks, generator, run.context.memory, device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
-        states = partial(_worker_states, [generator, trainer, verifier, *_pools_of(host)])
+        hosted = [host.pool] if isinstance(host, Environments) else []
+        states = partial(_worker_states, generator, trainer, verifier, *hosted)
         await stack.enter_async_context(pulsing(run.context, observe, generator.activity, states, machines.conditions))
     return run
 
 
-def _pools_of(host: object) -> list[Any]:
-    return [host.pool] if isinstance(host, Environments) else []
-
-
-def _worker_states(pools: Sequence[Any]) -> list[WorkerState]:
+def _worker_states(*pools: GeneratorPool | TrainerClient | VerifierPool | EnvironmentPool) -> list[WorkerState]:
     return [state for pool in pools for state in pool.worker_states]

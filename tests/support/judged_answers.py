@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_model import write_bare_model
 
 from headway.cli import main as cli
 from headway.config.sources import VerifierSettings
 from headway.records.task import Task
 from headway.rollout.verification.scorers import score_guarded
 from headway.rollout.verification.verifiers import resolve_verifier
-from headway.tokens.training import train_byte_fallback_tokenizer
 
 # right for every verifier: the response earns it, doesn't, or the task is refused because of its reference
 SOLVED, WRONG, REFUSED = "solved", "wrong", "refused"
@@ -29,21 +29,7 @@ def judged(name: str, answer: str, response: str, **parameters: Any) -> str:
 
 def left_out(folder: Path, name: str, answer: str, capsys: pytest.CaptureFixture[str], **parameters: Any) -> bool:
     """Whether `headway check` refuses a file of two tasks whose second has this reference."""
-    tokenizer = train_byte_fallback_tokenizer(["1+2=3", "40+50=90"], 300, folder / "model")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": tokenizer.vocabulary_size,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    }
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    (folder / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
+    write_bare_model(folder / "model")
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "the other=", "answer": answer}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = "".join(f"{key} = {json.dumps(value)}\n" for key, value in parameters.items())

@@ -44,7 +44,8 @@ _ASKING = ("enable_thinking", "think", "thinking_budget", "thinking_token_budget
 # of these a value asks for something where it turns thinking off, or hides it
 _THINKING = ("thinking", "reasoning", "reasoning_effort")
 _OFF: Mapping[str, tuple[Any, ...]] = {
-    "type": ("disabled",), "enabled": (False,), "effort": ("none",), "max_tokens": (0,), "exclude": (True,)
+    "type": ("disabled",), "enabled": (False,), "effort": ("none",), "exclude": (True,),
+    **dict.fromkeys(("max_tokens", "budget_tokens"), (0,)),
 }  # fmt: skip
 _DEFAULTS: Mapping[str, tuple[tuple[Any, ...], str]] = {  # neutral values beside null
     "prompt_logprobs": ((False,), "prompts aren't scored"),

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from bare_model import write_bare_model
 from safetensors.numpy import save_file
 
 from headway.config.load import validate_experiment
@@ -32,7 +33,6 @@ from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.sources import TaskSet
-from headway.tokens.training import train_byte_fallback_tokenizer
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -40,23 +40,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder without torch: `check` never reads the weights themselves."""
-    folder = tmp_path_factory.mktemp("model") / "m"
-    tokenizer = train_byte_fallback_tokenizer(["1+2=3", "40+50=90"], 300, folder)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": tokenizer.vocabulary_size,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no tensors
-    return folder
+    return write_bare_model(tmp_path_factory.mktemp("model") / "m")
 
 
 class Setup:
