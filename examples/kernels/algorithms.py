@@ -8,7 +8,9 @@ Each objective starts from the same cold start, which it makes if there is none.
 
 from __future__ import annotations
 
-from run import CONFIG, SERVICE, prepare, score, serving, table
+import sys
+
+from run import CONFIG, prepare, score, serving, table
 
 from headway.api import Recipe
 
@@ -23,15 +25,20 @@ OBJECTIVES = {
 
 
 def main() -> None:
-    options = {"only": ("", "one objective; default: all"), "answers": (16, "to each held-out task")}
+    options = {
+        "only": (",".join(OBJECTIVES), "objectives, separated by commas"),
+        "answers": (16, "to each held-out task"),
+    }
     recipe = Recipe.from_arguments("kernels", __doc__, **options)
-    only, answers = recipe.options["only"], recipe.options["answers"]
+    names, answers = recipe.options["only"].split(","), recipe.options["answers"]
+    if unknown := [name for name in names if name not in OBJECTIVES]:
+        sys.exit(f"--only {','.join(unknown)}: valid: {', '.join(OBJECTIVES)}")
     model, keys = prepare(recipe)
     if recipe.options["cold_start_only"]:
         return
-    with serving("HEADWAY_KERNELS=", "serve-kernels", *SERVICE.split()) as service:
+    with serving("HEADWAY_KERNELS=", "serve-kernels", "--port", "0", "--cores", "1") as service:
         reports = {"cold start": score(recipe, "cold-start", model, service, answers)}
-        for name in [only] if only else OBJECTIVES:
+        for name in names:
             keys_of = (*keys, f'--environment.parameters.addresses=["{service}"]', *OBJECTIVES[name])
             trained = recipe.train(CONFIG, model, *keys_of, name=name.lower()) / "best"
             reports[name] = score(recipe, name.lower() + "-trained", trained, service, answers)

@@ -35,7 +35,7 @@ class Recipe:
     def from_arguments(cls, name: str, description: str | None, **options: tuple[Any, str]) -> Recipe:
         """The recipe that this process's command line asks for, by default in ``runs/NAME-SEED``. ``options``: further
         ones, each with its default and help; a default of False makes a flag."""
-        parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+        parser = argparse.ArgumentParser(description=(description or name).splitlines()[0])
         parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
         parser.add_argument("--directory", help=f"default: runs/{name}-SEED")
         parser.add_argument("--cold-start-only", action="store_true", help="stop before RL")

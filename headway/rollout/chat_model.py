@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from headway.records.errors import ConfigurationError, InfrastructureError
+from headway.runtime.addresses import machine_certificates
 from headway.runtime.hooks import storable
 from headway.runtime.retries import backoff_s, first_cause
 
@@ -108,7 +108,7 @@ class ChatModel:
                 content=json.dumps(body).encode(),  # httpx's own encoding refuses half surrogate pairs
                 headers=headers,
                 timeout=self.timeout_s,
-                verify=ssl.create_default_context(),  # the machine's certificates: a firm's own authority is among them
+                verify=machine_certificates(),
             )
         except (httpx.RequestError, httpx.InvalidURL) as error:  # no connection, a timeout, a reply cut off
             first = first_cause(error)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.records.errors import InfrastructureError
+from headway.runtime.addresses import machine_certificates
 
 # Its stdin is a pipe of ours: when that closes, for we are dead, say, its group is killed.
 _GUARD = '"$@" </dev/null & cat >/dev/null; kill -9 0'
@@ -68,8 +69,9 @@ def fetched(url: str, timeout_s: float) -> Any:
     import httpx  # here: whoever asks no server doesn't wait for it
 
     try:
-        return httpx.get(url, timeout=timeout_s, follow_redirects=True).raise_for_status().json()
-    except httpx.HTTPError as error:
+        reply = httpx.get(url, timeout=timeout_s, follow_redirects=True, verify=machine_certificates())
+        return reply.raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import signal
-import ssl
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from headway.config.alerts import AlertsConfig
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord
+from headway.runtime.addresses import machine_certificates
 from headway.runtime.retries import backoff_s, first_cause
 from headway.telemetry.exporters.exporters import Exporter, Start
 from headway.telemetry.ledger import EVENT_ALERT
@@ -124,7 +124,7 @@ def post(url: str, text: bytes) -> None:
     import httpx  # here: a run without a webhook doesn't wait for it
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # what it logs of each request names the URL
-    cause, headers, verify = "", {"Content-Type": "application/json"}, ssl.create_default_context()
+    cause, headers, verify = "", {"Content-Type": "application/json"}, machine_certificates()
     for attempt in range(ATTEMPTS):
         time.sleep(backoff_s(attempt, RETRY_S))
         try:  # a redirect isn't followed: the POST would become a GET, and a token go elsewhere

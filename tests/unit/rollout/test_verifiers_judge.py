@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from headway.rollout.verification.judge import Judge
 from headway.rollout.verification.service import VerifierService
 from headway.rollout.verification.verdicts import apply_verdict, to_verdict
 from headway.rollout.verification.verifiers import resolve_verifier
+from headway.runtime.addresses import machine_certificates
 
 TASK = Task(task_id="0", prompt="Name a prime.", answer="7")
 
@@ -318,3 +320,20 @@ def test_a_verdict_enters_its_rollout() -> None:
     # A rollout with rewards of its own: the verifier's comes at the end.
     own = apply_verdict(msgspec.structs.replace(two, turn_rewards=(0.1, 0.2)), to_verdict(1.0), 9.0)
     assert (own.turn_rewards, own.reward) == ((0.1, 1.2), 1.0)
+
+
+def test_certificates_are_read_once_for_all_requests(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes twenty times as long as a request."""
+    read: list[int] = []
+    made = ssl.create_default_context
+
+    def reading() -> ssl.SSLContext:
+        read.append(1)
+        return made()
+
+    machine_certificates.cache_clear()
+    monkeypatch.setattr(ssl, "create_default_context", reading)
+    for _ in range(3):
+        judge(endpoint)(TASK, "7")
+    assert len(endpoint.asked) == 3
+    assert len(read) == 1
