@@ -48,7 +48,6 @@ RECIPE = (
     "--trainer.learning_rate=5e-4",
     "--checkpoint.every_steps=1000",
     # a machine with other work on it takes its time, and changes nothing else
-    "--run.worker_start_timeout_s=1200",
     "--rollout.timeout_s=3600",
     "--verifier.timeout_s=300",
     "--evaluation.every_steps=4",

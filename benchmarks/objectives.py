@@ -42,7 +42,6 @@ RECIPE = (
     "--trainer.warmup_steps=20",
     "--checkpoint.every_steps=200",
     # a machine with other work on it takes its time, and changes nothing else
-    "--run.worker_start_timeout_s=1200",
     "--rollout.timeout_s=3600",
     "--verifier.timeout_s=300",
     # the last weights are scored, not the best: no validation during the run

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headway.config.consistency import require_consistent
+from headway.config.removed import instead
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
@@ -173,6 +174,8 @@ def _parse_value(text: str) -> Any:
 def _explain(item: dict[str, Any], schema: type[Experiment]) -> str:
     location = tuple(item["loc"])
     key = ".".join(str(part) for part in location) or "experiment"
+    if item["type"] == "extra_forbidden" and (sentence := instead(location)):
+        return f"the key {key!r} is gone: {sentence}"
     if item["type"] == "extra_forbidden":
         valid = _valid_names(location[:-1], schema)
         near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)

@@ -73,7 +73,6 @@ class RunConfig(Section):
     offload: bool = False  # a side that doesn't compute on a shared device frees its memory
     # Tune: true where two runs must be equal bit by bit, say to find a fault; it wants budget 0 and costs speed
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
-    worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
     stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable
     # Tune: "restart" or "end" for runs that nobody watches
     on_stall: Literal["warn", "restart", "end"] = "warn"  # what follows a stall: restart the worker, or end resumable
@@ -83,16 +82,6 @@ class TasksConfig(Section):
     train: TaskSources
     validation: TaskSources | None = None  # evaluated during the run; the best checkpoint is chosen by it
     test: TaskSources | None = None  # evaluated with held weights before and after
-
-    @model_validator(mode="after")
-    def _own_keys(self) -> TasksConfig:
-        for name, sources in (("train", self.train), ("validation", self.validation), ("test", self.test)):
-            for source in sources or ():
-                for key in ("seed", "size"):
-                    if source.source == "reasoning-gym" and key in source.parameters:
-                        given = f"tasks.{name}.parameters.{key} = {source.parameters[key]!r}"
-                        raise ValueError(f"{given} has no effect: set tasks.{name}.{key}")
-        return self
 
 
 class VerifierConfig(VerifierSettings):
@@ -458,10 +447,9 @@ class Experiment(Section):
 
 
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
-# * stands for one name. The limit in a source's own table, tasks.*.verifier.timeout_s, is none of them: stored tasks
-# know their verifier by that whole table, and a group that is open at the resume would ask for one that isn't there.
+# * stands for one name.
 RESUMABLE_KEYS = {
-    "run": "steps time_limit_s directory worker_start_timeout_s stop_grace_s on_stall",
+    "run": "steps time_limit_s directory stop_grace_s on_stall",
     "generator": "devices engine_arguments engine_arguments.* probe_every_updates exchange_directory slots "
     "kv_capacity_tokens queue_ahead_groups update_mode",
     "algorithm": "routing_replay kept_set_tokens",

@@ -143,8 +143,6 @@ def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:
     if key in experiment.verifiers:
         return experiment.verifiers[key]
-    if key.startswith("{"):
-        return VerifierSettings.model_validate_json(key)
     if key not in VERIFIERS and ":" not in key:
         near = difflib.get_close_matches(key, [*experiment.verifiers, *VERIFIERS], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""

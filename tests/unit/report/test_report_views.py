@@ -339,7 +339,10 @@ def test_plan_names_the_numbers_that_matter() -> None:
     [
         ({"path": "t.jsonl", "limit": 1000}, "t.jsonl, the first 1,000"),
         ({"source": "function", "name": "game:tasks", "parameters": {"part": "train"}}, "game:tasks(part='train')"),
-        ({"source": "reasoning-gym", "name": "chain_sum", "seed": 3}, "reasoning-gym chain_sum, 1,000 tasks, seed 3"),
+        (
+            {"source": "reasoning-gym", "name": "chain_sum", "parameters": {"seed": 3}},
+            "reasoning-gym chain_sum, 1,000 tasks, seed 3",
+        ),
     ],
 )
 def test_plan_names_where_tasks_come_from(source: dict[str, object], shown: str) -> None:
