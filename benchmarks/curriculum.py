@@ -53,8 +53,7 @@ RECIPE = (
     "--evaluation.every_steps=4",
     "--evaluation.every_s=100000",
     f"--evaluation.stop_at_solve_rate={TARGET + 0.03}",
-    "--evaluation.before=false",
-    "--evaluation.after=false",
+    "--evaluation.test=never",
     "--ledger.trackers=[]",
     "--ledger.trace=false",
 )

@@ -47,7 +47,7 @@ RECIPE = (
     # the last weights are scored, not the best: no validation during the run
     "--evaluation.every_s=100000",
     "--evaluation.stop_at_solve_rate=1.0",
-    "--evaluation.before=false",
+    "--evaluation.test=after",
 )
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "naive PPO": ("--algorithm.loss=ppo_clip",),

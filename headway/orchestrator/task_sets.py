@@ -137,7 +137,8 @@ def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) 
     """
     asked = {task.verifier: task for tasks in sets.values() for task in tasks if task.verifier}
     named = {key: _settings_of(key, experiment, task.source) for key, task in asked.items()}
-    return named | {PRUNER_KEY + pruner: settings for pruner, settings in experiment.pruning.judges.items()}
+    judges = experiment.pruning.judges.items()
+    return named | {PRUNER_KEY + kind: _settings_of(key, experiment, PRUNER_KEY + kind) for kind, key in judges}
 
 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:

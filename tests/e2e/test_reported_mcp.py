@@ -75,11 +75,16 @@ async def started(pages: str = "one", **settings: Any) -> Any:
     return episodes
 
 
+@pytest.fixture(autouse=True)
+def small_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._RESULT_BYTES", 100_000)
+
+
 def asked(line: str, long: int = 0) -> tuple[str, Any, bool, float]:
     """(what the model is told, the rollout's failure, whether the same server answers the next call, seconds)."""
 
     async def main() -> tuple[str, Any, bool, float]:
-        episodes = await started(result_bytes=100_000)
+        episodes = await started()
         player, other = Player(episodes), Player(episodes, name="7-1")
         await player.begin()
         await other.begin()

@@ -110,7 +110,7 @@ async def open_machines(
         epoch,
         clock,
         local,
-        orphan_s=cluster.orphan_s,
+        orphan_s=cluster.disconnect_timeout_s,
         return_s=cluster.join_timeout_s,
         environment=cluster.environment,
         certificate=certificate,
@@ -131,7 +131,7 @@ async def open_machines(
         experiment = place_devices(experiment, rooms)
         publishing = parse_device(origin or experiment.trainer.devices[0]).node
         settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
-        settings |= {"orphan_s": cluster.orphan_s, "certificate": certificate}
+        settings |= {"orphan_s": cluster.disconnect_timeout_s, "certificate": certificate}
         mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
             launcher = FilesLauncher(nodes, _folders(experiment), on_event, deep=check is not None and check.deep)

@@ -317,6 +317,6 @@ def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path,
     assert "60 infrastructure, 180 model code" in text
     assert "LEAKED: 2" in text
     assert "6 of 1 owners" in text
-    assert "Faults on purpose (sandbox.inject_faults): 18 create slow" in text
+    assert "Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): 18 create slow" in text
     assert "a command, asked to answered" in page
     assert "How long they take" in page

@@ -354,12 +354,12 @@ def test_plan_names_where_tasks_come_from(source: dict[str, object], shown: str)
     ("environment", "label", "scorer"),
     [
         ({}, "verifier", "exact, 10 s limit"),
-        ({"name": "agent", "command": ["agent"]}, "verifier", "exact, 10 s limit"),
+        ({"name": "agent", "agent": ["agent"]}, "verifier", "exact, 10 s limit"),
         ({"name": "agent", "agent": "a:b"}, "verifier", "exact, 10 s limit, where agent gives no reward"),
         ({"name": "python_tool"}, "verifier", "exact, 10 s limit, where python_tool gives no reward"),
         ({"name": "code", "timeout_s": 400.0}, "scored by", "code, 400 s limit"),
         (
-            {"name": "verifiers", "verifiers": {"taskset": {"id": "x"}}},
+            {"name": "verifiers", "parameters": {"taskset": {"id": "x"}}},
             "scored by",
             "its environment of the package verifiers",
         ),
