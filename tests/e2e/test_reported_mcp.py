@@ -185,10 +185,12 @@ def test_a_whole_character_in_two_halves_is_one() -> None:
 
 
 @pytest.mark.parametrize("pages", ["the same", "another each time", "empty", "slow", "long"])
-def test_a_list_of_tools_without_an_end_is_refused(pages: str) -> None:
+def test_a_list_of_tools_without_an_end_is_refused(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 2.0)
+
     async def main() -> None:
         async with asyncio.timeout(10):
-            await started(pages, start_timeout_s=2)
+            await started(pages)
 
     with pytest.raises(ConfigurationError, match="odd"):
         played(main)

@@ -45,7 +45,7 @@ class Replay:
             nodes=lambda: self.nodes,
             event=self.event,
         )
-        self.watch = AlertWatch(cast("RunContext", run), folder, AlertSettings())
+        self.watch = AlertWatch(cast("RunContext", run), folder, AlertSettings(), **limits)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=self._free_bytes()))
 
     def _free_bytes(self) -> int:
