@@ -45,7 +45,7 @@ CONSTANTS = {  # of headway/config/pruning.py, that a test sets to provoke what 
 
 def split(pruning: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the section, constants) of pruners by kind, each with keys and constants."""
-    constants = {"EVERY_TOKENS": pruning["every_tokens"]} if "every_tokens" in pruning else {}
+    constants = {"EVERY_TOKENS": pruning.get("every_tokens", rules.EVERY_TOKENS)}
     pruners: list[dict[str, Any]] = []
     for kind, keys in pruning.items():
         if isinstance(keys, dict):
