@@ -48,14 +48,12 @@ RECIPE = (
     "--trainer.learning_rate=5e-4",
     "--checkpoint.every_steps=1000",
     # a machine with other work on it takes its time, and changes nothing else
-    "--run.worker_start_timeout_s=1200",
     "--rollout.timeout_s=3600",
     "--verifier.timeout_s=300",
     "--evaluation.every_steps=4",
     "--evaluation.every_s=100000",
     f"--evaluation.stop_at_solve_rate={TARGET + 0.03}",
-    "--evaluation.before=false",
-    "--evaluation.after=false",
+    "--evaluation.test=never",
     "--ledger.trackers=[]",
     "--ledger.trace=false",
 )

@@ -116,7 +116,7 @@ def experiment(folder: Path, nodes: int, hours: float) -> Experiment:
             "run": {"directory": str(folder), "steps": 1_000_000, "time_limit_s": 3600 * hours},
             "model": {"path": "none"},
             "tasks": {"train": {"path": "none"}},
-            "evaluation": {"before": False, "after": False},
+            "evaluation": {"test": "never"},
             "checkpoint": {"every_steps": 1_000_000},
             "rollout": {"group_size": SIZE, "max_response_tokens": TOKENS, "timeout_s": 3600},
             "cluster": {"address": "127.0.0.1:0", "nodes": names},

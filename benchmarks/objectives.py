@@ -45,13 +45,12 @@ RECIPE = (
     "--trainer.warmup_steps=20",
     "--checkpoint.every_steps=200",
     # a machine with other work on it takes its time, and changes nothing else
-    "--run.worker_start_timeout_s=1200",
     "--rollout.timeout_s=3600",
     "--verifier.timeout_s=300",
     # the last weights are scored, not the best: no validation during the run
     "--evaluation.every_s=100000",
     "--evaluation.stop_at_solve_rate=1.0",
-    "--evaluation.before=false",
+    "--evaluation.test=after",
 )
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "naive PPO": ("--algorithm.loss=ppo_clip",),

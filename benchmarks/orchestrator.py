@@ -157,7 +157,7 @@ def experiment(folder: Path, name: str, rollouts: str = "all") -> Experiment:
             "trainer": {"devices": ["cpu:1"]},
             "ledger": {"trackers": (), "rollouts": rollouts},
             "checkpoint": {"every_steps": 1_000_000},
-            "evaluation": {"before": False, "after": False},
+            "evaluation": {"test": "never"},
         },
         "benchmark",
     )

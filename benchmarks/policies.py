@@ -47,7 +47,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "oversample, continue": (*ASYNCHRONOUS, "--queue.oversampling=4.0"),
     "oversample, park": (*ASYNCHRONOUS, "--queue.oversampling=4.0", "--queue.surplus=park"),
     "oversample, discard": (*ASYNCHRONOUS, "--queue.oversampling=4.0", "--queue.surplus=discard"),
-    "pruning": (*ASYNCHRONOUS, "--pruning.length.tokens=96", "--pruning.repetition.repeats=4"),
+    "pruning": (*ASYNCHRONOUS, '--pruning.pruners=[{kind="length",tokens=96},{kind="repetition"}]'),
     CONTROLLER: (*ASYNCHRONOUS, "--control.mode=act"),
 }
 COMMON = (
@@ -58,11 +58,11 @@ COMMON = (
     "--checkpoint.every_steps=100000",
     "--evaluation.every_s=100000",
     "--evaluation.stop_at_solve_rate=1.0",
-    "--evaluation.before=false",
+    "--evaluation.test=after",
     "--run.time_limit_s=100000",
     "--ledger.trackers=[]",
 )
-BIAS_LIMIT = 0.1  # KS; as control.length_bias_limit
+BIAS_LIMIT = 0.1  # KS; as the controller's
 SHORTER_LIMIT = 0.95  # KS hardly sees a tail that is cut off, and the tail is most of the work
 T_95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.90, 8: 1.86, 9: 1.83}  # one-sided, by freedom
 

@@ -64,7 +64,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "oversample, park": {"queue": {"oversampling": 4.0, "surplus": "park"}},
     "oversample, discard": {"queue": {"oversampling": 4.0, "surplus": "discard"}},
 }
-LENGTH_BIAS_LIMIT = 0.1  # KS by scheduling, as control.length_bias_limit: faster because shorter is no rival, ...
+LENGTH_BIAS_LIMIT = 0.1  # KS by scheduling, as the controller's: faster because shorter is no rival, ...
 SHORTER_LIMIT = 0.95  # ... nor is one whose samples have fewer tokens: the tail that KS hardly sees is most of the work
 PLAIN = f"all/{SLOTS + 16}/1"  # of the grid: it trains every length
 

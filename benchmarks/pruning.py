@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import msgspec
 from parts.trained_run import standard_error
 
+from headway.config import pruning as rules
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.fake import FakeGenerator
@@ -56,10 +57,10 @@ SEEDS = (1, 2, 3, 4, 5)
 GROUPS, SIZE = 8, 8  # of a step, of a group
 LONGEST = 512  # tokens of a response
 PRUNING: dict[str, Any] = {
-    "every_tokens": 8,
-    "repetition": {"longest_period": 32, "repeats": 3, "loop_tokens": 24, "window_tokens": 64},
-    "relative_length": {"times_median": 4, "least_tokens": 64},
+    "pruners": [{"kind": "repetition", "repeats": 3}, {"kind": "relative_length", "times_median": 4}],
 }
+rules.EVERY_TOKENS = 8  # the responses are short: so are the loops, and what they are looked for in
+rules.LONGEST_PERIOD, rules.LOOP_TOKENS, rules.WINDOW_TOKENS = 32, 24, 64
 _STOP = 1  # ... and 2: the last token of an unsolved response, of a solved one
 _PLAIN, _LOOP = 1000, 1_000_000  # the first ids of each kind; of odd ones the response was solved
 
@@ -134,9 +135,8 @@ def experiment_of(folder: str, seed: int, steps: int, pruned: bool) -> Experimen
         "rollout": {"group_size": SIZE, "max_response_tokens": LONGEST},
         "generator": {"slots": 128},
         "queue": {"groups_per_step": GROUPS, "budget": 2, "filter_zero_variance": False},
-        "evaluation": {"before": False, "after": False},
+        "evaluation": {"test": "never"},
         "checkpoint": {"every_steps": 1000},
-        "ledger": {"samples_per_step": GROUPS * SIZE},
         "pruning": PRUNING if pruned else {},
     }
     return validate_experiment(raw, "benchmarks/pruning.py")

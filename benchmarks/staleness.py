@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, budget: int, seed: int, overrides: list[s
         *(f"--model.path={arguments.model}", f"--run.directory={folder}", f"--run.seed={seed}"),
         *(f"--run.steps={arguments.steps}", "--run.time_limit_s=100000", f"--queue.budget={budget}"),
         # the last weights are scored, not the best: no validation during the run
-        *("--evaluation.every_s=100000", "--evaluation.stop_at_solve_rate=1.0", "--evaluation.before=false"),
+        *("--evaluation.every_s=100000", "--evaluation.stop_at_solve_rate=1.0", "--evaluation.test=after"),
         f"--evaluation.samples_per_task={ATTEMPTS}",
         *RECIPE,
         *tasks,

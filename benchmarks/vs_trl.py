@@ -255,7 +255,7 @@ class Speed:
                 "max_completion": self.case.longest_tokens,
                 "lengths": self.shape.lengths(0, earlier),
                 "clip": CLIP,
-                "beta2": BETA2,
+                "betas": (0.9, BETA2),
                 **PEERS[name],
             },
         )

@@ -37,7 +37,7 @@ def run(budget: int, **sections: Any) -> tuple[Outcome, dict[int, float]]:
         rollout={"group_size": MEMBERS, "max_response_tokens": sections.pop("longest", 90)},
         queue={"groups_per_step": GROUPS, "budget": budget, "filter_zero_variance": False, **sections.pop("queue", {})},
         weights={"steps_per_publish": sections.pop("steps_per_publish", 1)},
-        generator={"slots": SLOTS, "queue_ahead_groups": 0, **sections.pop("generator", {})},
+        generator={"slots": SLOTS, "prefetch_groups": 0, **sections.pop("generator", {})},
     )
     began: dict[int, float] = {}
 

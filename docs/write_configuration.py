@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headway.config.load import section_of
-from headway.config.schema import Experiment, VerifierSettings, is_resumable
+from headway.config.load import section_of, sections_of
+from headway.config.schema import Experiment, is_resumable
 
 _INTRODUCTION = """\
 # Configuration
@@ -34,6 +34,11 @@ A key without a default is **required**; *unset* means that TOML leaves it out. 
 may differ when a run is resumed; every other key must be what the run began with. `headway check` tests the
 combinations. *In italics*: when to change a key. Most runs need no others than those.
 """
+_MATTER = """\
+run.directory run.steps model.path model.template model.dtype tasks.train.path verifier.name environment.name
+rollout.group_size rollout.max_response_tokens queue.groups_per_step queue.budget generator.engine generator.devices
+generator.slots trainer.devices trainer.learning_rate trainer.micro_batch_tokens algorithm.loss evaluation.every_steps
+"""  # in the order in which a run is thought of
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _UNITS = {"_per_s": "per second", "_s": "seconds"} | {
     f"_{unit}": unit
@@ -45,13 +50,29 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 def reference() -> str:
     """The whole page in Markdown. Pure: reads the schema and its source and nothing else."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION, *_matter()]
     for name, section in Experiment.model_fields.items():
         model = section_of(section.annotation)
         if model is not None:
             path = f"{name}.NAME" if get_origin(section.annotation) is dict else name
             parts += _section(path, model, section.is_required())
     return "\n".join(parts)
+
+
+def _matter() -> Iterator[str]:
+    """The keys that nearly every run has to choose, each with what it means."""
+    yield "## The twenty keys that matter\n"
+    for key in _MATTER.split():
+        model: type[BaseModel] = Experiment
+        *sections, name = key.split(".")
+        for section in sections:
+            inner = section_of(model.model_fields[section].annotation)
+            assert inner is not None
+            model = inner
+        heading = f"{sections[0]}-required" if Experiment.model_fields[sections[0]].is_required() else sections[0]
+        anchor = "taskstrain-required-tasksvalidation-taskstest" if sections[0] == "tasks" else heading
+        yield f"- [`{key}`](#{anchor}): {_comment(model, name).partition('<br>')[0]}"
+    yield ""
 
 
 def _section(path: str, model: type[BaseModel], required: bool) -> Iterator[str]:
@@ -82,6 +103,8 @@ def _rows(path: str, prefix: str, model: type[BaseModel]) -> Iterator[str]:
         key = prefix + name
         named = f"{path}.{prefix}*.{name}"  # of a table whose entries have names
         mark = " ↻" if is_resumable(f"{path}.{key}") or is_resumable(named) else ""
+        if name == "kind":  # stands in the keys of its rows
+            continue
         inner = section_of(field.annotation)
         comment = _comment(model, name)
         if inner is None or comment:
@@ -89,7 +112,11 @@ def _rows(path: str, prefix: str, model: type[BaseModel]) -> Iterator[str]:
             valid = valid_values(field.annotation, field.metadata) + _unit(name, field.annotation)
             cells = (f"`{key}`{mark}", valid, default, comment)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        if inner is not None and not issubclass(inner, VerifierSettings):
+        kinds = sections_of(field.annotation)
+        if len(kinds) > 1:
+            for kind in kinds:
+                yield from _rows(path, f"{key}.{kind.model_fields['kind'].default}.", kind)
+        elif inner is not None:
             yield from _rows(path, f"{key}.", inner)
 
 

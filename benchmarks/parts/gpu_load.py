@@ -151,7 +151,7 @@ def experiment(settings: Settings, name: str, budget: int = 2) -> Experiment:
                 "micro_batch_tokens": load.micro_batch_tokens,
             },
             "checkpoint": {"every_steps": 1_000_000},
-            "evaluation": {"before": False, "after": False},
+            "evaluation": {"test": "never"},
             "ledger": {"trackers": []},
         },
         "benchmark",

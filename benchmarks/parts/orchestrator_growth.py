@@ -110,7 +110,7 @@ def _experiment(folder: Path, load: Load, open_groups: int) -> Experiment:
             "run": {"directory": str(folder), "steps": 1_000_000},
             "model": {"path": "none"},
             "tasks": {"train": {"path": "none"}},
-            "evaluation": {"before": False, "after": False},
+            "evaluation": {"test": "never"},
             "checkpoint": {"every_steps": 1_000_000},
             "rollout": {"group_size": SIZE, "max_response_tokens": RESPONSE_TOKENS},
             "generator": {"slots": SIZE * GENERATING},

@@ -162,7 +162,7 @@ def experiment(
                 "overdue": "wait",
             },
             "trainer": {"devices": placement.trainer},
-            "evaluation": {"before": False, "after": False},
+            "evaluation": {"test": "never"},
         },
         "benchmark",
     )

@@ -28,8 +28,7 @@ SAME_LOAD = (
     "checkpoint.every_steps=100000",
     "evaluation.every_s=100000",
     "evaluation.stop_at_solve_rate=1.0",
-    "evaluation.before=false",
-    "evaluation.after=false",
+    "evaluation.test=never",
     "ledger.trackers=[]",
     "ledger.trace=false",
 )

@@ -132,7 +132,7 @@ def learn_peer(
             "learning_rate": LEARNING_RATE,
             "lr_warmup_steps": WARMUP_STEPS,
             "clip": CLIP,
-            "beta2": BETA2,
+            "betas": (0.9, BETA2),
         },
     )
     return found["rewards"], f"{found['samples_per_s']:.1f} samples/s"

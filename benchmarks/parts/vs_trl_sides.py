@@ -46,9 +46,9 @@ def experiment(
         "generator": {"devices": ["cpu:0"]},
         "queue": {"groups_per_step": BATCH // GROUP, "budget": budget, "filter_zero_variance": False},
         "algorithm": {"loss": "ppo_clip", "clip_low": CLIP, "clip_high": CLIP, "advantage": "group_mean_std"},
-        "trainer": {"devices": ["cpu:1"], "learning_rate": 1e-5, "beta2": BETA2, "micro_batch_tokens": 8192},
+        "trainer": {"devices": ["cpu:1"], "learning_rate": 1e-5, "betas": (0.9, BETA2), "micro_batch_tokens": 8192},
         "checkpoint": {"every_steps": 1_000_000},
-        "evaluation": {"before": False, "after": False},
+        "evaluation": {"test": "never"},
         "ledger": {"trackers": []},
     }
     for section, keys in changes.items():

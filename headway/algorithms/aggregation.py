@@ -33,14 +33,13 @@ def weighting(
     minibatch: IntArray,
     *,
     max_response_tokens: int,
-    fixed_tokens: int | None = None,
 ) -> Weighting:
     """Weights and divisor for the sequences ``minibatch`` (indices; all of a sample's or none) of one optimiser step.
 
     ``token_mean``: mean over the step's loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't
-    depend on the lengths sampled (Dr. GRPO, 2025): ``fixed_tokens`` for the whole batch, of which this step has its
-    share of samples; by default samples x max_response_tokens. ``seq_mean_token_sum``: each response's sum, mean over
-    responses. ``seq_mean_token_mean``: each response's mean, mean over responses (GRPO, 2024, Eq. 3; GSPO, 2025).
+    depend on the lengths sampled, samples x max_response_tokens (Dr. GRPO, 2025). ``seq_mean_token_sum``: each
+    response's sum, mean over responses. ``seq_mean_token_mean``: each response's mean, mean over responses (GRPO, 2024,
+    Eq. 3; GSPO, 2025).
 
     Responses without a loss token count in no mean over responses; ``fixed`` counts them, as it ignores lengths.
     The sequences of a branched rollout are one response: its tokens are those of all of them, and it counts once.
@@ -61,8 +60,6 @@ def weighting(
         total = float((tokens_s * counts_s)[minibatch].sum())
     elif aggregation != "fixed":
         total = float(counts_s[minibatch][tokens_s[minibatch] > 0].sum())
-    elif fixed_tokens is not None:
-        total = fixed_tokens * float(counts_s[minibatch].sum()) / max(1.0, float(counts_s.sum()))
     else:
         total = float(counts_s[minibatch].sum() * max_response_tokens)
     return Weighting(weights_s=weights_s, total=total)

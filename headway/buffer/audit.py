@@ -223,12 +223,13 @@ def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: Audi
 
 
 def books_of(directory: Path) -> Path:
-    """The folder of a run's buffer.db: as ``cluster.books_directory`` of its stored experiment says, or its own."""
+    """The folder of a run's buffer.db: as ``cluster.accounting_directory`` of its stored experiment says, or its
+    own."""
     try:
         cluster = json.loads((directory / "config.json").read_bytes()).get("cluster", {})
     except (OSError, ValueError, AttributeError):  # the audit needs no experiment
         return directory
-    return Path(cluster.get("books_directory") or directory)
+    return Path(cluster.get("accounting_directory") or directory)
 
 
 def audit_run(run: str | Path) -> AuditReport:

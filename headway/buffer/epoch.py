@@ -144,8 +144,9 @@ class HeldEpoch:
                 by = self._register.holder(record.holder) or "another process"
                 return f"{what} has ended: {by} has taken epoch {record.epoch}; this process commits nothing more"
         return (
-            f"{what} wasn't renewed in {self._register.folder} for {self._lease.orphan_s:g} s (cluster.orphan_s): "
-            "another process may have taken the next one, so nothing more is committed; continue with --resume"
+            f"{what} wasn't renewed in {self._register.folder} for {self._lease.orphan_s:g} s "
+            "(cluster.disconnect_timeout_s): another process may have taken the next one, so nothing more is "
+            "committed; continue with --resume"
         )
 
 

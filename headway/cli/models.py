@@ -100,7 +100,7 @@ def sft(
     from headway.report.progress import SftProgress
     from headway.report.tables import sft_rows
 
-    with SftProgress(quiet=quiet or as_json, time_limit_s=experiment.sft.time_limit_s) as progress:
+    with SftProgress(quiet=quiet or as_json, time_limit_s=experiment.run.time_limit_s) as progress:
         result = run_sft(experiment, on_progress=progress)
     print_result(result, as_json, lambda: print_rows(sft_rows(result)))
 

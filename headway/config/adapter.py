@@ -12,10 +12,9 @@ Quantization = Literal["4bit", "8bit"]
 
 
 class AdapterConfig(Section):
-    """With this section the model's own weights stay as they are. The keys mean what they mean in PEFT's
-    ``LoraConfig``."""
+    """Low-rank weights, W x + (alpha / rank) B A x: with this section the model's own weights W stay as they are. The
+    keys mean what they mean in PEFT's ``LoraConfig``."""
 
-    kind: Literal["lora"] = "lora"  # low-rank weights: W x + (alpha / rank) B A x
     path: str = ""  # folder of an adapter in PEFT's format to continue; its rank, alpha and targets then count
     # Tune: 8 to 64; higher for SFT on much data, RL does with little
     rank: Positive | None = None  # columns of B and rows of A

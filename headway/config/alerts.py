@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from headway.config.section import NonNegative, Section, named_once
+from headway.config.section import Section, named_once
 
 AlertRule = Literal["stall", "no_step", "skipped", "kl", "entropy", "reward_hacking", "length", "disk"]
 
@@ -15,4 +15,3 @@ class AlertsConfig(Section):
     rules: Annotated[tuple[Literal[AlertRule, "all"], ...], named_once("rule")] = ("all",)  # (): none
     command: tuple[str, ...] = ()  # a program and its arguments: started for each alert, which it reads as JSON
     webhook_env: str = ""  # the environment variable with the URL that each alert is posted to as JSON
-    min_interval_s: NonNegative = 900  # least time between two alerts of one rule

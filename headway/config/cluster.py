@@ -28,8 +28,9 @@ class ClusterConfig(Section):
     environment: dict[str, str] = {}  # variables for workers on nodes, beside their agent's
     port_range: Annotated[str, AfterValidator(_port_range)] = "29500-29599"  # for connections between nodes
     join_timeout_s: Seconds = 300.0  # limit for the nodes that the run needs to join
-    orphan_s: Annotated[float, Field(ge=5)] = 60.0  # outages up to this restart nothing; beyond, a node is lost
-    books_directory: str | None = None  # folder of buffer.db, on a local disk; unset: run.directory
+    # Tune: raise it where the network is away for minutes, and nodes are lost for it
+    disconnect_timeout_s: Annotated[float, Field(ge=5)] = 60.0  # shorter outages restart nothing; then a node is lost
+    accounting_directory: str | None = None  # folder of buffer.db, on a local disk; unset: run.directory
     replicate_to: str | None = None  # NODE:PATH of a copy of the books, from which another machine can resume
 
     @model_validator(mode="before")

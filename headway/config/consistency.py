@@ -6,6 +6,7 @@ from headway.config.buffer import BufferConfig
 from headway.config.engines import require_engine
 from headway.config.schema import Experiment
 
+KL_HORIZON = 10_000.0  # samples, of which a step's share weighs its error: Ziegler et al., 2019
 MOST_KL_ERROR = 0.2  # of a step, as a share of algorithm.kl_target: trainer/kl.py
 BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 
@@ -31,22 +32,16 @@ def require_consistent(experiment: Experiment) -> None:
 
 def _require_objective(experiment: Experiment) -> None:
     algorithm = experiment.algorithm
-    buffer, longest = algorithm.overlong_buffer_tokens, experiment.rollout.max_response_tokens
-    if buffer is not None and buffer > longest:
-        raise ValueError(
-            f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
-            f"{longest}: short ones would be penalised as well"
-        )
     if algorithm.kl_target is not None and not algorithm.kl_coefficient:
         raise ValueError(
             f"algorithm.kl_target = {algorithm.kl_target:g} multiplies the coefficient step by step, and "
             "algorithm.kl_coefficient = 0 stays 0: set the one to begin with, or leave the target out"
         )
     least = MOST_KL_ERROR * experiment.queue.groups_per_step * experiment.largest_group
-    if algorithm.kl_target is not None and algorithm.kl_horizon <= least:
+    if algorithm.kl_target is not None and least >= KL_HORIZON:
         raise ValueError(
-            f"algorithm.kl_horizon = {algorithm.kl_horizon:g} lets one step take all of the coefficient away, which "
-            f"then stays 0: more than {least:g}, {MOST_KL_ERROR:g} x the samples of a step"
+            f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {least / MOST_KL_ERROR:g} samples could take "
+            f"all of the coefficient away, which then stays 0: fewer than {KL_HORIZON / MOST_KL_ERROR:g}"
         )
     if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
         raise ValueError(

@@ -11,23 +11,43 @@ from headway.config.section import Positive, Probability, Section
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class CurriculumConfig(Section):
+_MIN_SIGNAL_RANGE = (0.25, 0.8)
+REPEAT_STEPS = 16  # a task of the band rests for the groups of so many steps
+
+
+class CurriculumSection(Section):
     """The choice of the next task, and of its group's size: docs/curriculum.md."""
 
     # Tune: "adaptive" when most groups are filtered for equal rewards: too easy, or too hard
     mode: Literal["uniform", "adaptive"] = "uniform"  # every task in turn, or those whose outcomes are likely to differ
-    cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
-    replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
-    replay_after_groups: Positive = 256  # groups until an unsolved task is due; doubles each time
-    repeat_after_groups: Positive | None = None  # groups a task of the band rests for; default: 16 x groups_per_step
     half_life_steps: Annotated[float, Field(gt=0)] = 32.0  # versions after which an observation's weight is halved
     min_signal: Probability = 0.5  # a task is in the band when its group's outcomes differ with this probability
-    min_signal_range: tuple[Probability, Probability] = (0.25, 0.8)  # range in which min_signal is adjusted ...
-    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in here
     min_group_size: Positive | None = None  # fewest attempts at a task; default: rollout.group_size
     # Tune: raise it for hard tasks, which need more attempts for one success
     max_group_size: Positive | None = None  # most attempts at a task; default: rollout.group_size
+
+    @model_validator(mode="after")
+    def _in_range(self) -> CurriculumSection:
+        low, high = _MIN_SIGNAL_RANGE
+        if not low <= self.min_signal <= high:
+            raise ValueError(f"min_signal = {self.min_signal:g}: valid: {low:g} to {high:g}, where it is adjusted")
+        return self
+
+
+class CurriculumConfig(CurriculumSection):
+    """What the curriculum is given: the keys of the file, and values that no file sets."""
+
+    cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
+    replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
+    replay_after_groups: Positive = 256  # groups until an unsolved task is due; doubles each time
+    min_signal_range: tuple[Probability, Probability] = _MIN_SIGNAL_RANGE  # in which min_signal is adjusted ...
+    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in here
     member_gain: Probability = 0.02  # a group grows while another member raises the signal's probability by this much
+
+    @classmethod
+    def of(cls, section: CurriculumSection) -> CurriculumConfig:
+        """The keys of ``section``, and the values that no file sets."""
+        return cls(**section.model_dump())
 
     @model_validator(mode="after")
     def _ordered(self) -> CurriculumConfig:
@@ -35,9 +55,6 @@ class CurriculumConfig(Section):
             low, high = getattr(self, name)
             if low >= high:
                 raise ValueError(f"{name} = [{low:g}, {high:g}]: the first must be below the second")
-        low, high = self.min_signal_range
-        if not low <= self.min_signal <= high:
-            raise ValueError(f"min_signal = {self.min_signal:g} is outside min_signal_range = [{low:g}, {high:g}]")
         if self.cursor_share + self.replay_share > 1:
             raise ValueError(
                 f"cursor_share = {self.cursor_share:g} and replay_share = {self.replay_share:g} are more than all draws"

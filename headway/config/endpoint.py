@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from headway.config.fixed_models import FixedModelConfig
-from headway.config.section import Positive, Rate, Seconds, Section, host_port
+from headway.config.section import Positive, Seconds, Section, host_port
 from headway.config.tool_servers import ToolServerConfig
 from headway.records.conversations import HistoryReasoning, ToolFormat
 
@@ -35,31 +35,23 @@ class EnvironmentConfig(Section):
     replies to the policy turn by turn: docs/environments.md."""
 
     name: str = "single_turn"  # one of the above, one of docs/environments.md, or your own module:Class
-    parameters: dict[str, Any] = {}  # keyword arguments of an environment that is a class
+    parameters: dict[str, Any] = {}  # a class's keyword arguments; verifiers: its EnvConfig, taskset = { id = ... }
     # Tune: raise it when one core can't keep up with the environments' own work (report: environment-bound)
     workers: Positive = 1  # processes that run environments
     nodes: tuple[str, ...] = ()  # of cluster.nodes, assigned in turn; "": this machine; (): all here
     # Tune: lower it when environments exhaust memory or a service that they call
     concurrency: Positive | None = None  # rollouts in environments at once; unset: all that the generator has
-    starts_per_s: Rate | None = None  # rollouts started per second, all workers together; unset: no limit
     # Tune: as many as the longest good solution needs: more makes failures dear
     max_turns: Positive = 16  # most answers in a rollout; then it ends
-    max_calls: Positive = 16  # most tool calls in one answer; further ones get an error as their result
     timeout_s: Seconds = 300.0  # of an environment's reply to one answer, its score, a call of a plain function
     tool_result_characters: Annotated[int, Field(ge=100)] = 8000  # of a tool's result; a longer one loses its middle
     mcp: tuple[ToolServerConfig, ...] = ()  # tool servers, in addition to the tools of an environment that is a class
     models: dict[str, FixedModelConfig] = {}  # by name: models that such an environment calls and that aren't trained
-    agent: str = ""  # agent: your module:function, called with each task in a process of its own
-    command: tuple[
-        str, ...
-    ] = ()  # agent: or a program and its arguments; {prompt}, {task_file}, {scratch} and {rollout} are filled
-    verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
+    agent: str | tuple[str, ...] = ""  # agent: your module:function, or a program and its arguments: docs/agents.md
     variables: dict[str, str] = {}  # agent: further environment variables of its process
     shows: tuple[str, ...] = ()  # agent, remote: fields of the task beside the prompt: "answer", names of others
     posts_reward: bool = False  # agent: it posts its own reward; the key is in its environment, for its children too
     failed_exit: Literal["fail", "verify"] = "fail"  # agent: rollouts whose process ends with an error fail, or count
-    log_bytes: Positive = 1_000_000  # agent: first bytes of its output that are kept; the last 65,536 always are
-    stop_grace_s: Seconds = 2.0  # agent: between asking its processes to end and killing them
 
     @field_validator("name")
     @classmethod
@@ -74,18 +66,19 @@ class EnvironmentConfig(Section):
 
     @field_validator("agent")
     @classmethod
-    def _named(cls, value: str) -> str:
-        if value and not all(value.partition(":")[::2]):
-            raise ValueError("valid: module:function")
+    def _named(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(value, str):
+            if value and not all(value.partition(":")[::2]):
+                raise ValueError("valid: module:function, or a list: a program and its arguments")
+        elif any("{prompt}" in argument and argument != "{prompt}" for argument in value):
+            raise ValueError("'{prompt}' must be an argument of its own: no shell may read it")
         return value
 
     @model_validator(mode="after")
     def _one_agent(self) -> EnvironmentConfig:
-        given = [key for key in ("agent", "command", "verifiers") if getattr(self, key)]
-        for key in given:
-            if self.name != (wanted := "verifiers" if key == "verifiers" else "agent"):
-                raise ValueError(f"{key} has no effect with name = {self.name!r}: valid: name = {wanted!r}")
-        if self.parameters and self.name in BUILT_IN:
+        if self.agent and self.name != "agent":
+            raise ValueError(f"agent has no effect with name = {self.name!r}: valid: name = 'agent'")
+        if self.parameters and self.name in BUILT_IN and self.name != "verifiers":
             raise ValueError(f"parameters have no effect with name = {self.name!r}: they are a class's")
         for key in ("mcp", "models"):
             if getattr(self, key) and self.name in BUILT_IN:
@@ -93,13 +86,21 @@ class EnvironmentConfig(Section):
         names = [server.name for server in self.mcp]
         if len(set(names)) < len(names):
             raise ValueError(f"mcp: two servers are called {max(names, key=names.count)!r}")
-        if self.name == "agent" and len(given) != 1:
-            raise ValueError("name = 'agent' needs either agent = 'module:function' or command = ['program', ...]")
-        if self.name == "verifiers" and not _taskset(self.verifiers):
-            raise ValueError("name = 'verifiers' needs verifiers = { taskset = { id = '...' } }")
-        if any("{prompt}" in argument and argument != "{prompt}" for argument in self.command):
-            raise ValueError("command: '{prompt}' must be an argument of its own: no shell may read it")
+        if self.name == "agent" and not self.agent:
+            raise ValueError("name = 'agent' needs agent = 'module:function' or agent = ['program', ...]")
+        if self.name == "verifiers" and not _taskset(self.parameters):
+            raise ValueError("name = 'verifiers' needs parameters = { taskset = { id = '...' } }")
         return self
+
+    @property
+    def function(self) -> str:
+        """The agent that is a module:function; "" where it is a program, or there is none."""
+        return self.agent if isinstance(self.agent, str) else ""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The agent that is a program, with its arguments; () where it is a function, or there is none."""
+        return () if isinstance(self.agent, str) else self.agent
 
     @property
     def replies(self) -> bool:
@@ -112,12 +113,12 @@ class EnvironmentConfig(Section):
         return self.name in ("agent", "verifiers", "remote")
 
 
-def _taskset(verifiers: dict[str, Any]) -> Any:
-    taskset = verifiers.get("taskset")
+def _taskset(parameters: dict[str, Any]) -> Any:
+    taskset = parameters.get("taskset")
     return cast("dict[str, Any]", taskset).get("id") if isinstance(taskset, dict) else None
 
 
-class EndpointConfig(Section):
+class EndpointSection(Section):
     """The OpenAI-compatible server that agents call, and what one rollout may ask of it."""
 
     address: Address = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
@@ -126,18 +127,7 @@ class EndpointConfig(Section):
     tools: ToolFormat = "auto"  # how it writes tool calls; auto: by chat template
     history_reasoning: HistoryReasoning = "as_sent"  # of answers sent back without: docs/recording.md
     max_body_bytes: Positive = 32_000_000  # of a request; a larger one is refused (413)
-    max_messages: Positive = 4096  # messages in a request
-    max_tools: Positive = 256  # tools in a request
-    choices: Positive = 16  # largest n of a call
     calls: Positive = 1000  # calls of a rollout
-    open_calls: Positive = 64  # calls of a rollout at the same time
-    sampled_tokens: Positive = 1_000_000  # tokens sampled for a rollout, those without loss included
-    kept_tokens: Positive = 10_000_000  # serve: of all sessions, about 100 bytes each; the longest unused ends first
-    call_timeout_s: Seconds = 600.0  # serve: a call that takes longer ends without an answer (504); in a run: timeout_s
-    body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
-    keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
-    stream_ping_s: Seconds = 15.0  # between keep-alive comments in a stream without tokens
-    connections: Positive = 4096  # open at the same time; further ones are closed
 
     @field_validator("model")
     @classmethod
@@ -145,3 +135,23 @@ class EndpointConfig(Section):
         if not value.strip():
             raise ValueError("a name is needed")
         return value
+
+
+class EndpointConfig(EndpointSection):
+    """What the server is given: the keys of the file, and limits that no file sets."""
+
+    max_messages: Positive = 4096  # in a request: the longest conversations of agents have hundreds
+    max_tools: Positive = 256  # in a request: catalogues of tool servers have dozens
+    choices: Positive = 16  # largest n of a call; each is a request of the engine's
+    sampled_tokens: Positive = 1_000_000  # for a rollout, those without loss included: an agent that loops ends
+    open_calls: Positive = 64  # calls of a rollout at the same time: a fork bomb mustn't take all slots
+    call_timeout_s: Seconds = 600.0  # a call that takes longer ends unanswered (504); in a run: rollout.timeout_s
+    body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
+    keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
+    stream_ping_s: Seconds = 15.0  # between comments in a stream without tokens: proxies cut silent ones after 30 s
+    connections: Positive = 4096  # open at the same time, where the process may open as many files; others are closed
+
+    @classmethod
+    def of(cls, section: EndpointSection, **limits: Any) -> EndpointConfig:
+        """The keys of ``section`` with ``limits`` other than these."""
+        return cls(**section.model_dump(), **limits)

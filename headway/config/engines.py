@@ -27,7 +27,7 @@ RESERVED = {
     "generation_config": "rollout.temperature, rollout.stop and their like",
     "logprobs_mode": "the trainer needs log-probabilities of what is sampled from",
     "scheduling_policy": "the oldest group is served first",
-    "weight_transfer_config": "weights.transport",
+    "weight_transfer_config": "weights.exchange",
     "worker_extension_cls": "headway's own is there",
     "disable_log_stats": "docs/monitoring.md has what is measured",
     **dict.fromkeys(("enable_lora", "max_lora_rank", "lora_target_modules", "lora_dtype"), "model.adapter"),
@@ -131,8 +131,8 @@ def _require_places(experiment: Experiment) -> None:
     for name in experiment.trainer.devices:
         if name.startswith("http://"):
             raise ValueError(f"trainer.devices has {name!r}: valid: cuda:N, cpu:N or cpu:N-M")
-    if generator.exchange_directory is not None and not served:
-        raise ValueError("generator.exchange_directory has no effect: generator.engine = 'vllm-server' alone uses it")
+    if experiment.weights.exchange is not None and not served:
+        raise ValueError("weights.exchange has no effect: generator.engine = 'vllm-server' alone uses it")
 
 
 def engine_missing(engine: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headway.config.consistency import require_consistent
+from headway.config.removed import instead
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
@@ -88,7 +89,7 @@ def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
             require_consistent(found)
         return found
     except ValidationError as error:
-        lines = [_explain({**item, "loc": _written(raw, item["loc"])}, schema) for item in error.errors()]
+        lines = [_explain({**item, "loc": _written(raw, item["loc"])}, item["loc"], schema) for item in error.errors()]
         raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
     except ValueError as error:
         raise ConfigurationError(f"{origin}: {error}") from None
@@ -175,11 +176,14 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _explain(item: dict[str, Any], schema: type[BaseModel]) -> str:
+def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[BaseModel]) -> str:
+    """The message of a validation error, whose ``loc`` is as written and was ``validated`` as this one."""
     location = tuple(item["loc"])
     key = ".".join(str(part) for part in location) or "experiment"
+    if item["type"] == "extra_forbidden" and (sentence := instead(location)):
+        return f"the key {key!r} is gone: {sentence}"
     if item["type"] == "extra_forbidden":
-        valid = _valid_names(location[:-1], schema)
+        valid = _valid_names(validated[:-1], schema)
         near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "valid: " + ", ".join(valid)
         return f"unknown key {key!r}; {hint}"
@@ -195,22 +199,29 @@ def _explain(item: dict[str, Any], schema: type[BaseModel]) -> str:
 
 def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
     model: type[BaseModel] = schema
+    kinds: list[type[BaseModel]] = []  # of the table that is looked into, where it may be of several
     for part in location:
+        model = next((kind for kind in kinds if kind.model_fields["kind"].default == part), model)
         field = model.model_fields.get(str(part))
         if field is None:
-            continue  # an item of a list, or a name of one's own
-        found = section_of(field.annotation)
-        if found is None:
+            continue  # an item of a list, its kind, or a name of one's own
+        found = sections_of(field.annotation)
+        if not found:
             return []
-        model = found
+        model, kinds = found[0], found if len(found) > 1 else []
     return sorted(model.model_fields)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class that a field holds, once or several times; None for a field of values."""
+    return next(iter(sections_of(annotation)), None)
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that a field holds: several where its tables may be of several kinds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := section_of(part)) is not None), None)
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections_of(part)]
 
 
 def flatten(experiment: Experiment) -> dict[str, Any]:

@@ -17,6 +17,8 @@ class ModelConfig(Section):
     # Tune: "chat" for models that were tuned on conversations, and for tools; "raw" for base models
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     chat_template_kwargs: dict[str, Any] = {}  # further arguments of the chat template, say enable_thinking = false
+    # Tune: "bfloat16" on GPUs: half the memory, faster; float32 where engine and trainer must agree to rounding
+    dtype: Literal["float32", "bfloat16"] | None = None  # of both sides, unless one has its own; unset: float32
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
     # Tune: set it where AdamW's memory doesn't fit, or one base serves many tasks; with ten times the learning rate
     adapter: AdapterConfig | None = None  # trained beside the model's weights, which then stay as they are

@@ -6,21 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.section import Positive, Seconds, Section
 from headway.records.errors import ConfigurationError
 from headway.records.network import allow_list
 from headway.records.sandbox import LEAST_MEMORY_BYTES, MIB, ResourceLimits, SandboxSpec
 
 BackendName = Literal["local", "bubblewrap", "docker", "modal", "e2b", "prime"]
 
+_BYTES_PER_INODE = 6_700  # of the disk: trees of source files have smaller ones, and take other memory than the disk's
+_LEAST_INODES = 1_000
+
 
 class SandboxLimits(Section):
     memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY_BYTES)] = 512 * MIB  # processes and files together
     disk_bytes: Annotated[int, Field(ge=MIB)] = 128 * MIB  # of files, kept in memory: at most 3/4 of memory_bytes
-    inodes: Annotated[int, Field(ge=100)] = 20_000  # files, directories and links
     processes: Annotated[int, Field(ge=4)] = 128  # threads count
     cpus: Annotated[float, Field(ge=0.01, le=4096)] = 1.0  # CPU time, in cores
-    open_files: Annotated[int, Field(ge=32)] = 1024  # open files of a process
 
 
 class SandboxConfig(Section):
@@ -31,20 +32,14 @@ class SandboxConfig(Section):
     network: tuple[str, ...] = ()  # hosts that sandboxes may reach: NAME, *.NAME or NAME:PORT; (): none
     variables: dict[str, str] = {}  # environment variables of every command; the host's are not passed on
     limits: SandboxLimits = SandboxLimits()  # limits of each sandbox
-    ttl_s: Seconds = 3600.0  # time after which a sandbox ends by itself; counted anew while it is in use
     exec_timeout_s: Seconds = 60.0  # time limit of a command, unless its environment sets one
     # Tune: raise it while rollouts queue for sandboxes (sandboxes/queue_p99_s) and memory is left
     live: Positive = 64  # sandboxes at once, starting ones included; environment.workers or more
     starts: Positive = 8  # sandboxes starting at once; at least one for each worker
-    retries: NonNegative = 2  # of a start, after a transient failure of the infrastructure
     start_timeout_s: Seconds | None = None  # of a start, which is then retried; unset: 30, of a daemon or provider 300
-    hedge_share: Annotated[float, Field(ge=0, le=1)] = 0.05  # share of starts that may be made twice if far slower
-    reap_every_s: Seconds = 60.0  # between two removals of sandboxes that dead owners left on this machine
-    inject_faults: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of calls that fail on purpose: drills
     allow_unbounded: bool = False  # run untrusted code where total memory can't be limited: it can exhaust the host's
     store: str = ""  # folder of unpacked images; "": this user's, in ~/.cache/headway or, of root, /var/cache/headway
     store_bytes: Positive = 20 << 30  # limit of the store; the images longest unused are removed first
-    snapshot_bytes: Positive = 10 << 30  # for snapshots of parked sandboxes; one that doesn't fit isn't kept
     settings: dict[str, Any] = {}  # settings of the backend: docs/sandboxes.md
 
     @model_validator(mode="after")
@@ -66,9 +61,6 @@ class SandboxConfig(Section):
     @property
     def spec(self) -> SandboxSpec:
         """The specification of each sandbox; its root is set to the image's once that is unpacked."""
-        return SandboxSpec(
-            limits=ResourceLimits(**self.limits.model_dump()),
-            network=self.network,
-            environment=self.variables,
-            ttl_s=self.ttl_s,
-        )
+        inodes = self.limits.disk_bytes // _BYTES_PER_INODE
+        limits = ResourceLimits(**self.limits.model_dump(), inodes=max(inodes, _LEAST_INODES))
+        return SandboxSpec(limits=limits, network=self.network, environment=self.variables)

@@ -14,13 +14,13 @@ from headway.config.alerts import AlertsConfig
 from headway.config.buffer import BufferConfig
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
-from headway.config.curriculum import CurriculumConfig
-from headway.config.endpoint import EndpointConfig, EnvironmentConfig
+from headway.config.curriculum import REPEAT_STEPS, CurriculumSection
+from headway.config.endpoint import EndpointSection, EnvironmentConfig
 from headway.config.hooks import HooksConfig
 from headway.config.model import ModelConfig
 from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
-from headway.config.router import RouterConfig
+from headway.config.router import RouterSection
 from headway.config.sandbox import SandboxConfig
 from headway.config.section import (
     NonNegative,
@@ -36,6 +36,7 @@ from headway.config.section import (
 )
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
 
 # Names that need no import; a user's own is module:function.
@@ -73,7 +74,6 @@ class RunConfig(Section):
     offload: bool = False  # a side that doesn't compute on a shared device frees its memory
     # Tune: true where two runs must be equal bit by bit, say to find a fault; it wants budget 0 and costs speed
     deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
-    worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
     stop_grace_s: Seconds = 120.0  # from Ctrl-C, SIGTERM or SIGUSR1 to the run's end, resumable
     # Tune: "restart" or "end" for runs that nobody watches
     on_stall: Literal["warn", "restart", "end"] = "warn"  # what follows a stall: restart the worker, or end resumable
@@ -83,16 +83,6 @@ class TasksConfig(Section):
     train: TaskSources
     validation: TaskSources | None = None  # evaluated during the run; the best checkpoint is chosen by it
     test: TaskSources | None = None  # evaluated with held weights before and after
-
-    @model_validator(mode="after")
-    def _own_keys(self) -> TasksConfig:
-        for name, sources in (("train", self.train), ("validation", self.validation), ("test", self.test)):
-            for source in sources or ():
-                for key in ("seed", "size"):
-                    if source.source == "reasoning-gym" and key in source.parameters:
-                        given = f"tasks.{name}.parameters.{key} = {source.parameters[key]!r}"
-                        raise ValueError(f"{given} has no effect: set tasks.{name}.{key}")
-        return self
 
 
 class VerifierConfig(VerifierSettings):
@@ -130,19 +120,17 @@ class GeneratorConfig(Section):
     engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
     engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
     probe_every_updates: NonNegative = 1  # vLLM proves one update in so many; 0: no proof, and no agreement check
-    exchange_directory: str | None = None  # vllm-server: new weights are written here for it to read; unset: /dev/shm
     # Tune: more of them while the trainer waits (generation-bound); fewer while the generator waits
     devices: ReplicaDevices = ("cpu:0",)  # one replica each: [NODE/]cuda:N, cpu:N, cpu:N-M; 4*cuda; http://HOST:PORT
-    # Tune: "bfloat16" on GPUs: half the memory, faster; float32 where engine and trainer must agree to rounding
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV; a CPU without bfloat16 products widens both
-    native_kernels: bool = True  # on one CPU core: C++ kernels built at first use; without a compiler plain torch
+    # Tune: "bfloat16" for an engine alone, where the trainer must be float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # default: model.dtype; of weights and KV
     prefill_tokens_per_step: Positive = 8192  # of prompts, beside the running requests; longer ones take several steps
     # Tune: raise it while tokens/s still rise and KV is left; lower it when KV is full and requests are prefilled again
     slots: Positive = 64  # concurrent requests of one replica
     # Tune: lower it where responses are mostly far shorter than the limit: less memory; raise it at many reprefills
     kv_capacity_tokens: Positive | None = None  # of a replica; default: slots x (max prompt + max response tokens)
     # Tune: raise it while slots are empty though groups may open; lower it for younger samples
-    queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
+    prefetch_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
     # Tune: "recompute" or "abort" if mismatch_k3 grows under "keep"; "finish" for adapters: docs/async.md
     update_mode: Literal["keep", "recompute", "abort", "finish", "drain"] = "keep"  # of open requests: docs/async.md
 
@@ -159,18 +147,14 @@ class QueueConfig(Section):
     # Tune: "drop" if the longest responses are junk, not thought: it biases lengths; "mask" for very long rollouts
     overdue: Literal["wait", "drop", "mask"] = "wait"  # what becomes of groups at the budget's edge: docs/async.md
     # Tune: raise it when environments keep slots idle; lower it when the machine's memory is short
-    max_concurrent_rollouts: Positive | None = None  # most at once; default: slots + queue_ahead_groups x group_size
+    max_concurrent_rollouts: Positive | None = None  # most at once; default: slots + prefetch_groups x group_size
     # Tune: 2 or so with surplus = "discard" for on-policy runs that can't wait for the tail; else younger samples
     oversampling: Annotated[float, Field(ge=1)] | None = None  # open groups / those of a batch; default: all admitted
     # Tune: "discard" for budget 0 with a long tail; "park" if the engine must be empty while the trainer works
     surplus: Literal["continue", "park", "discard"] = "continue"  # of groups that are unfinished when a batch is full
-    max_resumes: NonNegative = 2  # a rollout parked so often runs uninterrupted from then on
-    budget_s: Seconds | None = None  # groups that have been open for longer end as overdue, whatever `overdue` says
-    max_token_staleness: NonNegative | None = None  # tokens staler than this are old; default: none is
-    old_tokens: Literal["mask", "train"] = "mask"  # carry no loss, or train as if the present weights had sampled them
+    max_token_staleness: NonNegative | None = None  # tokens staler than this carry no loss; default: none is
     max_optimizer_step_staleness: NonNegative | None = None  # in optimiser steps: budget must keep to it; default: any
-    max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
-    stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
+    max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment, which else begins anew
     # Tune: false to train on every group that is generated, at the price of gradients that are 0
     filter_zero_variance: bool = True  # groups whose rewards are all equal are filtered: they have no gradient
     min_advantage: Annotated[float, Field(ge=0)] = 0.0  # a group without an advantage of this size is filtered
@@ -178,7 +162,6 @@ class QueueConfig(Section):
     min_valid_item_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # a group with a smaller share left is filtered
     group_timeout_s: Seconds | None = None  # a group generating (or parked) for longer ends with those finished ...
     min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are this share of it, or fails
-    give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
 
 
 class AlgorithmConfig(Section):
@@ -199,7 +182,6 @@ class AlgorithmConfig(Section):
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None  # of rewards by turn, to go; unset: outcome alone
     # Tune: to follow a method: "seq_mean_token_mean" is GRPO's, which spares long wrong answers, "fixed" Dr. GRPO's
     aggregation: Aggregation = "token_mean"  # how losses of tokens become one number: docs/objectives.md
-    fixed_denominator_tokens: Positive | None = None  # 'fixed': the divisor; default: samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
     # Tune: set it where engine and trainer disagree (mismatch_max), as with mixtures of experts or quantised engines
     token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
@@ -217,17 +199,14 @@ class AlgorithmConfig(Section):
     # Tune: 0.001 to 0.05 when the policy drifts from language or games its reward; costs a reference pass
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token that the coefficient adapts to
-    kl_horizon: Annotated[float, Field(gt=0)] = 10000.0  # samples; a step's error is weighed by its share of them
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # from samples: trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go
     # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong
     overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out
-    overlong_buffer_tokens: Positive | None = None  # penalty: over these last tokens it rises; default: a fifth of all
-    overlong_penalty: Annotated[float, Field(gt=0)] = 1.0  # penalty: reward taken from a response at the limit
     # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
     allow_truncated_sampling: bool = False  # train on samples of a part of the vocabulary, which is then replayed
     # Tune: raise it where rollouts are refused by it, at a high temperature or top_p near 1: 2 or 4 bytes an id
-    kept_set_tokens: Positive = 1024  # most ids of one token that are stored; with more, its rollout fails
+    truncation_support_tokens: Positive = 1024  # most ids of one token that are stored; with more, its rollout fails
 
     @field_validator("advantage", "loss")
     @classmethod
@@ -245,16 +224,15 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # one rank each; 2*cuda: on one of the cluster's nodes
-    # Tune: "bfloat16" on GPUs; the optimiser stays in float32
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward; the optimiser is float32
+    # Tune: "float32" for a trainer alone, where bfloat16 makes ratios too coarse (mismatch_k3)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # default: model.dtype; the optimiser is float32
     # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters want ten times a full run's
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes nothing (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; the others decay to 0
     warmup_steps: NonNegative = 0  # steps over which the learning rate rises linearly
     schedule_steps: Positive | None = None  # length of the decay; default: run.steps
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of AdamW: decay of the mean of gradients
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # of AdamW: decay of the mean of their squares
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8  # of AdamW: added to the root of that mean
+    # Tune: the second to 0.99 or 0.999 for long runs of small batches
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # of AdamW: decay of the means of gradients and of their squares
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW: times the learning rate, each step
     # Tune: lower it when single steps spoil the run; see grad_norm in the report
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
@@ -263,7 +241,6 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: a forward pass has so many (branches count), of any length
     shared_prefix: bool = True  # what samples of a group begin with is computed once in a micro-batch: same gradient
-    native_kernels: bool = True  # in float32 on one CPU core: C++ kernels, gradients equal to rounding
     # Tune: true where activations don't fit: a third more work for a fraction of their memory
     gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are dear: docs/learning.md
@@ -271,7 +248,7 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    transport: Literal["shared_memory"] = "shared_memory"  # between processes of one machine
+    exchange: str | None = None  # vllm-server: folder that it reads new weights from; unset: /dev/shm
     # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
     steps_per_publish: Positive = 1  # publish one version in so many; queue.budget must be >= this - 1
 
@@ -286,13 +263,23 @@ class EvaluationConfig(Section):
     # Tune: set it (or every_s) to have the best checkpoint chosen; less often if evaluations hold up the generator
     every_steps: NonNegative = 0  # validation during the run; 0: never
     every_s: Seconds | None = None  # validation during the run, by time
-    before: bool = True  # test with held weights before training
-    after: bool = True  # test with held weights after training (the best checkpoint's, when there is one)
+    # Tune: "after" or "never" where the test set takes longer than the training that it is to judge
+    test: Literal["both", "before", "after", "never"] = "both"  # when tasks.test is evaluated, with held weights
     # Tune: raise it when the standard error is larger than the change that you look for
     samples_per_task: Positive = 1  # attempts at each task
     # Tune: 0 to compare with published greedy scores; 1 to see the policy that is trained
     temperature: Annotated[float, Field(ge=0)] = 1.0  # of sampling; 0 takes the most likely token
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
+
+    @property
+    def before(self) -> bool:
+        """Whether held tasks are evaluated before training."""
+        return self.test in ("both", "before")
+
+    @property
+    def after(self) -> bool:
+        """Whether held tasks are evaluated after training, with the best checkpoint's weights, when there is one."""
+        return self.test in ("both", "after")
 
 
 Recorded = Literal["all", "none"] | Annotated[float, Field(gt=0, le=1)]
@@ -304,13 +291,11 @@ class LedgerConfig(Section):
     trackers: Trackers = ()  # each needs its extra, say headway[wandb]
     project: str = "headway"  # trackers: the project (MLflow: the experiment) the run is filed under
     name: str = ""  # trackers: the run's name; default: the last part of run.directory
-    group: str = ""  # trackers: what runs are compared in, say the seeds of one setting
     tags: tuple[str, ...] = ()  # trackers: labels to find the run by
     table_every_steps: NonNegative = 10  # trackers: kept rollouts, text and all, as a table; 0: texts stay here
     prometheus: Address = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
     trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
     pass_at: Annotated[tuple[Positive, ...], named_once("k")] = ()  # k of pass@k; (): 1, 2, 4, ... up to a group
-    samples_per_step: NonNegative = 2  # trackers: kept rollouts of a step
     # Tune: a share, or "none", when disks are small: a token takes 17 bytes
     rollouts: Recorded = "all"  # in RUN/rollouts with all tokens, for `headway show` and `export`; a number: that share
     rollouts_max_bytes: Positive | None = 100 * 10**9  # of RUN/rollouts: at that size it ends; None: without limit
@@ -330,11 +315,7 @@ class SftConfig(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
     warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
     schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, to the last step
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of AdamW: times the learning rate, each step
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
-    micro_batch_tokens: Positive = 16384  # most tokens in one forward pass
     max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
-    time_limit_s: Seconds | None = None  # ends it after this many seconds
     evaluate_every_steps: NonNegative = 0  # sampled solve rate, or shares of kernels, on tasks.validation; 0: never
     # Tune: set it so that RL begins from a model that isn't certain yet: 0.3 to 0.6
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it
@@ -368,13 +349,13 @@ class Experiment(Section):
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sandbox: SandboxConfig = SandboxConfig()
-    endpoint: EndpointConfig = EndpointConfig()
+    endpoint: EndpointSection = EndpointSection()
     generator: GeneratorConfig = GeneratorConfig()
-    router: RouterConfig = RouterConfig()
+    router: RouterSection = RouterSection()
     queue: QueueConfig = QueueConfig()
     buffer: BufferConfig = BufferConfig()
     hooks: HooksConfig = HooksConfig()
-    curriculum: CurriculumConfig = CurriculumConfig()
+    curriculum: CurriculumSection = CurriculumSection()
     pruning: PruningConfig = PruningConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -389,8 +370,8 @@ class Experiment(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled_by_preset(cls, raw: Any) -> Any:
-        return apply_preset(raw)
+    def _filled(cls, raw: Any) -> Any:
+        return _with_dtype(apply_preset(raw))
 
     @property
     def surplus_groups(self) -> int:
@@ -409,7 +390,7 @@ class Experiment(Section):
         """Staleness beyond which tokens carry no loss; None: all do."""
         queue = self.queue
         limits = [queue.budget] if queue.overdue == "mask" else []
-        if queue.max_token_staleness is not None and queue.old_tokens == "mask":
+        if queue.max_token_staleness is not None:
             limits.append(queue.max_token_staleness)
         return min(limits, default=None)
 
@@ -422,7 +403,7 @@ class Experiment(Section):
     def kept_sets(self) -> int:
         """`SamplingParameters.kept_sets` of what is trained on, where top_p, top_k or a grammar truncate it; 0: they
         mayn't."""
-        return self.algorithm.kept_set_tokens if self.algorithm.allow_truncated_sampling else 0
+        return self.algorithm.truncation_support_tokens if self.algorithm.allow_truncated_sampling else 0
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -446,7 +427,7 @@ class Experiment(Section):
         that a task seldom has two groups open) and where it has a choice."""
         queue = self.queue
         least = queue.groups_per_step * (queue.budget + 1)
-        return least, max(least, self.curriculum.repeat_after_groups or 16 * queue.groups_per_step)
+        return least, max(least, REPEAT_STEPS * queue.groups_per_step)
 
     @property
     def concurrent_rollouts(self) -> int:
@@ -454,33 +435,46 @@ class Experiment(Section):
         if self.queue.max_concurrent_rollouts is not None:
             return max(self.queue.max_concurrent_rollouts, self.largest_group)
         slots = self.generator.slots * len(self.generator.devices)
-        return max(slots, self.largest_group) + self.generator.queue_ahead_groups * self.rollout.group_size
+        return max(slots, self.largest_group) + self.generator.prefetch_groups * self.rollout.group_size
+
+
+def _with_dtype(raw: Any) -> Any:
+    """The mapping ``raw`` of an experiment file with ``model.dtype`` as that of the sides that have none. Invalid parts
+    are returned as they are, for validation to report."""
+    model = cast("dict[str, Any]", raw).get("model") if isinstance(raw, dict) else None
+    dtype = cast("dict[str, Any]", model).get("dtype") if isinstance(model, dict) else None
+    if dtype is None:
+        return raw
+    sections = dict(cast("dict[str, Any]", raw))
+    for side in ("generator", "trainer"):
+        given = sections.get(side, {})
+        if isinstance(given, dict):
+            sections[side] = {"dtype": dtype} | cast("dict[str, Any]", given)
+    return sections
 
 
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
-# * stands for one name. The limit in a source's own table, tasks.*.verifier.timeout_s, is none of them: stored tasks
-# know their verifier by that whole table, and a group that is open at the resume would ask for one that isn't there.
+# * stands for one name.
 RESUMABLE_KEYS = {
-    "run": "steps time_limit_s directory worker_start_timeout_s stop_grace_s on_stall",
-    "generator": "devices engine_arguments engine_arguments.* probe_every_updates exchange_directory slots "
-    "kv_capacity_tokens queue_ahead_groups update_mode",
-    "algorithm": "routing_replay kept_set_tokens",
+    "run": "steps time_limit_s directory stop_grace_s on_stall",
+    "generator": "devices engine_arguments engine_arguments.* probe_every_updates slots kv_capacity_tokens "
+    "prefetch_groups update_mode",
+    "algorithm": "routing_replay truncation_support_tokens",
     "router": "*",
-    "queue": "give_up_after_batches group_timeout_s min_timeout_group_ratio max_concurrent_rollouts max_resumes",
+    "queue": "group_timeout_s min_timeout_group_ratio max_concurrent_rollouts",
     "buffer": "*.*",
     "hooks": "group_meta logging",
-    "weights": "steps_per_publish",
-    "pruning": "* *.* *.parameters.*",
+    "weights": "exchange steps_per_publish",
+    "pruning": "* *.* *.*.*",
     "trainer": "devices micro_batch_tokens micro_batch_samples shared_prefix gradient_checkpointing",
     "verifier": "timeout_s workers nodes",
     "verifiers": "*.timeout_s",
     "rollout": "timeout_s retries",
-    "environment": "workers nodes concurrency starts_per_s timeout_s stop_grace_s models.*.address "
-    "models.*.api_key_env models.*.concurrency models.*.timeout_s models.*.retries models.*.retry_s",
-    "sandbox": "ttl_s exec_timeout_s live starts retries start_timeout_s hedge_share reap_every_s inject_faults "
-    "allow_unbounded store store_bytes snapshot_bytes",
-    "endpoint": "address max_body_bytes call_timeout_s body_timeout_s keep_alive_s stream_ping_s connections",
-    "evaluation": "every_steps every_s before after samples_per_task stop_at_solve_rate",
+    "environment": "workers nodes concurrency timeout_s models.*.address models.*.api_key_env models.*.concurrency "
+    "models.*.timeout_s",
+    "sandbox": "exec_timeout_s live starts start_timeout_s allow_unbounded store store_bytes",
+    "endpoint": "address max_body_bytes",
+    "evaluation": "every_steps every_s test samples_per_task stop_at_solve_rate",
     "control": "*",
     "checkpoint": "*",
     "ledger": "*",

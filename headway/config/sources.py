@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headway.config.section import Positive, Seconds, Section
 
@@ -21,8 +21,6 @@ _MEANT_FOR: Mapping[str, tuple[str, ...]] = {
     "columns": ("jsonl", "datasets", "function"),
     "convert": ("jsonl", "datasets", "function"),
     "parameters": ("reasoning-gym", "function"),
-    "size": ("reasoning-gym",),
-    "seed": ("reasoning-gym",),
 }
 
 
@@ -34,26 +32,16 @@ class VerifierSettings(Section):
     timeout_s: Seconds = 10.0  # hard limit per response; the job is killed
 
 
-def _alternative(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "name"
-    return "table" if isinstance(value, (Mapping, VerifierSettings)) else None
-
-
-# By name, or as a table of its own.
-VerifierChoice = Annotated[
-    Annotated[str, Tag("name")] | Annotated[VerifierSettings, Tag("table")],
-    Discriminator(
-        _alternative, custom_error_type="verifier", custom_error_message="valid: a verifier's name, or a table"
-    ),
-]
+def _require_name(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError("valid: a verifier's name; one with parameters is a [verifiers.NAME]")
+    return value
 
 
 class TaskColumns(Section):
     prompt: str = "prompt"  # a text, or a conversation: a list of {role, content} (needs model.template = "chat")
     answer: str | None = None  # default: "answer" where there is one; "" takes none
     images: str | None = None  # pictures before a prompt's text; default: "images" where there is one; "" takes none
-    metadata: tuple[str, ...] | None = None  # further columns for the verifier; default: all others
 
 
 class SftColumns(Section):
@@ -72,13 +60,11 @@ class TaskSource(Section):
     revision: str = ""  # datasets from the hub: a commit or tag, so that the data can't change during the run
     columns: TaskColumns = TaskColumns()  # names of the columns
     convert: str = ""  # module:function from a row to {"prompt", "answer", ...}, or to None to leave it out
-    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's; function: its keyword arguments
-    size: Positive = 1000  # reasoning-gym: how many tasks to generate
-    seed: int = 0  # reasoning-gym: the generator's seed
+    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's, size and seed; function: its arguments
     limit: Positive | None = None  # number of tasks used, the first after shuffling by run.seed
     weight: Annotated[float, Field(gt=0)] = 1.0  # share of training tasks drawn from it, relative to other weights
     label: str = ""  # name under which its solve rate is reported; default: its path or name
-    verifier: VerifierChoice | None = None  # NAME of [verifiers.NAME], or a table; default: [verifier]
+    verifier: Annotated[str, BeforeValidator(_require_name)] = ""  # one of [verifiers.NAME]; default: [verifier]
 
     @model_validator(mode="after")
     def _complete(self) -> TaskSource:
@@ -89,6 +75,11 @@ class TaskSource(Section):
     def called(self) -> str:
         """The source's name in errors: its label, or else its path or name."""
         return self.label or self.path or (f"{self.source}:{self.name}" if self.source != "datasets" else self.name)
+
+    @property
+    def generated(self) -> dict[str, Any]:
+        """The parameters of a reasoning-gym generator, with how many tasks it makes and from which seed."""
+        return {"size": 1000, "seed": 0, **self.parameters}
 
 
 class SftSource(Section):
@@ -128,6 +119,12 @@ def require_complete(section: TaskSource | SftSource, source: str) -> None:
         raise ValueError(f"source 'function' needs 'name', module:function, not {section.name!r}")
     if source == "reasoning-gym" and not section.name:
         raise ValueError("source 'reasoning-gym' needs 'name'")
+    if isinstance(section, TaskSource) and source == "reasoning-gym":
+        size, seed = section.generated["size"], section.generated["seed"]
+        if type(size) is not int or size < 1:
+            raise ValueError(f"parameters.size = {size!r}: valid: 1 or more, the number of tasks")
+        if type(seed) is not int:
+            raise ValueError(f"parameters.seed = {seed!r}: valid: an integer")
     if source == "datasets" and bool(section.path) == bool(section.name):
         raise ValueError("source 'datasets' needs either 'path', on this machine, or 'name', on the Hugging Face hub")
     if section.path and section.revision:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from headway.config.section import Positive, Seconds, Section, require_http
+from headway.config.section import Seconds, Section, require_http
 
 
 class ToolServerConfig(Section):
@@ -22,10 +22,7 @@ class ToolServerConfig(Section):
     variables: dict[str, str] = {}  # environment variables of the program; but for PATH it has nothing of the run's
     passes: tuple[str, ...] = ()  # names of the run's own environment variables that the program gets
     api_key_env: str = ""  # url: the environment variable with its bearer token
-    start_timeout_s: Seconds = 30.0  # until it has told its tools
     timeout_s: Seconds = 60.0  # of a call
-    starts_per_minute: Positive = 5  # of a worker's, after it died or hung; more wait, or fail beyond timeout_s
-    result_bytes: Positive = 10_000_000  # of a message; a longer result is an error that is told
 
     @field_validator("url")
     @classmethod

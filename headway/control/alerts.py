@@ -17,6 +17,7 @@ from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
 
 RULES: tuple[AlertRule, ...] = get_args(AlertRule)
 FIRST, WINDOW = 16, 512  # steps kept from the run's beginning, and last ones
+MIN_INTERVAL_S = 900.0  # between two alerts of one rule: whoever is called needs that long to look
 RECENT = 8  # steps that stand for "now": a batch or two of odd tasks are no trend
 SKIPPED = 3  # in a row: one is the guard at work; MOST_SKIPPED_IN_A_ROW end the run
 _FINITE = ("loss", "grad_norm", "entropy", "kl")  # metrics of the trainer that are numbers while training is sound

@@ -42,7 +42,7 @@ class FailedAlike(msgspec.Struct, frozen=True, kw_only=True):
 
     Over a window of two steps' worth of groups, 16 at least. A failure for want of infrastructure, which may come back,
     counts as none. Once a step's worth of groups was accepted nothing is looked for any more: what has worked may be
-    out for a while, which ``queue.give_up_after_batches`` is for.
+    out for a while, which `GIVE_UP_AFTER_BATCHES` of the orchestrator is for.
     """
 
     groups_per_step: int

@@ -28,7 +28,6 @@ from headway.records.errors import BudgetExceeded
 
 OpenState = Literal["running", "parked", "finished"]
 OverduePolicy = Literal["wait", "drop", "mask"]
-StaleEnvironment = Literal["restart", "fail"]
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,19 +99,17 @@ def select_batch(
     return groups.select(step, part, named=True)
 
 
-def resumption(
-    environment_version: int, version: int, limit: int | None, policy: StaleEnvironment
-) -> Literal["continue", "restart", "fail"]:
+def resumption(environment_version: int, version: int, limit: int | None) -> Literal["continue", "restart"]:
     """Decide how a parked member resumes at trainer version ``version``: in its kept environment, whose oldest effect
     is from ``environment_version`` (-1: it has none), unless that is staler than ``limit`` versions (None: never);
-    then ``policy`` decides.
+    then it begins anew.
 
     Environment-state staleness has a budget of its own: the tokens of a resumed rollout can be corrected for, but a
     situation that an old policy made can't be.
     """
     if limit is None or environment_version < 0 or version - environment_version <= limit:
         return "continue"
-    return policy
+    return "restart"
 
 
 def _check_all(step: int, version: int, groups: Iterable[int], budget: int) -> None:

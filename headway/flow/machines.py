@@ -47,7 +47,7 @@ async def open_machines(
         folder=new_folder(),
         ports=tuple(cluster.ports),
         certificate=make_certificate() if cluster.encryption == "tls" else "",
-        orphan_s=cluster.orphan_s,
+        orphan_s=cluster.disconnect_timeout_s,
     )
     async with Nodes(
         cluster.address,
@@ -55,7 +55,7 @@ async def open_machines(
         settings.epoch,
         clock,
         local,
-        orphan_s=cluster.orphan_s,
+        orphan_s=cluster.disconnect_timeout_s,
         return_s=cluster.join_timeout_s,
         environment=cluster.environment,
         certificate=settings.certificate,

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headway.config.adapter import AdapterConfig
+from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
@@ -71,9 +72,11 @@ class GeneratorPool:
         restart_limit: int = 5,
         bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
         adapters: Mapping[str, AdapterConfig] | None = None,
+        router: RouterConfig | None = None,
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
-        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: beside the run's."""
+        ``bring_to(weights, node)``: the weights as a node's replicas can read them. ``adapters``: beside the run's.
+        ``router``: in place of the experiment's."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
@@ -82,10 +85,10 @@ class GeneratorPool:
         self._restart_limit = restart_limit
         self._bring_to = bring_to
         self._adapters = adapters
+        self._router_settings = settings = router or RouterConfig.of(experiment.router)
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
             self._add_replica(device)
-        settings = experiment.router
         self._router = Router(self._replicas, settings, clock, self._on_event)
         self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._on_event)
         self._health = Health(
@@ -388,7 +391,7 @@ class GeneratorPool:
             forgiven_after_s=_FORGIVEN_AFTER_S,
             held=lambda: len(replica.calls),
         )
-        replica = Replica(len(self._replicas), slot, self._experiment)
+        replica = Replica(len(self._replicas), slot, self._experiment, self._router_settings)
         self._replicas.append(replica)
         return replica
 

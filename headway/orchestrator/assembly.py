@@ -42,6 +42,8 @@ from headway.telemetry.rollouts.recorder import RolloutRecorder
 
 WrapGenerate = Callable[[Generate], Generate]
 
+_MOST_RESUMES = 2  # a rollout parked so often runs uninterrupted from then on: its tokens get ever older
+
 
 @dataclass(kw_only=True)
 class Actors:
@@ -103,7 +105,7 @@ def assemble(
         experiment.rollout,
         clock,
         run_seed=experiment.run.seed,
-        max_resumes=queue.max_resumes,
+        max_resumes=_MOST_RESUMES,
         resume_gate=parking.wait,
         begin_gate=parking.begin,
         requests=actors.generator,

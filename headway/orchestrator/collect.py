@@ -24,6 +24,8 @@ from headway.runtime.clock import Clock
 from headway.telemetry.ledger import EVENT_MOSTLY_SOLVED, EVENT_NO_PROGRESS
 from headway.telemetry.pages import troubleshooting
 
+GIVE_UP_AFTER_BATCHES = 100  # of groups in a row that end untrained: a filter may keep its luck for long, not so long
+
 
 class Collect:
     """Verifies generated groups and commits them.
@@ -94,7 +96,7 @@ class Collect:
             self._run.event("curriculum_band", what, zero_variance_share=share, groups=move.groups)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
-        """Report that group after group ends untrained; raises NoProgress after ``queue.give_up_after_batches``, and
+        """Report that group after group ends untrained; raises NoProgress after `GIVE_UP_AFTER_BATCHES`, and
         soon where nearly all rollouts fail alike."""
         run, state, queue = self._run, self._run.state, self._run.experiment.queue
         state.fruitless_groups += 1
@@ -106,7 +108,7 @@ class Collect:
             run.event(EVENT_NO_PROGRESS, what, groups=state.fruitless_groups, reason=reason, **state.books.data)
             raise NoProgress(what)
         batches, rest = divmod(state.fruitless_groups, queue.groups_per_step)
-        hopeless = batches >= queue.give_up_after_batches
+        hopeless = batches >= GIVE_UP_AFTER_BATCHES
         news = batches > state.fruitless_batches_said and batches.bit_count() == 1
         if rest or not (hopeless or news):  # said at 1, 2, 4, 8 ... batches, each once a run
             return
@@ -120,7 +122,7 @@ class Collect:
         counts = state.books.data if hopeless else {}
         run.event(name, what, groups=state.fruitless_groups, reason=reason, **counts)
         if hopeless:
-            raise NoProgress(f"{what}; queue.give_up_after_batches = {queue.give_up_after_batches}")
+            raise NoProgress(f"{what}, for {GIVE_UP_AFTER_BATCHES} batches")
 
 
 async def verify_rollouts(

@@ -10,7 +10,6 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
 from headway.records.rollout import Failure, Group, Rollout
-from headway.rollout.makers.turn_sampler import TOO_STALE
 from headway.runtime.bounded_queue import BoundedQueue
 
 Generated = tuple[Group, tuple[Rollout, ...]]
@@ -122,14 +121,10 @@ class Dispatch:
             if (opening := self._run.parking.begin(entry.group.index)) is not None:
                 await opening
             parked = entry.partials.pop(position, None)
-            how = "continue"
-            if parked is not None and parked.episode is not None:  # else it starts anew, whatever its environment held
-                how = self._run.parking.resumption(parked)
-            if how == "fail":
-                rollout = _too_stale(entry.group, position, self._run.clock.now())
-            else:
-                parked = parked if how == "continue" else None
-                rollout = await self._run.rollouts.generate_member(entry.group, position, parked)
+            # without an episode it starts anew, whatever its environment held
+            if parked is not None and parked.episode is not None and self._run.parking.resumption(parked) == "restart":
+                parked = None
+            rollout = await self._run.rollouts.generate_member(entry.group, position, parked)
             self._run.state.member_done(entry)
             own_end = rollout.finish_reason in ("stop", "length")
             entry.lengths[position] = rollout.response_tokens, own_end
@@ -150,17 +145,3 @@ class Dispatch:
                 pruning.forget(entry.group.index)
         with self._run.waits.on("the collect loop", LOOPS, f"group {entry.group.index}"):
             await self._generated.put((entry.group, rollouts))
-
-
-def _too_stale(group: Group, member: int, now: float) -> Rollout:
-    """The failed rollout of a member whose environment was parked by a former process and is too stale to resume."""
-    return Rollout(
-        group=group.index,
-        member=member,
-        prompt_ids=group.prompt_ids,
-        finish_reason="error",
-        failure=Failure(boundary="environment", cause=TOO_STALE, infrastructure=False),
-        opened_s=group.admitted_s,
-        generated_s=now,
-        finished_s=now,
-    )

@@ -51,8 +51,7 @@ class Parking:
 
     def resumption(self, parked: PartialRollout) -> Resumption:
         """How a parked member resumes now, in this process or, after this one's end, in the next."""
-        limit, policy = self._queue.max_environment_staleness, self._queue.stale_environment
-        return resumption(parked.environment_version, self._state.version, limit, policy)
+        return resumption(parked.environment_version, self._state.version, self._queue.max_environment_staleness)
 
     def reopen(self, parked: Iterable[PartialRollout]) -> None:
         """Register the snapshots of rollouts that a former process left parked; remove all other, unused ones."""

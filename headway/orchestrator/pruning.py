@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headway.config import pruning as rules
 from headway.config.pruning import PruningConfig
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.pruning.repetition import NgramWindow, loop_period
@@ -71,7 +72,7 @@ class _Siblings:
 class Pruner:
     """Prunes a run's members as ``[pruning]`` says. Evaluations are never pruned.
 
-    A member is checked (``watch_of``) about every ``every_tokens``; the first pruner that hits it decides, in the
+    A member is checked (``watch_of``) about every ``EVERY_TOKENS``; the first pruner that hits it decides, in the
     order of ``PruningConfig.on``. Verifiers of half a response run in the verifier's processes, one call at a time for
     each member, and block neither it nor the event loop: it generates until the answer arrives. Their failures are
     recorded once for each pruner, and the member continues.
@@ -91,14 +92,14 @@ class Pruner:
         self._lengths = self._distribution()
         self._gained: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.on}
         self._failed: set[str] = set()
-        rules: dict[str, Callable[[_Member], str]] = {
+        asked: dict[str, Callable[[_Member], str]] = {
             "length": self._too_long,
             "relative_length": self._too_long_for_its_group,
             "budget": self._too_late,
             "repetition": self._goes_round,
             "value": self._hopeless,
         }
-        self._rules = [(name, rules[name]) for name in self._settings.on if name in rules]
+        self._rules = [(name, asked[name]) for name in self._settings.on if name in asked]
 
     # --- called by the rollouts ---------------------------------------------------------------------------
 
@@ -107,10 +108,10 @@ class Pruner:
         rule = self._settings.repetition
         window = None
         if rule is not None and rule.repeated_share < 1:
-            window = NgramWindow(rule.window_tokens, rule.ngram)
+            window = NgramWindow(rules.WINDOW_TOKENS, rules.NGRAM)
         entry = _Member(group, member, window=window)
         self._groups.setdefault(group.index, _Siblings()).members[member] = entry
-        return Watch(self._settings.every_tokens, lambda response: self._look(entry, response))
+        return Watch(rules.EVERY_TOKENS, lambda response: self._look(entry, response))
 
     async def finished(self, group: Group, rollout: Rollout) -> Rollout:
         """A rollout that came back from the generator, with its pruning, audit or verdict."""
@@ -182,8 +183,8 @@ class Pruner:
         cap = relative_cap_tokens(
             own_ends,
             times_median=rule.times_median,
-            least_finished=rule.least_finished,
-            least_tokens=rule.least_tokens,
+            least_finished=rules.LEAST_OWN_ENDS,
+            least_tokens=rules.LEAST_TOKENS,
         )
         if cap is None or entry.tokens < cap:
             return ""
@@ -194,7 +195,7 @@ class Pruner:
         assert rule is not None
         (began_s, began_tokens), (now_s, tokens) = entry.looks[0], entry.looks[-1]
         step_s = run.meter.typical_step_s
-        if not step_s or tokens < rule.least_tokens or tokens <= began_tokens or now_s <= began_s:
+        if not step_s or tokens < rules.LEAST_TOKENS or tokens <= began_tokens or now_s <= began_s:
             return ""
         due_s = due_in_s(
             first_version=entry.response.versions[0].version,
@@ -202,7 +203,7 @@ class Pruner:
             version=run.state.version,
             since_step_s=now_s - run.meter.last_step_s,
             step_s=step_s,
-            slack_steps=rule.slack_steps,
+            slack_steps=rules.SLACK_STEPS,
         )
         rate = (tokens - began_tokens) / (now_s - began_s)
         chance = chance_to_end(self._lengths, tokens, due_s * rate)
@@ -216,24 +217,24 @@ class Pruner:
         assert rule is not None
         period = loop_period(
             entry.response.ids,
-            longest_period=rule.longest_period,
+            longest_period=rules.LONGEST_PERIOD,
             repeats=rule.repeats,
-            loop_tokens=rule.loop_tokens,
+            loop_tokens=rules.LOOP_TOKENS,
         )
         if period is not None:
             return f"a loop of {period} token" + ("s" if period > 1 else "")
         share = entry.window.repeated_share if entry.window is not None else 0.0
         if share < rule.repeated_share:
             return ""
-        return f"{share:.0%} of the {rule.ngram}-token runs in the last {rule.window_tokens} tokens are repeated"
+        return f"{share:.0%} of the {rules.NGRAM}-token runs in the last {rules.WINDOW_TOKENS} tokens are repeated"
 
     def _hopeless(self, entry: _Member) -> str:
         rule = self._settings.value
         assert rule is not None
         siblings = self._groups[entry.group.index]
-        if rule.name or not siblings.rewards:
+        if rule.verifier or not siblings.rewards:
             return ""
-        value = solve_probability(siblings.solved, len(siblings.rewards), rule.prior)
+        value = solve_probability(siblings.solved, len(siblings.rewards), rules.PRIOR)
         if value >= rule.below:
             return ""
         return f"solve rate estimated as {value:.2g}: {siblings.solved} of {len(siblings.rewards)} siblings"
@@ -242,8 +243,8 @@ class Pruner:
 
     def _consult(self, entry: _Member) -> None:
         for pruner in self._settings.judges:
-            every_tokens: int = getattr(self._settings, pruner).every_tokens
-            if entry.judge is None and entry.tokens - entry.judged_tokens.get(pruner, 0) >= every_tokens:
+            since = entry.tokens - entry.judged_tokens.get(pruner, 0)
+            if entry.judge is None and since >= rules.JUDGED_EVERY_TOKENS:
                 entry.judged_tokens[pruner] = entry.tokens
                 name = f"prune-{entry.group.index}-{entry.number}"
                 entry.judge = asyncio.create_task(self._ask(entry, pruner, entry.response.ids), name=name)
@@ -278,12 +279,12 @@ class Pruner:
         rule = self._settings.group
         rest = [entry for entry in siblings.members.values() if entry.hit is None]
         finished = len(siblings.rewards)
-        if rule is None or siblings.decided or not rest or finished < rule.least_finished:
+        if rule is None or siblings.decided or not rest or finished < rules.LEAST_AGREEING:
             return
         if not rewards_agree(siblings.rewards):
             return
         # members being verified may differ as well as those that generate
-        confidence = agreement(finished, group.size - finished - siblings.left, rule.prior)
+        confidence = agreement(finished, group.size - finished - siblings.left, rules.PRIOR)
         if confidence < rule.confidence:
             return
         siblings.decided = True

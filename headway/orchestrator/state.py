@@ -78,8 +78,6 @@ class RunState:
     changed: Signal = field(default_factory=Signal)
     running: dict[int, RunningGroup] = field(default_factory=dict)
     finished: dict[int, FinishedGroup] = field(default_factory=dict)  # buffered: verified, committed, not trained
-    # clock when this process opened a group, or reopened it: a former process's clock says nothing here; oldest first
-    opened_s: dict[int, float] = field(default_factory=dict)
     finished_at_s: dict[int, float] = field(default_factory=dict)  # oldest first
     running_rollouts: int = 0  # that hold a slot or wait for one: what concurrency counts
     parked_groups: int = 0
@@ -123,7 +121,6 @@ class RunState:
         """Add a group that starts to generate."""
         index = entry.group.index
         self.running[index] = entry
-        self.opened_s[index] = now_s
         self.running_rollouts += entry.unfinished
         first = max(entry.group.admitted_version, entry.oldest_version)
         self.selectable.add(OpenGroup(index=index, first_version=first, state="running"))
@@ -148,7 +145,6 @@ class RunState:
         index = finished.group.index
         self._stop_running(index)
         self.finished[index], self.finished_at_s[index] = finished, now_s
-        self.opened_s.setdefault(index, now_s)  # of a former process
         newest = max((r.last_version for r in finished.valid), default=finished.first_version)
         self.selectable.add(
             OpenGroup(index=index, first_version=finished.first_version, state="finished", last_version=newest)
@@ -157,11 +153,9 @@ class RunState:
     def batch_group(self, index: int) -> None:
         """Note that a finished group is in a committed part of a batch: nothing but its step ends it any more."""
         self.selectable.remove(index)
-        self.opened_s.pop(index, None)
 
     def close_group(self, index: int) -> RunningGroup | FinishedGroup:
         """Remove a group that has ended, and return its entry."""
-        self.opened_s.pop(index, None)
         self.selectable.remove(index)
         if index in self.finished:
             del self.finished_at_s[index]

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from headway.algorithms.groups.outcome import is_zero_variance
 from headway.buffer.store import GroupBuffer
+from headway.config.curriculum import CurriculumConfig
 from headway.config.schema import Experiment
 from headway.control.curriculum.curriculum import Curriculum, TaskChoice
 from headway.records.curriculum import DRAW_REASONS, BandMove, CurriculumStep, Draw, DrawnGroup, TaskEvidence
@@ -123,7 +124,7 @@ class AdaptiveSelector:
                 self._place.setdefault(task.task_id, (source, number))
         self.curriculum = Curriculum(
             [len(walk.tasks) for walk in self._walks],
-            experiment.curriculum,
+            CurriculumConfig.of(experiment.curriculum),
             group_size=experiment.rollout.group_size,
             rest=experiment.task_rest_groups,
             seed=experiment.run.seed,

@@ -137,14 +137,13 @@ def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) 
     """
     asked = {task.verifier: task for tasks in sets.values() for task in tasks if task.verifier}
     named = {key: _settings_of(key, experiment, task.source) for key, task in asked.items()}
-    return named | {PRUNER_KEY + pruner: settings for pruner, settings in experiment.pruning.judges.items()}
+    judges = experiment.pruning.judges.items()
+    return named | {PRUNER_KEY + kind: _settings_of(key, experiment, PRUNER_KEY + kind) for kind, key in judges}
 
 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:
     if key in experiment.verifiers:
         return experiment.verifiers[key]
-    if key.startswith("{"):
-        return VerifierSettings.model_validate_json(key)
     if key not in VERIFIERS and ":" not in key:
         near = difflib.get_close_matches(key, [*experiment.verifiers, *VERIFIERS], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -94,7 +94,11 @@ async def _train(
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
         epoch = await take_epoch(
-            directory.path, experiment.cluster.orphan_s, clock, take_over=take_over, say=partial(print, file=sys.stderr)
+            directory.path,
+            experiment.cluster.disconnect_timeout_s,
+            clock,
+            take_over=take_over,
+            say=partial(print, file=sys.stderr),
         )
         await stack.enter_async_context(keeping(epoch))
         identity = run_identity(directory.path)

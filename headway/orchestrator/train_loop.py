@@ -31,6 +31,7 @@ from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
 Result = TypeVar("Result")
+_KEPT_SAMPLES = 2  # of a step, for trackers: text takes room, and one reads few
 _SURPLUS = "surplus: a batch was full"
 
 
@@ -117,7 +118,6 @@ class TrainLoop:
         started = run.clock.now()
         while not self._over():
             mark = run.state.changed.count
-            self._end_old()
             due = run.state.selectable.due(run.state.version, part)
             selection = run.state.selectable.select(run.state.version, part) if due else Selection()
             for index in selection.overdue:
@@ -135,30 +135,16 @@ class TrainLoop:
                     run.meter.straggled(run.clock.now() - looked_s)
         return None
 
-    def _end_old(self) -> None:
-        """End the groups that have been open for longer than queue.budget_s."""
-        run, limit_s = self._run, self._run.experiment.queue.budget_s
-        if limit_s is None:
-            return
-        opened_s, now_s = run.state.opened_s, run.clock.now()
-        while opened_s and now_s - opened_s[oldest := next(iter(opened_s))] >= limit_s:
-            self._end(oldest, "overdue", f"open for longer than queue.budget_s = {limit_s:g} s")
-
     def _wake_in_s(self) -> float | None:
-        """Seconds until the time limit passes or a group has been open for too long; None: neither will."""
-        run = self._run
-        limit_s, budget_s = run.experiment.run.time_limit_s, run.experiment.queue.budget_s
-        ends = [] if limit_s is None else [limit_s - run.time_s()]
-        if budget_s is not None and run.state.opened_s:
-            ends.append(next(iter(run.state.opened_s.values())) + budget_s - run.clock.now())
-        return max(0.0, min(ends)) if ends else None
+        """Seconds until the time limit passes; None: there is none."""
+        limit_s = self._run.experiment.run.time_limit_s
+        return None if limit_s is None else max(0.0, limit_s - self._run.time_s())
 
     async def _wait(self, mark: int, part: NextPart) -> None:
         """Wait until the state changes or a deadline passes."""
         limit_s, changed = self._wake_in_s(), self._run.state.changed
         if limit_s is None:
-            aging = self._run.experiment.queue.budget_s is not None  # the first group to open sets a limit
-            await (changed.wait(mark) if aging else changed.wait(mark, lambda: self._due(part)))
+            await changed.wait(mark, lambda: self._due(part))
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -250,7 +236,7 @@ class TrainLoop:
             )
 
     def _keep_samples(self, step: int, samples: Sequence[Sample], ending: Ending) -> None:
-        for sample in samples[: self._run.experiment.ledger.samples_per_step]:
+        for sample in samples[:_KEPT_SAMPLES]:
             self._run.keep_sample(sample_line(self._run, step, sample, ending))
 
     async def _publish_if_due(self) -> None:

@@ -42,7 +42,7 @@ class EnvironmentCounts:
     live_s: float = 0.0
     live_peak: int = 0
     resumed_states: int = 0  # parked rollouts resumed in the sandbox they had
-    restarted_states: int = 0  # parked rollouts restarted from the beginning, as queue.stale_environment says
+    restarted_states: int = 0  # parked rollouts restarted from the beginning, beyond queue.max_environment_staleness
     state_staleness_sum: int = 0  # versions between the oldest turn that a resumed sandbox holds and the resume
     state_staleness_max: int = 0
     tokens_begun_anew: int = 0  # response tokens lost with a sandbox

@@ -45,10 +45,10 @@ _ROLLOUTS, _LEAST_STEPS_SIMULATED = 16_000, 30  # simulated by default, about
 # Sections that are kept as they are, and keys in them that describe a live run alone.
 _KEPT: dict[str, tuple[str, ...]] = {
     "rollout": (),
-    "generator": ("devices", "engine", "dtype", "native_kernels", "prefill_tokens_per_step"),
+    "generator": ("devices", "engine", "dtype", "prefill_tokens_per_step"),
     "queue": (),
     "algorithm": ("preset", "loss"),
-    "weights": ("transport",),
+    "weights": ("exchange",),
     "control": (),
 }
 

@@ -75,9 +75,8 @@ def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
 
 def _source(source: TaskSource) -> str:
     limited = f", the first {source.limit:,}" if source.limit is not None else ""
-    if source.verifier is not None:
-        name = source.verifier if isinstance(source.verifier, str) else source.verifier.name
-        limited += f", verifier {name}"
+    if source.verifier:
+        limited += f", verifier {source.verifier}"
     if source.source == "jsonl":
         return source.path + limited
     if source.source == "datasets":
@@ -87,7 +86,7 @@ def _source(source: TaskSource) -> str:
     if source.source == "function":
         given = ", ".join(f"{name}={value!r}" for name, value in source.parameters.items())
         return f"{source.name}({given}){limited}"
-    return f"reasoning-gym {source.name}, {source.size:,} tasks, seed {source.seed}{limited}"
+    return f"reasoning-gym {source.name}, {source.generated['size']:,} tasks, seed {source.generated['seed']}{limited}"
 
 
 def _evaluation(experiment: Experiment) -> str:

@@ -43,7 +43,7 @@ def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
         )
     injected = SandboxStatistics.total(found).injected
     if injected:
-        sentences.append(f"Faults on purpose (sandbox.inject_faults): {_listed(injected)}.")
+        sentences.append(f"Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): {_listed(injected)}.")
     return sentences
 
 

@@ -12,6 +12,8 @@ from headway.rollout.chat_model import ChatModel, RequestCosts, api_key, complet
 from headway.rollout.lane import Lane
 
 KEY = "environment.models"
+_RETRIES = 2  # of a request that is refused, times out, or has no answer
+_RETRY_S = 1.0  # before the first of them; doubled each time
 
 
 class FixedModels:
@@ -52,14 +54,13 @@ def require_models(settings: Mapping[str, FixedModelConfig], wanted: Sequence[st
 
 
 def _model(name: str, settings: FixedModelConfig) -> ChatModel:
-    said = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
     return ChatModel(
         url=completions_url(settings.address),
         model=settings.model,
         key=api_key(settings.api_key_env, f"{KEY}.{name}.api_key_env"),
         called=f"the model {name}",
         timeout_s=settings.timeout_s,
-        retries=settings.retries,
-        retry_s=settings.retry_s,
-        body={**{key: value for key, value in said.items() if value is not None}, **settings.body},
+        retries=_RETRIES,
+        retry_s=_RETRY_S,
+        body=settings.body,
     )

@@ -24,7 +24,7 @@ from headway.rollout.hosting.agents.host import EX_TEMPFAIL
 from headway.runtime.hooks import is_infrastructure
 from headway.runtime.imports import import_extra
 
-KEY = "environment.verifiers"
+KEY = "environment.parameters"
 PLAYER = "headway.rollout.verifiers_environment:player"
 COLUMN = "verifiers"  # of a row, and so in a task's metadata: {"taskset": its id, "data": fields that aren't defaults}
 _OUTSIDE = ("ProviderError", "InterceptionError", "TunnelError", "SandboxError")  # not the episode's own doing

@@ -210,3 +210,9 @@ def _available_gpus(count: int) -> str:
     if count == 0:
         return "this machine shows no GPU (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it)"
     return f"this machine shows {count} GPU(s), cuda:0" + (f" to cuda:{count - 1}" if count > 1 else "")
+
+
+def native_kernels_wanted() -> bool:
+    """Whether C++ kernels are used on one CPU core, where they can be built; ``HEADWAY_NATIVE_KERNELS=0`` in the
+    environment turns them off, to find out whether a fault is theirs."""
+    return os.environ.get("HEADWAY_NATIVE_KERNELS") != "0"

@@ -28,8 +28,8 @@ def require_local(folder: Path) -> None:
     if kind := network_file_system(folder):
         raise ConfigurationError(
             f"{folder} is on a network file system ({kind}): SQLite's write-ahead log needs memory that all readers "
-            "share, and locks that hold; there buffer.db would be damaged: set cluster.books_directory to a folder on "
-            "a local disk"
+            "share, and locks that hold; there buffer.db would be damaged: set cluster.accounting_directory to a "
+            "folder on a local disk"
         )
 
 

@@ -60,12 +60,12 @@ class RunDirectory:
 
     @property
     def books(self) -> Path:
-        """The folder of buffer.db: as ``cluster.books_directory`` of the stored experiment says, or this one."""
+        """The folder of buffer.db: as ``cluster.accounting_directory`` of the stored experiment says, or this one."""
         try:
             cluster = json.loads(self.config.read_bytes()).get("cluster", {})
         except (OSError, ValueError, AttributeError):  # no run, or a damaged file, which `read_experiment` reports
             return self.path
-        return Path(cluster.get("books_directory") or self.path)
+        return Path(cluster.get("accounting_directory") or self.path)
 
     @property
     def buffer(self) -> Path:
@@ -102,7 +102,7 @@ class RunDirectory:
         """
         self.acquire()
         try:
-            books = Path(experiment.cluster.books_directory or self.path)
+            books = Path(experiment.cluster.accounting_directory or self.path)
             require_local(books)
             stored = self._admit(experiment, resume, books / "buffer.db")
             for folder in (self.checkpoints, self.logs):
@@ -121,17 +121,18 @@ class RunDirectory:
         try:
             books.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"cluster.books_directory = {str(books)!r}: {error.strerror}") from None
-        self._books_lock = FileLock(books / "lock", "cluster.books_directory", books)
+            raise ConfigurationError(f"cluster.accounting_directory = {str(books)!r}: {error.strerror}") from None
+        self._books_lock = FileLock(books / "lock", "cluster.accounting_directory", books)
         self._books_lock.acquire()
 
     def _admit(self, experiment: Experiment, resume: bool, buffer: Path) -> Experiment | None:
         if not self.holds_run():
             if resume:
                 raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
-            if experiment.cluster.books_directory is not None and buffer.exists():
+            if experiment.cluster.accounting_directory is not None and buffer.exists():
                 raise ConfigurationError(
-                    f"cluster.books_directory: {buffer.parent} holds the books of another run; choose another folder"
+                    f"cluster.accounting_directory: {buffer.parent} holds the books of another run; choose "
+                    "another folder"
                 )
             return None
         if not resume:

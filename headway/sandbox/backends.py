@@ -44,6 +44,7 @@ class DaemonSettings(msgspec.Struct, frozen=True):
 
 
 OWN = {"local": NoSettings, "bubblewrap": BubblewrapSettings, "docker": DaemonSettings}
+_MOST_SNAPSHOT_BYTES = 10 << 30  # of parked sandboxes, together
 BUBBLEWRAP = 0, 8  # the first that can forbid user namespaces within
 
 _in_use: list[resolve.Image] = []  # of this process: its sandboxes may start at any time
@@ -77,7 +78,15 @@ def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None
         return _docker(settings, own, run, snapshots)
     program = _bubblewrap(own.program) if settings.backend == "bubblewrap" else ""
     made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
-    return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
+    return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=made)
+
+
+def _snapshot_bytes(folder: Path | None) -> int:
+    """The most that snapshots of parked sandboxes may take in ``folder``: half of what is free where it lies."""
+    if folder is None:
+        return _MOST_SNAPSHOT_BYTES
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    return min(_MOST_SNAPSHOT_BYTES, shutil.disk_usage(there).free // 2)
 
 
 def _bubblewrap(wanted: str) -> str:
@@ -110,7 +119,7 @@ def _docker(settings: SandboxConfig, own: DaemonSettings, run: str, snapshots: P
     made = DockerSettings(
         image=settings.image, url=own.url, runtime=own.runtime, start_timeout_s=settings.start_limit_s
     )
-    return DockerBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
+    return DockerBackend(run=run, snapshots=snapshots, snapshot_bytes=_snapshot_bytes(snapshots), settings=made)
 
 
 def _own(settings: SandboxConfig, kind: type[Any]) -> Any:

@@ -1,13 +1,15 @@
-"""A source of sandboxes that injects infrastructure failures, for drills of a whole run (`sandbox.inject_faults`)."""
+"""A source of sandboxes that injects infrastructure failures, for drills of a whole run (`injected_share`)."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from headway.records.errors import ConfigurationError
 from headway.records.sandbox import Capabilities, SandboxError, SandboxSpec, infrastructure_failure
 from headway.runtime.clock import Clock
 from headway.sandbox.protocol import Sandbox, SandboxSource
@@ -16,6 +18,18 @@ from headway.sandbox.wrapper import SandboxWrapper
 OF_CREATE = ("refused", "slow", "unanswered")
 OF_EXEC = ("lost", "unanswered")
 GRACE_S = 10.0  # beyond a command's own time, until a missing answer is given up, as backends do
+
+SHARE = "HEADWAY_INJECT_SANDBOX_FAULTS"  # environment variable: the share of calls that fail on purpose
+
+
+def injected_share() -> float:
+    """The share of calls that shall fail on purpose, as the environment says; 0 where it doesn't. Raises
+    ConfigurationError."""
+    given = os.environ.get(SHARE) or "0"
+    with contextlib.suppress(ValueError):
+        if 0 <= (share := float(given)) < 1:
+            return share
+    raise ConfigurationError(f"{SHARE} = {given!r}: valid: 0 or more, below 1")
 
 
 class FaultyBackend:

@@ -23,5 +23,5 @@ class RunSandboxes:
         return self._reaper.statistics() if self._reaper is not None else ReaperStatistics()
 
     def injected(self) -> dict[str, int]:
-        """Faults that were injected (``sandbox.inject_faults``), by call and kind."""
+        """Faults that were injected (`faults.SHARE`), by call and kind."""
         return dict(self._faults.injected) if self._faults is not None else {}

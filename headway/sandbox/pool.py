@@ -58,9 +58,7 @@ def pool_settings(settings: config.SandboxConfig) -> PoolSettings:
     return PoolSettings(
         live=settings.live,
         starts=settings.starts,
-        retries=settings.retries,
         start_timeout_s=settings.start_limit_s,
-        hedge_share=settings.hedge_share,
     )
 
 

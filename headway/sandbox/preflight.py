@@ -18,6 +18,7 @@ from headway.records.sandbox import (
     SandboxFinding,
     SandboxSpec,
 )
+from headway.sandbox.faults import SHARE, injected_share
 from headway.sandbox.machine import look, machine_findings
 from headway.sandbox.protocol import Backend, Reaping, Sandbox
 
@@ -42,9 +43,9 @@ async def findings(
     spec = msgspec.structs.replace(settings.spec if spec is None else spec, ttl_s=TTL_S)
     found: list[SandboxFinding] = []
     needed = min(needed, settings.live)
-    if settings.inject_faults:
-        what = f"sandbox.inject_faults = {settings.inject_faults:g}: THAT SHARE OF CALLS FAILS ON PURPOSE, for a drill"
-        found.append(SandboxFinding(what=what, fix="0 for a run that counts", fatal=False))
+    if share := injected_share():
+        what = f"{SHARE} = {share:g}: THAT SHARE OF CALLS FAILS ON PURPOSE, for a drill"
+        found.append(SandboxFinding(what=what, fix="unset it for a run that counts", fatal=False))
     try:
         found += [one async for one in _left_over(backend)]  # first: starting a backend reaps too, without reporting
         said = await backend.preflight(spec, live=needed)

@@ -91,7 +91,9 @@ class SnapshotFolder:
     def full(self) -> SandboxFailure:
         what = f"no room for another snapshot: this run's may have {self.most_bytes} bytes"
         evidence = {"snapshot_bytes": self.most_bytes or 0}
-        return infrastructure_failure(f"{what}; give sandbox.snapshot_bytes more", retry=False, evidence=evidence)
+        return infrastructure_failure(
+            f"{what}, half of what was free; make room in {self.path}", retry=False, evidence=evidence
+        )
 
     def settle(self, one: IncomingSnapshot, freed_bytes: int) -> None:
         """Unregister an incoming snapshot; ``freed_bytes``: its size if dropped, else that of the one it replaced."""

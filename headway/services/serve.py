@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.adapter import AdapterConfig
+from headway.config.endpoint import EndpointConfig
 from headway.config.load import overridden, validate_experiment
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
@@ -57,6 +58,7 @@ from headway.tokens.tokenizer import Tokenizer
 _CONTEXT_TOKENS = 4096  # of a call by default, where the model's context is larger
 _SLOTS = 16
 _SESSIONS = 4096  # named ones at once; the least recently used ends first
+_KEPT_TOKENS = 10_000_000  # of all sessions, about 100 bytes each: the longest unused ends first
 _IDLE_S = 600.0  # a named session ends when it wasn't used for so long
 _SWEEP_S = 15.0
 
@@ -202,9 +204,10 @@ async def served_pool(
 
     tokens = experiment.max_sequence_tokens
     path = experiment.model.path
-    app = App(access, chat, experiment.endpoint, path, tokens, adapters=adapters, metrics=metrics, on_event=on_event)
+    endpoint = EndpointConfig.of(experiment.endpoint)
+    app = App(access, chat, endpoint, path, tokens, adapters=adapters, metrics=metrics, on_event=on_event)
     try:
-        async with serving(app, experiment.endpoint, listener) as address:
+        async with serving(app, endpoint, listener) as address:
             yield address, access
     finally:
         access.seal_all()
@@ -266,7 +269,7 @@ class ServedSessions:
     a call without that header stands alone.
 
     A rollout ends, and is reported, after _IDLE_S without a call, counted from the end of its last one. While all of
-    them together keep more tokens than ``endpoint.kept_tokens``, the least recently used ones end as well.
+    them together keep more tokens than ``most_tokens``, the least recently used ones end as well.
     """
 
     def __init__(
@@ -277,8 +280,11 @@ class ServedSessions:
         clock: Clock,
         keys: tuple[str, ...] = (),
         on_over: Callable[[Session], object] = _ignore,
+        most_tokens: int = _KEPT_TOKENS,
     ) -> None:
         """``sample_of``: as `sampling` returns it. ``keys``: accepted API keys; (): none is needed."""
+        self._endpoint = EndpointConfig.of(experiment.endpoint)
+        self._most_tokens = most_tokens
         self._chat = chat
         self._experiment = experiment
         self._sample_of = sample_of
@@ -308,7 +314,7 @@ class ServedSessions:
             raise RequestRefused(what, param="X-Session-ID")
         self.sweep(spared=(digest, name))
         if (digest, name) not in self._named:
-            if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # all by sessions with open calls
+            if self._kept_tokens > self._most_tokens:  # all by sessions with open calls
                 raise Overloaded(f"the sessions at work have {self._kept_tokens} tokens", _FULL_RETRY_S)
             self._named[digest, name] = _Named(session=self._new(key, name, (digest, name)))
         return self._used((digest, name)).session
@@ -323,7 +329,7 @@ class ServedSessions:
     def sweep(self, spared: _Name | None = None) -> None:
         """End the sessions that are idle for _IDLE_S and, the least recently used first, those beyond the limits on
         sessions and tokens; never one with an open call, nor ``spared``."""
-        now, most_tokens = self._clock.now(), self._experiment.endpoint.kept_tokens
+        now, most_tokens = self._clock.now(), self._most_tokens
         over: list[_Name] = []
         tokens = self._kept_tokens
         for name, named in self._named.items():
@@ -361,11 +367,10 @@ class ServedSessions:
             self._used(name)
 
     def _new(self, key: str, name: str, place: _Name | None = None) -> Session:
-        endpoint = self._experiment.endpoint
         unique = f"{self._salt}-{next(self._serials)}"
-        recorder = Recorder(self._chat, endpoint, self._experiment.max_sequence_tokens, unique)
+        recorder = Recorder(self._chat, self._endpoint, self._experiment.max_sequence_tokens, unique)
         options: dict[str, Any] = {"key": key}
         if place is not None:
             options |= {"on_seal": self._on_over, "on_call_end": functools.partial(self._call_ended, place)}
         sample = self._sample_of(f"session-{unique}" if name else "")
-        return Session(name, recorder, sample, endpoint.call_timeout_s, fixed_sampling=False, **options)
+        return Session(name, recorder, sample, self._endpoint.call_timeout_s, fixed_sampling=False, **options)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
-from headway.config.sources import TaskColumns, TaskSource, VerifierSettings
+from headway.config.sources import TaskColumns, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.runtime.imports import import_extra
@@ -131,7 +130,7 @@ def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
         answer=answer,
         metadata=everything,
         source=source.called,
-        verifier=own or verifier_key(source.verifier),
+        verifier=own or source.verifier,
     )
 
 
@@ -191,22 +190,19 @@ def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: boo
 
 def _metadata_from(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
     """The verifier's metadata besides prompt and answer, in JSON types."""
-    if columns.metadata is not None:
-        kept = {name: require_column(raw, name, where) for name in columns.metadata}
-    else:
-        nested = raw.get("metadata")
-        if nested is None:  # data sets fill a missing struct in with it
-            nested = {}
-        if not isinstance(nested, dict):
-            raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
-        others = _named(columns.answer, "answer"), _named(columns.images, "images")
-        taken = (columns.prompt, *others, "metadata", "verifier")
-        kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
+    nested = raw.get("metadata")
+    if nested is None:  # data sets fill a missing struct in with it
+        nested = {}
+    if not isinstance(nested, dict):
+        raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
+    others = _named(columns.answer, "answer"), _named(columns.images, "images")
+    taken = (columns.prompt, *others, "metadata", "verifier")
+    kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
     for name, value in kept.items():
         if not _is_json(value):
             raise ConfigurationError(
-                f'{where}: "{name}" holds a {type(value).__name__}, which has no JSON form; choose with '
-                "columns.metadata = [...] what the verifier is given"
+                f'{where}: "{name}" holds a {type(value).__name__}, which has no JSON form; leave it '
+                "out with a function of your own: convert = 'module:function'"
             )
     return kept
 
@@ -220,37 +216,23 @@ def _is_json(value: Any) -> bool:
 
 
 def _verifier_key(value: Any, where: str) -> str:
-    """The "verifier" of a row, a name or a table, as ``Task.verifier``."""
-    if value is None or value == "":
-        return ""
-    if isinstance(value, str):
-        return sys.intern(value)
-    try:
-        return verifier_key(VerifierSettings.model_validate(value))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(("verifier", *map(str, first["loc"])))
-        valid = ", ".join(VerifierSettings.model_fields)
-        raise ConfigurationError(
-            f'{where}: "{key}" = {short(first["input"])}: {first["msg"]}; valid: the name of a verifier, or a table of '
-            f"{valid}"
-        ) from None
-
-
-def verifier_key(verifier: str | VerifierSettings | None) -> str:
-    """``Task.verifier`` for a source's or row's choice: a name as it is, a table as canonical JSON, "" for none."""
-    if verifier is None or isinstance(verifier, str):
-        return verifier or ""
-    return sys.intern(json.dumps(verifier.model_dump(), sort_keys=True))
+    """The "verifier" of a row, a name, as ``Task.verifier``."""
+    if value is None or isinstance(value, str):
+        return sys.intern(value or "")
+    raise ConfigurationError(
+        f'{where}: "verifier" = {short(value)}: valid: the name of a verifier; one with parameters is a '
+        "[verifiers.NAME] of the experiment"
+    )
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------
 
 
 def _generate(source: TaskSource) -> Iterator[Task]:
-    dataset = build_generator(source.name, {**source.parameters, "seed": source.seed, "size": source.size})
+    dataset = build_generator(source.name, source.generated)
     name = f"reasoning-gym:{source.name}"
-    for i in range(source.size):
+    own = {key: value for key, value in source.parameters.items() if key not in ("seed", "size")}
+    for i in range(source.generated["size"]):
         try:
             entry = dataset[i]
             packed = pack_entry({key: entry[key] for key in ("question", "answer", "metadata")})
@@ -262,9 +244,9 @@ def _generate(source: TaskSource) -> Iterator[Task]:
             task_id=task_id(prompt, answer),  # an entry's metadata may count the entries, so that none is a repeat
             prompt=prompt,
             answer=answer,
-            metadata={"generator": source.name, "parameters": source.parameters, "entry": packed},
+            metadata={"generator": source.name, "parameters": own, "entry": packed},
             source=source.called,
-            verifier=verifier_key(source.verifier),
+            verifier=source.verifier,
         )
 
 

@@ -32,6 +32,7 @@ from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
 from headway.records.training import OptimiserSettings
+from headway.runtime.devices import native_kernels_wanted
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.adamw import AdamW
@@ -91,7 +92,7 @@ class Learner:
         self.ranks = ranks
         self.settings = settings
         self.dtype = DTYPES[settings.dtype]
-        native_kernels = settings.native_kernels and self.dtype == torch.float32
+        native_kernels = native_kernels_wanted() and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
         self.parameters = list(self._trained().values())
         self.optimiser = AdamW(self.parameters)
@@ -236,9 +237,8 @@ class Learner:
         settings = self.settings
         return OptimiserSettings(
             learning_rate=learning_rate,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            epsilon=settings.epsilon,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.max_grad_norm,
         )

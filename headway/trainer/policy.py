@@ -29,6 +29,7 @@ from headway.algorithms.samples import (
     split_by_group,
 )
 from headway.algorithms.shared_packing import pack_trees
+from headway.config.consistency import KL_HORIZON
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.packed_model import PackedModel
 from headway.records.errors import StepRefused
@@ -72,8 +73,6 @@ class PolicyGradient:
         self.temperature = experiment.rollout.temperature
         self.max_response_tokens = experiment.rollout.max_response_tokens
         self.token_budget = experiment.token_budget
-        queue = experiment.queue
-        self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
         self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
@@ -175,8 +174,7 @@ class PolicyGradient:
         progress = Progress.joined([part.progress for part in parts])
         divisor = 1.0
         if parts[0].divisor is None:
-            fixed = self.algorithm.aggregation == "fixed" and self.algorithm.fixed_denominator_tokens is not None
-            divisor = max(1.0, (max if fixed else sum)(part.total for part in parts))
+            divisor = max(1.0, sum(part.total for part in parts))
             progress.loss /= divisor
         update = self.learner.update(settings, progress.loss / self.learner.ranks.size, divisor)
         bad = [str(number) for number, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
@@ -188,7 +186,7 @@ class PolicyGradient:
     def adapt_kl(self, kl: float | None, samples: int) -> None:
         """Move the KL coefficient towards ``kl_target`` after an applied step of ``samples`` with the measured ``kl``,
         in nats per token; None, or no finite number: nothing was measured. Does nothing without a target."""
-        target, horizon = self.algorithm.kl_target, self.algorithm.kl_horizon
+        target, horizon = self.algorithm.kl_target, KL_HORIZON
         if target is not None and kl is not None and math.isfinite(kl):
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
@@ -235,7 +233,6 @@ class PolicyGradient:
             arrays,
             minibatch,
             max_response_tokens=self.max_response_tokens,
-            fixed_tokens=self.algorithm.fixed_denominator_tokens,
         )
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
@@ -263,8 +260,7 @@ class PolicyGradient:
             keep_n &= step - arrays.versions_n <= self.token_budget
         if start_n is not None and self._masks_by_importance:
             self._mask_by_importance(arrays, start_n, advantages_n, keep_n)
-        old_n = None if self.uncorrected_after is None else step - arrays.versions_n > self.uncorrected_after
-        return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n, old_n=old_n)
+        return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n)
 
     def _mask_by_importance(
         self, arrays: SampleArrays, start_n: np.ndarray, advantages_n: np.ndarray, keep_n: np.ndarray
@@ -330,8 +326,6 @@ class PolicyGradient:
         start_n = prepared.start_n if self.algorithm.proximal != "current" else None
         proximal_m = logprobs_m.detach() if start_n is None else self._tensor(start_n[at])
         behaviour_m = self._tensor(arrays.behaviour_logprobs_n[at])
-        if prepared.old_n is not None:
-            behaviour_m = torch.where(self._tensor(prepared.old_n[at]), proximal_m, behaviour_m)
         return TokenTerms(
             logprobs_m=logprobs_m,
             proximal_m=proximal_m,

@@ -27,7 +27,6 @@ class Prepared:
     keep_n: np.ndarray  # bool: not masked for staleness or importance
     start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, where needed
     reference_n: np.ndarray | None = None  # log-probabilities under the reference model, where there is a KL penalty
-    old_n: np.ndarray | None = None  # bool: trained as if the proximal weights had sampled it
 
     @classmethod
     def joined(cls, parts: Sequence[Prepared]) -> Prepared:

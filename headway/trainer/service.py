@@ -27,6 +27,7 @@ from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
+from headway.runtime.devices import native_kernels_wanted
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
@@ -135,7 +136,7 @@ class TrainerService(ModelService):
         ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
         super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
-        wanted = settings.native_kernels and settings.dtype == "float32" and torch.get_num_threads() == 1
+        wanted = native_kernels_wanted() and settings.dtype == "float32" and torch.get_num_threads() == 1
         if wanted and (reason := why_none(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
         if validated.algorithm.kl_coefficient > 0:

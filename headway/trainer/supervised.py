@@ -34,9 +34,8 @@ class SupervisedService(ModelService):
 
     def __init__(self, context: Any, *, experiment: dict[str, Any], run_id: str) -> None:
         validated = validate_experiment(experiment, "experiment")
-        self.settings = sft = validated.sft
-        own = {"weight_decay": sft.weight_decay, "max_grad_norm": sft.max_grad_norm}
-        super().__init__(context, validated, run_id, validated.trainer.model_copy(update=own))
+        self.settings = validated.sft
+        super().__init__(context, validated, run_id, validated.trainer)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0
         self._token_ids_n = np.zeros(0, np.int32)
@@ -67,7 +66,7 @@ class SupervisedService(ModelService):
         """Mean cross-entropy over the loss tokens of the held-out sequences, nats."""
         arrays, total = self._arrays(self._held_out), 0.0
         with torch.no_grad():
-            for chosen in pack((arrays.lengths_s - 1).tolist(), self.settings.micro_batch_tokens)[0]:
+            for chosen in pack((arrays.lengths_s - 1).tolist(), self.experiment.trainer.micro_batch_tokens)[0]:
                 scores = self.learner.logprobs(slice_micro_batch(arrays, chosen), arrays, 1.0)
                 total -= float(scores.logprobs_m.sum())
         return total / arrays.loss_tokens
@@ -148,7 +147,7 @@ class SupervisedService(ModelService):
         """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns (mean, FLOP spent)."""
         total = flops = 0.0
         lengths = (arrays.lengths_s - 1).tolist()
-        for number, chosen in enumerate(pack(lengths, self.settings.micro_batch_tokens)[0]):
+        for number, chosen in enumerate(pack(lengths, self.experiment.trainer.micro_batch_tokens)[0]):
             batch = slice_micro_batch(arrays, chosen)
             self._drop(f"{self.experiment.run.seed}/{self.version + self.skipped}/{number}")
             loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens

@@ -78,7 +78,7 @@ def test_a_killed_and_resumed_run_ends_with_the_very_same_adapter(inputs: Path, 
 
 
 def test_the_best_adapter_is_scored_merged_and_continued(inputs: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"evaluation": {"before": True, "after": True, "every_steps": 2}, "queue": {"budget": 1}}
+    sections: dict[str, Any] = {"evaluation": {"test": "both", "every_steps": 2}, "queue": {"budget": 1}}
     config = write(
         tmp_path / "first", inputs, run={"steps": 4, "seed": 7}, generator={"update_mode": "finish"}, **sections
     )
@@ -109,7 +109,7 @@ def plain(text: str) -> str:
 def test_bad_input_is_refused_and_nothing_is_changed(inputs: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     initialise_model(other, ["1+2=3"], layers=1, width=32, heads=2, kv_heads=1, intermediate=48, character_level=True)
-    config = write(tmp_path / "run", inputs, run={"steps": 2}, evaluation={"after": True})
+    config = write(tmp_path / "run", inputs, run={"steps": 2}, evaluation={"test": "after"})
     command = tiny_run.train(config)
     assert command.process.returncode == 0, command.output
     run, best = tmp_path / "run" / "run", tmp_path / "run" / "run" / "best"

@@ -41,12 +41,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 def test_run_resumes_from_the_copy_after_its_own_books_are_lost(inputs: Any, tmp_path: Path, fault: str) -> None:
     """Nothing is trained twice, and no group that either side knew of is lost."""
     books, copy = tmp_path / "books", tmp_path / "copy"
-    cluster = {"books_directory": str(books), "replicate_to": f":{copy}"}
+    cluster = {"accounting_directory": str(books), "replicate_to": f":{copy}"}
     config = tiny_run.write_experiment(tmp_path, run={"steps": 8}, cluster=cluster, **inputs)
     assert tiny_run.train(config, fault=fault).process.returncode == -signal.SIGKILL
     shutil.rmtree(books)
     second = f"--cluster.replicate_to=:{books}"
-    command = tiny_run.train(config, "--resume", f"--cluster.books_directory={copy}", second)
+    command = tiny_run.train(config, "--resume", f"--cluster.accounting_directory={copy}", second)
     assert command.process.returncode == 0, command.output
     tiny_run.require_whole(tmp_path / "run", 8)
     report = tiny_run.audited(tmp_path / "run")
@@ -130,7 +130,7 @@ def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inpu
     config = tiny_run.write_experiment(
         tmp_path,
         run={"steps": ENDLESS},
-        cluster={"orphan_s": 5.0, "books_directory": str(tmp_path / "books")},
+        cluster={"disconnect_timeout_s": 5.0, "accounting_directory": str(tmp_path / "books")},
         **inputs,
     )
     run = tmp_path / "run"
@@ -169,7 +169,12 @@ def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inpu
 def test_run_resumes_on_the_node_that_has_the_copy_of_its_books(inputs: Any, tmp_path: Path) -> None:
     """The first machine ends with all of its processes, and its disk is lost; the next copy goes to a third machine."""
     run, books, copy, next_copy = (tmp_path / name for name in ("run", "books", "copy", "next"))
-    cluster = {"address": "10.77.0.1:7400", "nodes": ["b", "c"], "orphan_s": 10.0, "books_directory": str(books)}
+    cluster = {
+        "address": "10.77.0.1:7400",
+        "nodes": ["b", "c"],
+        "disconnect_timeout_s": 10.0,
+        "accounting_directory": str(books),
+    }
     cluster["replicate_to"] = f"b:{copy}"
     config = tiny_run.write_experiment(tmp_path, run={"steps": 300, "directory": str(run)}, cluster=cluster, **inputs)
     with namespaces(3) as (here, there, elsewhere):
@@ -186,7 +191,7 @@ def test_run_resumes_on_the_node_that_has_the_copy_of_its_books(inputs: Any, tmp
         holding.kill()
         holding.wait()
         next_holding = start_agent("10.77.0.2:7400", "c", log=tmp_path / "c.log", namespace=elsewhere)
-        places = {"address": "10.77.0.2:7400", "books_directory": str(copy), "replicate_to": f"c:{next_copy}"}
+        places = {"address": "10.77.0.2:7400", "accounting_directory": str(copy), "replicate_to": f"c:{next_copy}"}
         second = start_run(config, there, "--resume", *(f"--cluster.{key}={value}" for key, value in places.items()))
         output, _ = second.communicate(timeout=120)
         assert second.returncode == 0, output + (tmp_path / "c.log").read_text()
@@ -210,7 +215,7 @@ def test_of_two_resumes_on_two_machines_at_once_one_runs(inputs: Any, tmp_path: 
     config = tiny_run.write_experiment(
         tmp_path,
         run={"steps": ENDLESS, "directory": str(run)},
-        cluster={"orphan_s": 5.0, "books_directory": str(books)},
+        cluster={"disconnect_timeout_s": 5.0, "accounting_directory": str(books)},
         **inputs,
     )
     with namespaces(3) as (here, *others):

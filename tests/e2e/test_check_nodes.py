@@ -47,7 +47,13 @@ def free_address() -> str:
 
 
 def write(folder: Path, inputs: Path, *, cluster: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
-    given = {"address": free_address(), "nodes": ["b"], "orphan_s": 10.0, "join_timeout_s": 30.0, **(cluster or {})}
+    given = {
+        "address": free_address(),
+        "nodes": ["b"],
+        "disconnect_timeout_s": 10.0,
+        "join_timeout_s": 30.0,
+        **(cluster or {}),
+    }
     merged = {"generator": {"devices": ["b/cpu:0"]}, **sections, **tiny_run.inputs_in(inputs)}
     return tiny_run.write_experiment(folder, cluster=given, **merged)
 
@@ -183,7 +189,7 @@ def test_full_disk_and_small_shared_memory_are_found(inputs: Path, tmp_path: Pat
     with agent_of(config, mounts=f"{full}; export TMPDIR={tmp_path}/small"):
         found = look(config)
     assert f"MiB free at {tmp_path}/small/headway-node-b-" in only(found, "error", "cluster.nodes")
-    assert "/dev/shm of node b has no room for" in only(found, "warning", "weights.transport")
+    assert "/dev/shm of node b has no room for" in only(found, "warning", "weights")
 
 
 @needs_namespaces

@@ -73,7 +73,7 @@ def test_best_is_there_whenever_the_summary_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "validated"), [({"before": True, "every_steps": 100}, True), ({"after": True}, False)]
+    ("evaluation", "validated"), [({"test": "before", "every_steps": 100}, True), ({"test": "after"}, False)]
 )
 def test_best_is_there_when_an_evaluation_judges_no_version(
     tmp_path: Path, evaluation: dict[str, Any], validated: bool

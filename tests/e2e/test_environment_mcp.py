@@ -45,6 +45,11 @@ class Adder(Environment):
         return a + 1
 
 
+@pytest.fixture(autouse=True)
+def small_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._RESULT_BYTES", 200_000)
+
+
 def server(**settings: Any) -> dict[str, Any]:
     return {"name": "here", "command": COMMAND, **settings}
 
@@ -161,12 +166,17 @@ def test_only_those_that_are_allowed() -> None:
         ([server(tools=["subtract"])], "Plain", "has no tool 'subtract'; valid: add"),
         ([server(command=["/no/such/program"])], "Plain", "here can't be had: FileNotFoundError"),
         ([server(command=["true"])], "Plain", "here can't be had"),
-        ([server(variables={"LATE": "3"}, start_timeout_s=0.5)], "Plain", "did not start within"),
+        ([server(variables={"LATE": "3"})], "Plain", "did not start within"),
         ([server(passes=["NO_SUCH_VARIABLE"])], "Plain", "no NO_SUCH_VARIABLE"),
         ([{"name": "there", "url": "http://127.0.0.1:9/mcp"}], "Plain", "there can't be had"),
     ],
 )
-def test_what_is_wrong_is_known_before_the_run(servers: list[dict[str, Any]], name: str, what: str) -> None:
+def test_what_is_wrong_is_known_before_the_run(
+    servers: list[dict[str, Any]], name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "did not start within":
+        monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 0.5)
+
     async def main() -> Any:
         await started(*servers, name=f"test_environment_mcp:{name}")
 
@@ -191,9 +201,13 @@ def test_nothing_of_the_environment_reaches_it_unless_listed(monkeypatch: pytest
     assert set(said.split()) - {"LC_CTYPE", MARK} == {"HF_TOKEN", "MODE", "PATH"}
 
 
-def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_server() -> None:
+def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._STARTS_PER_MINUTE", 2)
+
     async def main() -> None:
-        episodes = await started(server(starts_per_minute=2, timeout_s=5))
+        episodes = await started(server(timeout_s=5))
         failures = []
         for number in range(3):
             player = Player(episodes, name=f"7-{number}")
@@ -228,7 +242,7 @@ def test_an_error_that_a_server_answers_with_is_told_and_ends_nobody_elses_calls
 
 
 def odd(**settings: Any) -> dict[str, Any]:
-    return {"name": "odd", "command": [sys.executable, "-c", ODD], "timeout_s": 10, "result_bytes": 200_000, **settings}
+    return {"name": "odd", "command": [sys.executable, "-c", ODD], "timeout_s": 10, **settings}
 
 
 TOO_LONG, WELL = "error: its result is too long: ask for less", "well"
@@ -289,18 +303,19 @@ def test_a_list_of_tools_without_an_end_is_refused() -> None:
         played(main)
 
 
-def test_a_list_of_tools_that_takes_too_long_is_refused() -> None:
-    async def main() -> None:
-        await started(odd(variables={"ENDLESS": "1"}, start_timeout_s=0.5))
+def test_a_list_of_tools_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 0.5)
 
-    with pytest.raises(ConfigurationError, match="takes longer than start_timeout_s"):
+    async def main() -> None:
+        await started(odd(variables={"ENDLESS": "1"}))
+
+    with pytest.raises(ConfigurationError, match=r"takes longer than 0\.5 s"):
         played(main)
 
 
-def test_whoever_gives_up_waiting_for_a_server_stops_no_start() -> None:
-    shared = SharedConnection(
-        ToolServerConfig.model_validate(server(starts_per_minute=1, variables={"LATE": "0.5"})), RealClock()
-    )
+def test_whoever_gives_up_waiting_for_a_server_stops_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._STARTS_PER_MINUTE", 1)
+    shared = SharedConnection(ToolServerConfig.model_validate(server(variables={"LATE": "0.5"})), RealClock())
 
     async def main() -> None:
         for _ in range(3):
@@ -313,14 +328,16 @@ def test_whoever_gives_up_waiting_for_a_server_stops_no_start() -> None:
     played(main)
 
 
-def test_more_starts_than_a_minute_may_have_wait_for_the_next_one() -> None:
+def test_more_starts_than_a_minute_may_have_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._STARTS_PER_MINUTE", 1)
+
     class Clock(RealClock):
         slept: ClassVar[list[float]] = []
 
         async def sleep(self, seconds: float) -> None:
             self.slept.append(seconds)
 
-    shared = SharedConnection(ToolServerConfig.model_validate(server(starts_per_minute=1)), Clock())
+    shared = SharedConnection(ToolServerConfig.model_validate(server()), Clock())
 
     async def main() -> None:
         first = await shared.connection()
@@ -356,7 +373,7 @@ def test_a_slow_tool_is_told_and_a_server_that_hangs_is_replaced(monkeypatch: py
 
 
 def test_huge_results_are_shortened_or_refused() -> None:
-    one = server(result_bytes=200_000)
+    one = server()
     calls = [("long", '{"characters": 50000}'), ("long", '{"characters": 5000000}'), ("add", '{"a": 1, "b": 1}')]
     said = asks(lambda: started(one, tool_result_characters=1000), *calls)
     assert 1000 < len(said[0]) < 1100
@@ -366,9 +383,9 @@ def test_huge_results_are_shortened_or_refused() -> None:
 
 
 def test_huge_results_over_http_are_refused_too(address: tuple[str, Any]) -> None:
-    one = {"name": "there", "url": address[0], "result_bytes": 200_000}
+    one = {"name": "there", "url": address[0]}
     calls = [("long", '{"characters": 5000000}'), ("add", '{"a": 1, "b": 1}'), ("long", '{"characters": 5000}')]
-    said = asks(lambda: started(one, max_calls=3), *calls)
+    said = asks(lambda: started(one), *calls)
     assert said[0] == "error: its result can't be read, or is too long: ask for less"
     assert said[1] == "2"
     assert len(said[2]) == 5000

@@ -58,7 +58,7 @@ def experiment(folder: Path, tmp_path: Path, **sections: dict[str, Any]) -> Path
             "sandbox": {"live": 12, "limits": {"memory_bytes": 96 << 20, "disk_bytes": 16 << 20}},
             "rollout": {"group_size": 2, "max_prompt_tokens": 100, "max_response_tokens": 900, "timeout_s": 60},
             "generator": {"slots": 16, "update_mode": "abort"},
-            "queue": {"groups_per_step": 3, "budget": 3, "max_resumes": 8, "filter_zero_variance": False},
+            "queue": {"groups_per_step": 3, "budget": 3, "filter_zero_variance": False},
             "hooks": {"group_meta": "diary:keep"},
             **sections,
         },
@@ -112,7 +112,7 @@ def require_nothing_parked(run: Path) -> None:
 
 
 def test_parked_by_weights_and_by_full_batches(folder: Path, tmp_path: Path) -> None:
-    queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3, "max_resumes": 8}
+    queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3}
     queue |= {"filter_zero_variance": False}
     run = {"steps": 10, "directory": str(tmp_path / "run")}
     config = experiment(folder, tmp_path, queue=queue, run=run, **repairing(folder))
@@ -155,7 +155,7 @@ KILLS = ("parked:4", "published:2", "parked:3", "step-completed:2")
 
 @pytest.mark.slow
 def test_killed_while_some_are_parked(folder: Path, tmp_path: Path) -> None:
-    queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3, "max_resumes": 8}
+    queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3}
     queue |= {"filter_zero_variance": False}
     run = {"steps": 1000, "directory": str(tmp_path / "run")}  # on a busy machine many batches park none
     config = experiment(folder, tmp_path, queue=queue, run=run, **repairing(folder))
@@ -177,14 +177,15 @@ def test_killed_while_some_are_parked(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_faults_on_purpose_poison_no_reward(folder: Path, tmp_path: Path) -> None:
+def test_faults_on_purpose_poison_no_reward(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of a sandbox in ten fails. Whatever has a reward was played to its end without such a failure: it has
     all its lines, and its reward is what its own tokens say."""
+    monkeypatch.setenv("HEADWAY_INJECT_SANDBOX_FAULTS", "0.1")
     config = experiment(
         folder,
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 4},
-        sandbox={"live": 12, "inject_faults": 0.1, "exec_timeout_s": 1, "start_timeout_s": 5},
+        sandbox={"live": 12, "exec_timeout_s": 1, "start_timeout_s": 5},
         rollout={"group_size": 2, "max_prompt_tokens": 100, "max_response_tokens": 900, "timeout_s": 60, "retries": 4},
     )
     command = tiny_run.train(config, limit_s=200)

@@ -33,7 +33,7 @@ def cluster_of(launcher: str, place: str, **more: Any) -> dict[str, Any]:
         "launcher": launcher,
         "nodes": {"b": place},
         "command": COMMAND,
-        "orphan_s": 10.0,
+        "disconnect_timeout_s": 10.0,
         "join_timeout_s": 30.0,
         **more,
     }

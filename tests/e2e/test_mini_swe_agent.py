@@ -121,7 +121,7 @@ def rollouts_of(folder: Path, scratch: Path, prompt: str, members: int, **model:
     sections = {
         "environment": {
             "name": "agent",
-            "command": [*command, "-o", f"{scratch}/{{rollout}}.json"],
+            "agent": [*command, "-o", f"{scratch}/{{rollout}}.json"],
             "variables": variables,
         },
         "rollout": {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import tiny_run
 from page_answers import words
 
+from headway.config.control import KnobName
 from headway.control.tuning.move_outcome import MEASURED
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
 from headway.trainer.checkpoints import checkpoint_path
@@ -118,7 +120,7 @@ def test_a_move_that_fails_is_taken_back(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_move_that_makes_the_run_slower_is_reverted_once(folder: Path, tmp_path: Path) -> None:
-    control = {"mode": "act", "devices": "move", "interval_steps": 100_000}  # comes to no decision of its own
+    control = {"mode": "act", "devices": "move", "pin": list(get_args(KnobName))}  # comes to no decision of its own
     config = tiny_run.write_experiment(tmp_path, run={"steps": 50}, control=control, **tiny_run.inputs_in(folder))
     command = tiny_run.train(config, moves=[(2, ["cpu:1"], ["cpu:0"], 1e6)])  # as if it had been a million samples/s
     assert command.process.returncode == 0, command.output

@@ -61,7 +61,7 @@ def newest_weights(run: Path) -> bytes:
 def write_cluster_experiment(folder: Path, inputs: Any, **sections: dict[str, Any]) -> Path:
     merged = {**inputs, **sections}
     generator = {**merged.pop("generator", {}), "devices": ["b/cpu:0"]}
-    cluster = {"address": ADDRESS, "nodes": ["b"], "orphan_s": 10.0, **merged.pop("cluster", {})}
+    cluster = {"address": ADDRESS, "nodes": ["b"], "disconnect_timeout_s": 10.0, **merged.pop("cluster", {})}
     return tiny_run.write_experiment(folder, generator=generator, cluster=cluster, **merged)
 
 
@@ -117,7 +117,7 @@ def test_sides_that_offload_on_another_machine_train_the_weights_of_one(inputs: 
 @pytest.mark.slow
 def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
-        tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 20.0}
+        tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, cluster={"disconnect_timeout_s": 20.0}
     )
     with namespaces() as (here, there):
         agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)
@@ -151,7 +151,7 @@ def test_after_a_partition_one_trainer_is_left(inputs: Any, tmp_path: Path, orph
         run={"steps": ENDLESS, "directory": str(tmp_path / "run")},
         generator={},
         trainer={"devices": ["b/cpu:1"]},
-        cluster={"orphan_s": orphan_s},
+        cluster={"disconnect_timeout_s": orphan_s},
         checkpoint={"every_steps": 5},
     )
     run_folder = tmp_path / "run"
@@ -213,7 +213,7 @@ def test_a_node_that_offers_a_device_in_mid_run_is_used(inputs: Any, tmp_path: P
 @pytest.mark.slow
 def test_a_lost_node_comes_back_and_the_run_goes_on(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
-        tmp_path, inputs, run={"steps": 40, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 5.0}
+        tmp_path, inputs, run={"steps": 40, "directory": str(tmp_path / "run")}, cluster={"disconnect_timeout_s": 5.0}
     )
     with namespaces() as (here, there):
         agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)

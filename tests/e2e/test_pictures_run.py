@@ -48,7 +48,7 @@ def written(folder: Path, kind: str = "Gemma3", tasks: int = 12, **sections: dic
 @pytest.mark.parametrize("kind", ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow)])
 def test_trainer_and_engine_are_shown_the_same(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
-    command = tiny_run.train(written(tmp_path, kind, evaluation={"every_steps": 2, "before": False, "after": False}))
+    command = tiny_run.train(written(tmp_path, kind, evaluation={"every_steps": 2, "test": "never"}))
     assert command.process.returncode == 0, command.output
     tiny_run.require_whole(run, STEPS)
     tiny_run.require_nothing_left(command)
@@ -88,7 +88,7 @@ def test_a_killed_run_trains_its_last_steps_again_with_their_pictures(tmp_path: 
 
 
 def test_pictures_that_cannot_be_decoded_fail_their_groups_alone(tmp_path: Path) -> None:
-    sections = {"evaluation": {"every_steps": 2, "before": False, "after": False}, "run": {"steps": 3}}
+    sections = {"evaluation": {"every_steps": 2, "test": "never"}, "run": {"steps": 3}}
     config, run = written(tmp_path, tasks=4, **sections), tmp_path / "run"
     for number, name in ((1, "tasks.jsonl"), (1002, "held_out.jsonl")):  # of four each
         picture = tmp_path / "dots" / f"{number}.jpg"

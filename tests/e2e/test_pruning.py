@@ -32,10 +32,12 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
         tmp_path,
         **paths,
         rollout={"max_response_tokens": LONGEST, "temperature": 0.05},
-        pruning={"every_tokens": 8, "audit_share": 0.2},
-        **{
-            "pruning.repetition": {"loop_tokens": 200, "longest_period": 24, "repeated_share": 1.0},
-            "pruning.verifier": {"name": "tiny_verifiers:odd_is_wrong", "every_tokens": 8},
+        pruning={
+            "audit_share": 0.2,
+            "pruners": [
+                {"kind": "repetition", "repeats": 10, "repeated_share": 1.0},
+                {"kind": "verifier", "verifier": "tiny_verifiers:odd_is_wrong"},
+            ],
         },
     )
     ended = train(config)
@@ -61,7 +63,7 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
     whole = [sample for sample in kept if sample["pruned"] and sample["pruned"]["audited"]]
     assert stopped
     assert all(s["finish_reason"] == "abort" and s["ending"] == "trained" for s in stopped)
-    assert all(200 <= s["pruned"]["at_tokens"] <= sum(n for _, n in s["versions"]) < LONGEST for s in stopped)
+    assert all(64 <= s["pruned"]["at_tokens"] <= sum(n for _, n in s["versions"]) < LONGEST for s in stopped)
     assert all(s["finish_reason"] in ("stop", "length") for s in whole)
     shown = " ".join(output_of("show", run).replace("│", " ").split())  # without the frames' line breaks
     assert "pruned by repetition at" in shown
@@ -76,8 +78,8 @@ def test_a_judge_that_is_not_there_is_refused(inputs: Path, tmp_path: Path) -> N
         model={"path": str(inputs / "model")},
         **{
             "tasks.train": {"path": str(inputs / "tasks.jsonl")},
-            "pruning.value": {"name": "no_such:judge", "every_tokens": 2},
-            "pruning": {"every_tokens": 2},
+            "pruning": {"pruners": [{"kind": "value", "verifier": "no_such:judge"}]},
+            "rollout": {"max_response_tokens": 100},
         },
     )
     assert "pruning.value.name = 'no_such:judge'" in refused("train", config, "--quiet")

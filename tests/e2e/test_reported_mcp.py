@@ -75,11 +75,16 @@ async def started(pages: str = "one", **settings: Any) -> Any:
     return episodes
 
 
+@pytest.fixture(autouse=True)
+def small_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._RESULT_BYTES", 100_000)
+
+
 def asked(line: str, long: int = 0) -> tuple[str, Any, bool, float]:
     """(what the model is told, the rollout's failure, whether the same server answers the next call, seconds)."""
 
     async def main() -> tuple[str, Any, bool, float]:
-        episodes = await started(result_bytes=100_000)
+        episodes = await started()
         player, other = Player(episodes), Player(episodes, name="7-1")
         await player.begin()
         await other.begin()
@@ -180,10 +185,12 @@ def test_a_whole_character_in_two_halves_is_one() -> None:
 
 
 @pytest.mark.parametrize("pages", ["the same", "another each time", "empty", "slow", "long"])
-def test_a_list_of_tools_without_an_end_is_refused(pages: str) -> None:
+def test_a_list_of_tools_without_an_end_is_refused(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.hosting.mcp.servers._START_S", 2.0)
+
     async def main() -> None:
         async with asyncio.timeout(10):
-            await started(pages, start_timeout_s=2)
+            await started(pages)
 
     with pytest.raises(ConfigurationError, match="odd"):
         played(main)

@@ -293,7 +293,9 @@ def test_a_living_owners_sandboxes_are_listed_whatever_made_them(tmp_path: Path,
     run(main)
 
 
-def test_a_long_run_cleans_up_after_owners_that_die_meanwhile(tmp_path: Path):
+def test_a_long_run_cleans_up_after_owners_that_die_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.orchestrator.actors.sandboxes._REAP_EVERY_S", 0.1)
+
     async def main():
         async with opened(local(tmp_path)) as box:
             owner = await asyncio.to_thread(start_owner, tmp_path)
@@ -302,7 +304,7 @@ def test_a_long_run_cleans_up_after_owners_that_die_meanwhile(tmp_path: Path):
             os.kill(owner.pid, signal.SIGSTOP)
             os.kill(msgspec.json.decode((folder / "owner.json").read_bytes())["zygote_pid"], signal.SIGKILL)
             end(owner)
-            async with open_sandboxes(SandboxConfig(reap_every_s=0.1), RealClock(), backend=local(tmp_path)) as run_:
+            async with open_sandboxes(SandboxConfig(), RealClock(), backend=local(tmp_path)) as run_:
                 for _ in range(600):
                     await asyncio.sleep(0.05)
                     if run_.reaped().owners:

@@ -237,7 +237,7 @@ def test_stop_in_mid_job_leaves_no_process(tmp_path: Path):
 
 def test_reasoning_gym_through_the_pool(tmp_path: Path):
     async def main() -> None:
-        source = {"source": "reasoning-gym", "name": "rearc", "size": 2, "seed": 1}
+        source = {"source": "reasoning-gym", "name": "rearc", "parameters": {"size": 2, "seed": 1}}
         async with pool(tmp_path, timeout_s=20.0, name="reasoning-gym", parameters={}) as verifiers:
             for task in load_tasks(TaskSource.model_validate(source)):
                 right, wrong = await verifiers.verify(task, [task.answer, "no board"])

@@ -44,7 +44,7 @@ TASKS = {"source": "function", "name": "headway.rollout.verifiers_environment:ta
 
 def sections(**environment: Any) -> dict[str, dict[str, Any]]:
     return {
-        "environment": {"name": "verifiers", "verifiers": {"taskset": {"id": "lucky-digits"}, **environment}},
+        "environment": {"name": "verifiers", "parameters": {"taskset": {"id": "lucky-digits"}, **environment}},
         "rollout": {"group_size": 8, "max_prompt_tokens": 40, "max_response_tokens": 40, "temperature": 0.8},
         "model": {"template": "chat"},
     }
@@ -112,10 +112,10 @@ def test_environments_that_are_refused() -> None:
             load({"taskset": {"id": "lucky-digits"}, **settings})
         return str(error.value)
 
-    assert "environment.verifiers: ModuleNotFoundError: taskset 'nobodys'" in because(taskset={"id": "nobodys"})
+    assert "environment.parameters: ModuleNotFoundError: taskset 'nobodys'" in because(taskset={"id": "nobodys"})
     assert "agnt" in because(agnt={})
     assert "agent.retries: an attempt that is made anew" in because(agent={"retries": {"max_retries": 1}})
-    assert "environment.verifiers.retries" in because(retries={"max_retries": 1})
+    assert "environment.parameters.retries" in because(retries={"max_retries": 1})
     assert "of agent these have none: no role" in because(agent={"client": {"type": "eval"}})
     loaded = load({"taskset": {"id": "lucky-digits"}})
     assert loaded.environment.config.agent.runtime.type == "subprocess"
@@ -217,9 +217,9 @@ def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path) -> None:
 def test_checked_before_a_run(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"tasks.train": {**TASKS, "path": None, "parameters": {"id": "lucky-digits"}}}
     verifiers = {"taskset": {"id": "lucky-digits", "number": 3}}
-    wrong = {"environment": {"name": "verifiers", "verifiers": verifiers}}
+    wrong = {"environment": {"name": "verifiers", "parameters": verifiers}}
     broken = write_experiment(inputs, **{**sections(), **wrong, **source})
-    assert "environment.verifiers" in refused("check", broken, "--no-calibrate")
+    assert "environment.parameters" in refused("check", broken, "--no-calibrate")
     shadow = tmp_path / "shadow" / "verifiers"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ImportError('not here')")

@@ -391,8 +391,6 @@ def test_weights_and_divisors() -> None:
         weights = weighting(name, arrays, two, max_response_tokens=10)  # type: ignore[arg-type]
         assert weights.divisor == divisor
         assert weights.weights_s.tolist() == ([0.5, 1, 0.25, 1] if name == "seq_mean_token_mean" else [1, 1, 1, 1])
-    assert weighting("fixed", arrays, two, max_response_tokens=10, fixed_tokens=30).divisor == 15.0
-    assert weighting("fixed", arrays, two, max_response_tokens=10, fixed_tokens=1).divisor == 1.0
 
 
 @every_aggregation

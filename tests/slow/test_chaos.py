@@ -130,7 +130,7 @@ def test_killed_while_the_best_weights_are_replaced(folder: Path, tmp_path: Path
     config = tiny_run.write_experiment(
         tmp_path,
         run={"steps": 2},
-        evaluation={"before": False, "after": True},
+        evaluation={"test": "after"},
         **tiny_run.inputs_in(folder),
         **{"tasks.test": {"path": str(tasks)}},
     )

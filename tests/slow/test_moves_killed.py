@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import tiny_run
 
+from headway.config.control import KnobName
 from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
 from tests.slow.test_chaos import completed_steps
 
@@ -29,7 +31,7 @@ PLACES = (
 )
 VICTIMS = ("trainer-", "generator-", "verifier-", "orchestrator")
 # The controller is on, so that a resume keeps the placement, and comes to no decision of its own.
-MOVING = {"mode": "act", "devices": "move", "interval_steps": 100_000}
+MOVING = {"mode": "act", "devices": "move", "pin": list(get_args(KnobName))}
 
 
 def moves_begun(command: tiny_run.Command) -> int:

@@ -201,7 +201,7 @@ def play(folder: Path, seed: int, faults: tuple[str, ...] = ()) -> Cluster:
         run={"steps": 1_000_000, "directory": str(folder / "run")},
         generator={"devices": ["cpu:0", "b/cpu:0"]},
         verifier={"name": "tiny_verifiers:parity", "workers": 2, "nodes": ["", "b"]},
-        cluster={"address": ADDRESS, "nodes": ["b"], "orphan_s": ORPHAN_S, "join_timeout_s": 60.0},
+        cluster={"address": ADDRESS, "nodes": ["b"], "disconnect_timeout_s": ORPHAN_S, "join_timeout_s": 60.0},
         checkpoint={"every_steps": 20},
     )
     with namespaces(3) as names:

@@ -132,7 +132,7 @@ def test_ten_faults_by_seed(tmp_path: Path, seed: int) -> None:
             "launcher": "ray",
             "nodes": {"b": "", "c": ""},
             "environment": {"CHAOS_RUN": str(run)},
-            "orphan_s": 8.0,
+            "disconnect_timeout_s": 8.0,
         },
         checkpoint={"every_steps": 100},
     )

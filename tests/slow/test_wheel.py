@@ -112,7 +112,7 @@ def test_project_works_outside_the_repository(template: str, headway: Path, tmp_
 
 @pytest.mark.long  # test_tutorial.py begins with it
 def test_quickstart_in_short_outside_the_repository(headway: Path, tmp_path: Path) -> None:
-    short = ("--sft.steps=5", "--run.steps=2", "--evaluation.before=false", "--evaluation.after=false")
+    short = ("--sft.steps=5", "--run.steps=2", "--evaluation.test=never")
     said = run(headway, "quickstart", *short, cwd=tmp_path)
     assert "\n$ headway train runs/arithmetic-0/experiment.toml" in said
     assert "Do the books balance?  Balanced" in said

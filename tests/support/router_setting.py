@@ -9,6 +9,7 @@ from typing import Any
 from fake_worker import FakeLauncher
 
 from headway.config.load import validate_experiment
+from headway.config.router import RouterConfig
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
 from headway.records.generation import GenerationRequest, GenerationResult, PublishedWeights, SamplingParameters
@@ -37,17 +38,17 @@ class Setting:
                     "update_mode": mode,
                 },
                 "trainer": {"devices": ["cpu:1"]},
-                "router": {"health_interval_s": 1.0, "health_timeout_s": 3.0, **(router or {})},
             },
             "test",
         )
+        settings = RouterConfig(**{"health_interval_s": 1.0, "health_timeout_s": 3.0, **(router or {})})
         costs = ReplicaCosts(token_s=0.1, slots=slots)
         self.launcher = FakeLauncher(
             clock,
             costs,
             **{"length_of": lambda one: one.sampling.seed % 100, "on_submit": self._note, **options},
         )
-        self.pool = GeneratorPool(self.launcher, experiment, clock, on_event=self._event)
+        self.pool = GeneratorPool(self.launcher, experiment, clock, on_event=self._event, router=settings)
         self.jobs: list[asyncio.Task[GenerationResult]] = []
 
     def _event(self, name: str, detail: str, /, **data: Any) -> None:

@@ -22,7 +22,7 @@ from headway.sandbox.backends import backend_of
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.pool import SandboxPool, pool_settings
 
-SMALL = {"memory_bytes": 96 * MIB, "disk_bytes": 24 * MIB, "inodes": 3000, "processes": 48}
+SMALL = {"memory_bytes": 96 * MIB, "disk_bytes": 24 * MIB, "processes": 48}
 Turn = str | list[tuple[str, dict[str, Any]]]  # what the policy says, or the tools it calls
 
 

@@ -67,7 +67,7 @@ def experiment_of(folder: Path, **sections: dict[str, Any]) -> Experiment:
         "run": {"directory": str(folder), "steps": 12},
         "model": {"path": "none"},
         "tasks": {"train": {"path": "none"}},
-        "evaluation": {"before": False, "after": False},
+        "evaluation": {"test": "never"},
         "checkpoint": {"every_steps": 5},
     }
     for name, section in sections.items():

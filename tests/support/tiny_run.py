@@ -57,7 +57,7 @@ def write_experiment(folder: Path, **sections: dict[str, Any]) -> Path:
         "trainer": {"learning_rate": 2e-3},
         "queue": {"groups_per_step": 4, "budget": 2, "filter_zero_variance": False},
         "checkpoint": {"every_steps": 3},
-        "evaluation": {"before": False, "after": False},
+        "evaluation": {"test": "never"},
         "ledger": {"trackers": []},
     }
     for name, values in sections.items():

@@ -16,6 +16,8 @@ from headway.records.rollout import Branch, FinishedGroup, Rollout, Sample
 from headway.records.tokens import TokenMask
 from headway.records.training import TrainBatch
 
+_OVERLONG_PENALTY = 1.0  # reward taken from a response at the limit, over whose last fifth it rises (DAPO, 2025)
+
 _Sequence = TypeVar("_Sequence", Rollout, Branch)
 
 
@@ -73,8 +75,7 @@ def length_cost(rollout: Rollout, experiment: Experiment) -> float:
     algorithm, limit = experiment.algorithm, experiment.rollout.max_response_tokens
     if algorithm.overlong != "penalty":
         return 0.0
-    buffer = algorithm.overlong_buffer_tokens or max(1, limit // 5)
-    return algorithm.overlong_penalty * overlong_penalty(len(rollout.response_ids), limit, buffer)
+    return _OVERLONG_PENALTY * overlong_penalty(len(rollout.response_ids), limit, max(1, limit // 5))
 
 
 def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:

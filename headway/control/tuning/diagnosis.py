@@ -385,7 +385,7 @@ def _of_the_generator(
     model: QueueModel, experiment: Experiment, shape: RunShape, *, larger: bool = True
 ) -> Iterator[_Candidate]:
     fixed = experiment.queue.max_concurrent_rollouts
-    ahead = experiment.generator.queue_ahead_groups * shape.group_size
+    ahead = experiment.generator.prefetch_groups * shape.group_size
     if model.slots < shape.slots:
         kv = shape.slots * shape.max_sequence_tokens
         settings = {"generator.kv_capacity_tokens": str(kv)}

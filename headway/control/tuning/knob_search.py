@@ -31,6 +31,9 @@ _OF_THE_GENERATOR = ("decode_fixed_s", "decode_request_s", "delay_s", "environme
 _CLIMB = 0.01  # relative: least difference at which a simulated rate counts as higher
 
 
+_MOST_VERIFIERS = 8  # that it may set, where cores and free memory suffice: rewards are seldom more work
+
+
 class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits within which the controller moves the knobs."""
 
@@ -47,9 +50,9 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     switch_s: dict[str, float] = {}  # measured: "verifier_workers", "devices"; absent: not known
     shared: tuple[int, ...] = ()  # replicas on the trainer's devices, where others are left to generate
     pinned: frozenset[KnobName] = frozenset()
-    interval_steps: int = 2
-    length_bias_limit: float = 0.1
-    tolerance: float = 0.01
+    interval_steps: int = 2  # least number between two decisions, which are based on these: one alone is noise
+    length_bias_limit: float = 0.1  # KS due to scheduling; beyond it no load is added
+    tolerance: float = 0.01  # share of the rate given up for younger samples: no more than it is measured to
 
     @property
     def patience_steps(self) -> int:
@@ -117,18 +120,13 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = (), *, alike: bool
         largest_group=experiment.largest_group,
         most_open=queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups,
         least_open=queue.groups_per_step,
-        most_steps_per_publish=max(
-            experiment.weights.steps_per_publish, min(control.max_steps_per_publish, queue.budget + 1)
-        ),
+        most_steps_per_publish=max(experiment.weights.steps_per_publish, queue.budget + 1),
         least_verifiers=verifiers,
-        most_verifiers=max(verifiers, control.max_verifier_workers),
+        most_verifiers=max(verifiers, _MOST_VERIFIERS),
         splits=every_split(experiment) if moves else splits,
         moves=moves,
         shared=resting,
         pinned=frozenset(control.pin),
-        interval_steps=control.interval_steps,
-        length_bias_limit=control.length_bias_limit,
-        tolerance=control.staleness_tolerance,
     )
 
 

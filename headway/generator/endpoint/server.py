@@ -45,8 +45,8 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
     connections, files = min(settings.connections, _room()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if connections < settings.connections:
         _log.warning(
-            "endpoint.connections = %d: this process may open %d files (ulimit -n), so %d connections stay open; those "
-            "that were never used are closed for others", settings.connections, files, connections,
+            "%d connections may be open: this process may open %d files (ulimit -n), so %d stay open; those that "
+            "were never used are closed for others", settings.connections, files, connections,
         )  # fmt: skip
     most = {"most_connections": settings.connections, "room": connections}
     limits = {**most, "timeout_s": settings.body_timeout_s, "idle": dict[_Protocol, None]()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.adapter import AdapterConfig
+from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.calls import OpenRequest
@@ -18,7 +19,7 @@ from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
 from headway.records.trace import EngineSteps, Span
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import native_kernels_wanted, parse_device
 from headway.runtime.fork_server import LEARNING
 from headway.runtime.retries import Breaker
 from headway.runtime.worker_slots import WorkerSlot, own_cause
@@ -34,12 +35,12 @@ class Replica:
     """State of a replica: *starting* -> *live* -> *starting* again after a death, *lost* after too many deaths, or
     *left* after it was drained."""
 
-    def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment) -> None:
+    def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment, router: RouterConfig) -> None:
         generator = experiment.generator
         self.index = index
         self.slot = slot
         self.node = parse_device(slot.spec.device).node
-        self.breaker = Breaker(experiment.router)
+        self.breaker = Breaker(router)
         self.resting = False  # takes no requests while another is live
         self.lent = False  # paused: another computes on its device now
         self.returned = asyncio.Event()  # cleared while its memory makes room for another's
@@ -159,7 +160,7 @@ def replica_spec(
             "seed": experiment.run.seed,
             "adapter_revisions": experiment.queue.budget + 2,
             "dtype": settings.dtype,
-            "native_kernels": settings.native_kernels,
+            "native_kernels": native_kernels_wanted(),
             "prefill_tokens_per_step": settings.prefill_tokens_per_step,
             "slots": settings.slots,
             "max_context_tokens": experiment.max_sequence_tokens,
@@ -168,7 +169,7 @@ def replica_spec(
             "engine": settings.engine,
             "engine_arguments": settings.engine_arguments | ({"enable_sleep_mode": True} if sleeps else {}),
             "probe_every_updates": settings.probe_every_updates,
-            "exchange_directory": settings.exchange_directory,
+            "exchange_directory": experiment.weights.exchange,
             "offload_directory": experiment.run.directory,
             "pixels_directory": str(Path(experiment.run.directory) / FOLDER),
             "return_experts": replayed_routing(experiment) is not None,

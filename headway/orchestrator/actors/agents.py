@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
+from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.rollout.hosting.agents.processes import AgentProcesses
@@ -24,7 +25,7 @@ async def open_agents(
     """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the
     folder of what agents print. ``started``: the run's start, which templates may tell. Raises ConfigurationError: an
     address that isn't free, a function that can't be imported."""
-    environment, endpoint = experiment.environment, experiment.endpoint
+    environment = experiment.environment
     if environment.name == "single_turn":
         yield None
         return
@@ -32,24 +33,17 @@ async def open_agents(
     from headway.generator.endpoint.server import serving
 
     # a call may take as long as its rollout: one that ended before would count as the agent's failure
-    endpoint = endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
+    endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
     chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)
     app = App(sessions, chat, endpoint, experiment.model.path, context_tokens, on_event=on_event)
     async with serving(app, endpoint) as address:
         sessions.address = address
-        function, settings = environment.agent, None
+        function, settings = environment.function, None
         if environment.name == "verifiers":
-            function, settings = PLAYER, environment.verifiers
-        processes = AgentProcesses(
-            function,
-            settings,
-            logs=logs,
-            log_bytes=environment.log_bytes,
-            grace_s=environment.stop_grace_s,
-            on_event=on_event,
-        )
+            function, settings = PLAYER, environment.parameters
+        processes = AgentProcesses(function, settings, logs=logs, on_event=on_event)
         try:
             await processes.start()
             yield Agents(environment=environment, endpoint=endpoint, conversations=sessions, processes=processes)

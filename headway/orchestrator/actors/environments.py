@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import open_agents
@@ -45,7 +46,7 @@ async def open_multi_turn_host(
         return
     require_shares(experiment)
     # an answer may take as long as its rollout
-    endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
+    endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
     chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
     require_known_calls(experiment.environment, chat.written)
     conversations = Sessions(chat, endpoint, experiment.max_sequence_tokens, on_event)

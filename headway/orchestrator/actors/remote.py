@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.rollout.makers.remote import LeaseDesk, RemoteHost
@@ -37,7 +38,7 @@ async def open_remote(
     service = experiment.buffer.service
     at = experiment.endpoint.address
     keys = service_keys(service.keys, "buffer.service.keys =", at, f"endpoint.address = {at!r}")
-    endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
+    endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
     chat = Chat(Tokenizer.of(experiment, None if directory is None else directory.started()), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)

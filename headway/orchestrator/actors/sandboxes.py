@@ -13,7 +13,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.retries import Breaker
 from headway.runtime.supervision import cancel_all
 from headway.sandbox.backends import backend_of
-from headway.sandbox.faults import FaultyBackend
+from headway.sandbox.faults import FaultyBackend, injected_share
 from headway.sandbox.guards import RunSandboxes
 from headway.sandbox.pool import SandboxPool, pool_settings
 from headway.sandbox.protocol import Backend, Reaping
@@ -21,6 +21,8 @@ from headway.sandbox.reaper import Reaper
 
 # Starts come in bursts, so some in a row fail together; and a provider's outage lasts longer than a replica's.
 BREAKER = RouterConfig(failures_to_open=10, failure_window_s=120.0, cool_down_s=2.0, longest_cool_down_s=60.0)
+
+_REAP_EVERY_S = 60.0  # between two removals of sandboxes that dead owners left: they cost memory, a look little
 
 
 @contextlib.asynccontextmanager
@@ -40,10 +42,10 @@ async def open_sandboxes(
     """
     inner = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
     faults = None
-    if share := settings.inject_faults:
+    if share := injected_share():
         faults = FaultyBackend(inner, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
     pool = SandboxPool(faults or inner, pool_settings(settings), clock, breaker=Breaker(BREAKER))
-    reaper = Reaper(inner, clock, settings.reap_every_s, pool.end_leaked) if isinstance(inner, Reaping) else None
+    reaper = Reaper(inner, clock, _REAP_EVERY_S, pool.end_leaked) if isinstance(inner, Reaping) else None
     looking = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
     try:
         yield RunSandboxes(pool, reaper, faults)

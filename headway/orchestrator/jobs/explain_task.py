@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.buffer.history import read_history
+from headway.config.curriculum import CurriculumConfig
 from headway.config.schema import Experiment
 from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability
 from headway.control.curriculum.curriculum import SourceCurriculum
@@ -46,7 +47,8 @@ class RunHistory:
         left_out = left_out_before(directory.left_out)
         tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
         self.tasks = [task for task in tasks if task.task_id not in left_out]
-        self.adaptive = self.experiment.curriculum.mode == "adaptive"
+        self.settings = CurriculumConfig.of(self.experiment.curriculum)
+        self.adaptive = self.settings.mode == "adaptive"
 
     def _fresh(self) -> AdaptiveSelector:
         return AdaptiveSelector(self.experiment, self.tasks, training_weights(self.experiment))
@@ -98,7 +100,12 @@ class RunHistory:
             region=source.region(number),
             now=self._posterior(source, number),
             min_signal=drawing.curriculum.band.limit,
-            size=group_size(*source.posterior(number), smallest, largest, self.experiment.curriculum.member_gain),
+            size=group_size(
+                *source.posterior(number),
+                smallest,
+                largest,
+                self.settings.member_gain,
+            ),
             rests_groups=rests,
             due_groups=max(0, due - drawing.next_index) if due > last and due >= 0 else None,
             band_probability=source.band_probability(number, drawing.next_index),
@@ -195,7 +202,7 @@ def _explained(
 def _why(draw: Draw | None, experiment: Experiment) -> str:
     if draw is None:
         return "it was its turn (curriculum.mode = 'uniform')"
-    share = experiment.curriculum.cursor_share
+    share = CurriculumConfig.of(experiment.curriculum).cursor_share
     if draw.reason == "cursor":
         return f"the plain walk's turn: {share:.0%} of draws are, so that every task is met"
     if draw.reason == "replay":
@@ -212,7 +219,7 @@ def _size_why(draw: Draw | None, size: int, experiment: Experiment) -> str:
         return "rollout.group_size"
     before = mixed_probability(draw.alpha, draw.beta, size)
     further = mixed_probability(draw.alpha, draw.beta, size + 1) - before
-    if size == experiment.largest_group and further >= experiment.curriculum.member_gain:
+    if size == experiment.largest_group and further >= CurriculumConfig.of(experiment.curriculum).member_gain:
         return f"curriculum.max_group_size; one more would add {further:.3f} to the probability of a signal"
     return f"one more would add only {further:.3f} to the probability of a signal"
 

@@ -53,7 +53,7 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     """`headway sft`: train on sft.data, write the model to sft.output.
 
     Every ``sft.evaluate_every_steps`` the sampled solve rate on tasks.validation is measured (training pauses
-    meanwhile); training ends at ``sft.epochs`` or ``sft.steps``, ``sft.time_limit_s`` or ``sft.stop_at_solve_rate``.
+    meanwhile); training ends at ``sft.epochs`` or ``sft.steps``, ``run.time_limit_s`` or ``sft.stop_at_solve_rate``.
     Where it ends by epochs, some demonstrations are held out: once their loss is higher after an epoch than it was
     before, training ends, and the model of the lowest loss is what is written. Returns what was dropped, the last
     step's statistics, the scores last measured up to the model that is written, ``evaluations`` with the loss and
@@ -153,8 +153,9 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
             if target is not None and reached >= target:
                 result["ended"] = f"the solve rate has reached sft.stop_at_solve_rate = {target:g}"
                 break
-            if settings.time_limit_s is not None and clock.now() - started >= settings.time_limit_s:
-                result["ended"] = f"sft.time_limit_s = {settings.time_limit_s:g} have passed"
+            limit_s = experiment.run.time_limit_s
+            if limit_s is not None and clock.now() - started >= limit_s:
+                result["ended"] = f"run.time_limit_s = {limit_s:g} have passed"
                 break
         if not result["version"]:
             raise NoProgress(f"all {step} steps were skipped: no loss or gradient was finite; nothing was saved")

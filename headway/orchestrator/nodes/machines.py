@@ -26,6 +26,10 @@ from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 from headway.weights.mirrors import Mirrors
 
+# A worker's start without its model: imports of torch or vLLM from a cold disk, kernels that are compiled.
+_START_S = 600.0
+_READ_BYTES_PER_S = 50e6  # weights are read faster than this, from a network file system that many read from too
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
@@ -63,6 +67,12 @@ class NodeCheck:
     missing: dict[str, str] | None = None  # gets nodes that haven't joined in time -> why; None: that is an error
 
 
+def _start_limit_s(model: str) -> float:
+    """Seconds after which a worker that isn't up, the model of folder ``model`` loaded, is killed."""
+    files = Path(model).glob("*.safetensors") if Path(model).is_dir() else ()
+    return _START_S + sum(file.stat().st_size for file in files) / _READ_BYTES_PER_S
+
+
 @asynccontextmanager
 async def open_machines(
     experiment: Experiment,
@@ -83,7 +93,7 @@ async def open_machines(
     them are registered; ``check``: this is no run, but a check of one. Raises ConfigurationError (address, key, a
     device on a node that isn't listed), NodeLost when a node doesn't join in time.
     """
-    start_timeout_s = experiment.run.worker_start_timeout_s
+    start_timeout_s = _start_limit_s(experiment.model.path)
     local = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
     cluster = experiment.cluster
     needed = needed_nodes(experiment)
@@ -100,7 +110,7 @@ async def open_machines(
         epoch,
         clock,
         local,
-        orphan_s=cluster.orphan_s,
+        orphan_s=cluster.disconnect_timeout_s,
         return_s=cluster.join_timeout_s,
         environment=cluster.environment,
         certificate=certificate,
@@ -121,7 +131,7 @@ async def open_machines(
         experiment = place_devices(experiment, rooms)
         publishing = parse_device(origin or experiment.trainer.devices[0]).node
         settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
-        settings |= {"orphan_s": cluster.orphan_s, "certificate": certificate}
+        settings |= {"orphan_s": cluster.disconnect_timeout_s, "certificate": certificate}
         mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
             launcher = FilesLauncher(nodes, _folders(experiment), on_event, deep=check is not None and check.deep)

@@ -30,14 +30,14 @@ _KEY = "cluster.nodes"
 
 def books_key(experiment: Experiment) -> str:
     """The key that says where the books lie."""
-    return "run.directory" if experiment.cluster.books_directory is None else "cluster.books_directory"
+    return "run.directory" if experiment.cluster.accounting_directory is None else "cluster.accounting_directory"
 
 
 def cluster_findings(experiment: Experiment) -> Findings:
     """Findings on where the books and their copy lie, and the environment that workers on nodes get."""
     findings, cluster, given = Findings(), experiment.cluster, experiment.cluster.environment
     with findings.refused(books_key(experiment)):
-        require_local(Path(cluster.books_directory or experiment.run.directory))
+        require_local(Path(cluster.accounting_directory or experiment.run.directory))
     if cluster.address and cluster.replicate_to is None:
         findings.warning(
             "cluster.replicate_to",
@@ -142,7 +142,7 @@ async def _look_at_paths(worker: WorkerHandle, node: str, experiment: Experiment
         names |= {f"verifiers.{key}.name": each.name for key, each in experiment.verifiers.items()}
         names["verifier.name"] = experiment.verifier.name
     if node in experiment.environment.nodes:
-        names |= {"environment.name": experiment.environment.name, "environment.agent": experiment.environment.agent}
+        names |= {"environment.name": experiment.environment.name, "environment.agent": experiment.environment.function}
     own = {key: name for key, name in names.items() if ":" in name}
     with tempfile.NamedTemporaryFile(dir=existing(Path(experiment.run.directory)), prefix=".headway-check-") as marker:
         problems: dict[str, str] = await worker.call("problems", own, marker.name if trains else "")

@@ -67,18 +67,18 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
 
 
 def _look_at_agent(environment: EnvironmentConfig, findings: Findings) -> None:
-    if environment.agent:
+    if environment.function:
         with findings.refused(AGENT):
-            import_function(environment.agent, AGENT, (), asynchronous=True)
+            import_function(environment.function, AGENT, (), asynchronous=True)
     elif environment.name == "verifiers":
         with findings.refused(VERIFIERS):
-            load_verifiers(environment.verifiers)
+            load_verifiers(environment.parameters)
     elif environment.replies:
         with findings.refused(ENVIRONMENT):
             found = load_environment(environment)
             require_tools(environment.mcp, list(found.offered.values()), RealClock())
     elif environment.command and shutil.which(environment.command[0]) is None:
-        findings.error("environment.command", f"there is no program {environment.command[0]!r} on the path")
+        findings.error(AGENT, f"there is no program {environment.command[0]!r} on the path")
 
 
 def require_known_calls(environment: EnvironmentConfig, written: OutputFormat) -> None:

@@ -4,7 +4,7 @@ All numbers are what is needed *at most*: every KV slot full, the largest micro-
 a number in the dtype in question, ``c`` values cached of a token (`models/sizes.py`).
 
 - generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
-  experts, in the order its products read them in (``native_kernels``); KV cache slots·context·c·b; the buffer
+  experts, in the order its products read them in (`native_kernels_wanted`); KV cache slots·context·c·b; the buffer
   new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. An
   adapter's revisions A·b each (with panels 8·A more): two, or under ``finish`` the budget's and two. vLLM
@@ -16,8 +16,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   system shows them once more in every process that reads them
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
-- kept sets: the ids of every response token where top_p or top_k leave some out, as many as ``kept_set_tokens`` allows,
-  in open rollouts, in the buffer and in the batch that each trainer rank is sent
+- kept sets: the ids of every response token where top_p or top_k leave some out, as many as
+  ``truncation_support_tokens`` allows, in open rollouts, in the buffer and in the batch that each trainer rank is sent
 - grammars: what the endpoint, the replicas and the ranks that replay them keep compiled, where programs call the model
 - routing replay: the experts of every token, beside the KV, in open rollouts, in the buffer and in a micro-batch
 - the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8)
@@ -42,7 +42,7 @@ from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
-from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device, split_node
+from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_wanted, parse_device, split_node
 from headway.runtime.nodes.conditions import machine_memory
 from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.leftovers import SHARED_MEMORY
@@ -186,7 +186,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     # Beyond windows as well.
     kv = settings.slots * context * (model.cached_values * width + expert_bytes(experiment))
-    packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
+    packed = native_kernels_wanted() and parse_device(device).threads == 1 and width == 4
     trained, adapted = trained_weights(experiment, model), experiment.model.adapter is not None
     revisions = 0 if not adapted else experiment.queue.budget + 2 if settings.update_mode == "finish" else 2
     on_device = {
@@ -374,7 +374,7 @@ def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Finding
 def _look_at_shared_memory(place: MemoryPlace, free: int, findings: Findings) -> None:
     if place.needed_bytes > free:
         room = f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights"
-        findings.warning("weights.transport", f"{room}: the temporary folder will be used, which is slower")
+        findings.warning("weights", f"{room}: the temporary folder will be used, which is slower")
 
 
 def _look_at_memory(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from headway.config.alerts import AlertRule
-from headway.control.alerts import STEP_RULES, AlertTracker, Change, full_disk, no_step
+from headway.control.alerts import MIN_INTERVAL_S, STEP_RULES, AlertTracker, Change, full_disk, no_step
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.preflight.cluster import LEAST_DISK_BYTES
 from headway.records.errors import HeadwayError
@@ -42,11 +42,13 @@ class AlertWatch:
     can't record, on a full disk, is lost: the run ends by the next line anyway.
     """
 
-    def __init__(self, run: RunContext, folder: Path, settings: AlertSettings) -> None:
+    def __init__(
+        self, run: RunContext, folder: Path, settings: AlertSettings, min_interval_s: float = MIN_INTERVAL_S
+    ) -> None:
         self._run = run
         self._folder = folder
         self._settings = settings
-        self._tracker = AlertTracker(run.experiment.alerts.rules, run.experiment.alerts.min_interval_s)
+        self._tracker = AlertTracker(run.experiment.alerts.rules, min_interval_s)
         self._stalls: dict[str, str] = {}  # worker -> the line that names its stall
         self._gaps_s: deque[float] = deque(maxlen=64)
         self._step_s = math.nan  # the run's time at its last step

@@ -97,13 +97,14 @@ class LoopWatch:
     def _alert(self, stalled: EventRecord) -> None:
         """Raise the alert that the orchestrator can't raise now."""
         # Slow to import, and seldom needed.
+        from headway.control.alerts import MIN_INTERVAL_S
         from headway.records.errors import HeadwayError
         from headway.runtime.run_directory import RunDirectory
         from headway.telemetry.exporters.alerts import alert_fields, deliver
 
         with contextlib.suppress(HeadwayError, OSError):  # its configuration can't be read
             alerts = RunDirectory(self._ledger.parent).read_experiment().alerts
-            rested = time.monotonic() - self._alerted_s >= alerts.min_interval_s
+            rested = time.monotonic() - self._alerted_s >= MIN_INTERVAL_S
             if rested and {"stall", "all"} & set(alerts.rules):
                 self._alerted_s = time.monotonic()
                 found, at = alert_fields("stall"), {"step": stalled.step, "time_s": stalled.time_s}

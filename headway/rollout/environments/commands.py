@@ -90,5 +90,5 @@ def fills(what: str) -> Iterator[None]:
     except SandboxError as error:
         if error.failure.cause != "model_code":
             raise
-        told = f"{what} needs more than sandbox.limits.disk_bytes, inodes or memory_bytes: {error.failure.what}"
+        told = f"{what} needs more than sandbox.limits.disk_bytes or memory_bytes: {error.failure.what}"
         raise SandboxError(environment_failure(told)) from None

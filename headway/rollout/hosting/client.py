@@ -253,7 +253,6 @@ class EnvironmentPool:
         self._ending: list[asyncio.Task[None]] = []
         most = environment.concurrency
         self._places = asyncio.Semaphore(most) if most else contextlib.nullcontext()
-        self._next_start_s = 0.0
         self._stopped = False
 
     async def start(self) -> None:
@@ -268,15 +267,13 @@ class EnvironmentPool:
     async def seated(self, name: str) -> AsyncIterator[WorkerLease]:
         """Yield a lease for rollout ``name`` once there is a place and it may begin; the rollout ends with the block.
         Raises EnvironmentDied; WorkerDied when no worker can be started any more."""
-        async with self._places:
-            await self._start_time()
-            async with self._chosen() as (seat, worker):
-                seated = WorkerLease(seat, worker, name, self._environment.timeout_s)
-                try:
-                    yield seated
-                finally:
-                    if worker.alive:
-                        await asyncio.shield(asyncio.ensure_future(_ended(seated)))
+        async with self._places, self._chosen() as (seat, worker):
+            seated = WorkerLease(seat, worker, name, self._environment.timeout_s)
+            try:
+                yield seated
+            finally:
+                if worker.alive:
+                    await asyncio.shield(asyncio.ensure_future(_ended(seated)))
 
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""
@@ -294,17 +291,6 @@ class EnvironmentPool:
     def worker_states(self) -> list[WorkerState]:
         """Every worker's health; one that died is replaced when the next rollout needs it."""
         return [seat.slot.state for seat in self._seats]
-
-    async def _start_time(self) -> None:
-        """Wait for this start's turn."""
-        rate = self._environment.starts_per_s
-        if rate is None:
-            return
-        now = self._clock.now()
-        at = max(now, self._next_start_s)
-        self._next_start_s = at + 1 / rate
-        if at > now:
-            await self._clock.sleep(at - now)
 
     @asynccontextmanager
     async def _chosen(self) -> AsyncIterator[tuple[_Seat, WorkerHandle]]:

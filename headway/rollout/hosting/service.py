@@ -411,7 +411,6 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
     except Exception as error:  # the boundary to a user's class
         raise ConfigurationError(f"{KEY} = {settings.name!r}: {type(error).__name__}: {error}") from error
     environment.longest_result_characters = settings.tool_result_characters
-    environment.most_calls = settings.max_calls
     environment.reply_timeout_s = settings.timeout_s
     environment.tool_calls = ToolCalls(settings.timeout_s)
     return environment

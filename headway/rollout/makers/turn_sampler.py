@@ -30,7 +30,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.retries import backoff_s
 from headway.runtime.shared_timeout import SharedTimeout
 
-Resumption = Literal["continue", "restart", "fail"]
+Resumption = Literal["continue", "restart"]
 ResumeGate = Callable[[PartialRollout], Awaitable[Resumption]]  # returns when a parked member may resume, and how
 BeginGate = Callable[[int], Awaitable[None] | None]  # what a request of this group must wait for; None: nothing
 WatchOf = Callable[[Group, int], Watch | None]  # observer of a member's tokens while they are sampled
@@ -348,8 +348,8 @@ class MemberProgress:
         """Resume as the gate decided. A turn that isn't the first can't restart alone: its whole rollout does."""
         if how == "restart" and self.call.environment_version < 0:
             self.response = _nothing(self.call.group)
-        elif how != "continue":
-            self.stopped = Failure(boundary="environment", cause=TOO_STALE, infrastructure=how == "restart")
+        elif how == "restart":
+            self.stopped = Failure(boundary="environment", cause=TOO_STALE, infrastructure=True)
 
     def complete(self, sampling: SamplingParameters) -> bool:
         """Whether a continued response needs no further token; sets the finish reason then."""

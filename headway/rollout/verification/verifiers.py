@@ -69,8 +69,7 @@ def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
     except ConfigurationError as error:
         if not key:
             raise
-        own = key.startswith("{") or ":" in key
-        section = "a task source's or row's verifier." if own else f"verifiers.{key}."
+        section = "a task source's or row's verifier." if ":" in key else f"verifiers.{key}."
         if key.startswith(PRUNER_KEY):
             section = f"{key}."
         raise ConfigurationError(section + str(error).removeprefix("verifier.")) from error

@@ -31,7 +31,7 @@ class MLflow(Exporter):
         else:
             known = self._client.get_experiment_by_name(ledger.project)
             experiment_id = known.experiment_id if known else self._client.create_experiment(ledger.project)
-            tags = {tag: "true" for tag in ledger.tags} | ({"group": ledger.group} if ledger.group else {})
+            tags = {tag: "true" for tag in ledger.tags}
             run = self._client.create_run(experiment_id, run_name=start.run_name, tags=tags)
             self._run_id: str = run.info.run_id
             self._describe(start)

@@ -23,7 +23,6 @@ class Trackio(Exporter):
         self._run = trackio.init(
             project=ledger.project,
             name=start.run_id or start.run_name,
-            group=ledger.group or None,
             config=json.loads(start.experiment.model_dump_json()) | {"tags": ", ".join(ledger.tags)},
             resume="must" if start.run_id else "never",
             embed=False,

@@ -32,7 +32,6 @@ class WeightsAndBiases(Exporter):
         self._run = wandb.init(
             project=ledger.project,
             name=start.run_name,
-            group=ledger.group or None,
             tags=list(ledger.tags) or None,
             config=json.loads(start.experiment.model_dump_json()),
             dir=str(start.folder),

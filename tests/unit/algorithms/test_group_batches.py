@@ -97,16 +97,15 @@ def test_truncated_responses_are_unlearnt_and_still_compared_with() -> None:
     assert all(group.rollouts[0].response_mask)  # the record itself is as it was generated
 
 
-def test_the_penalty_is_taken_from_the_reward() -> None:
+def test_the_penalty_is_taken_from_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.algorithms.groups.batches._OVERLONG_PENALTY", 0.5)
     # Limit 20, buffer a fifth, 4: 16 tokens cost nothing, 18 half of 0.5, 20 all of it.
-    penalised = experiment(overlong="penalty", overlong_penalty=0.5)
+    penalised = experiment(overlong="penalty")
     group = finished(0, (1.0, 16), (1.0, 18), (1.0, LIMIT), (0.0, LIMIT))
     assert [shaped_reward(rollout, penalised) for rollout in group.rollouts] == [1.0, 0.75, 0.5, -0.5]
     mean = (1.0 + 0.75 + 0.5 - 0.5) / 4
     assert advantages(penalised, group) == pytest.approx([1.0 - mean, 0.75 - mean, 0.5 - mean, -0.5 - mean])
     assert build_batch(0, [group], penalised).samples[2].rollout.reward == 1.0  # what the verifier said stays
-    wider = experiment(overlong="penalty", overlong_buffer_tokens=10)
-    assert [shaped_reward(rollout, wider) for rollout in group.rollouts] == pytest.approx([0.4, 0.2, 0.0, -1.0])
     # Equal rewards of unlike lengths are no longer equal.
     assert advantages(penalised, finished(0, (1.0, 16), (1.0, LIMIT))) == [0.25, -0.25]
     assert advantages(experiment(), finished(0, (1.0, 16), (1.0, LIMIT))) == [0.0, 0.0]

@@ -185,10 +185,13 @@ def test_a_reward_hook_decides_what_varies(own: ModuleType) -> None:
     assert judge((1.0, 0.0), **hooks).outcome.reason == "zero_variance"
 
 
-def test_what_lengths_cost_is_taken_before_rewards_are_normalised(own: ModuleType) -> None:
+def test_what_lengths_cost_is_taken_before_rewards_are_normalised(
+    own: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.algorithms.groups.batches._OVERLONG_PENALTY", 0.25)
     own.double = lambda group, rollouts, rewards: rewards * 2
     # The limit is 3 tokens and every made-up response has them: the penalty of 0.25 falls on all.
-    sections = {"rollout": {"max_response_tokens": 3}, "algorithm": {"overlong": "penalty", "overlong_penalty": 0.25}}
+    sections = {"rollout": {"max_response_tokens": 3}, "algorithm": {"overlong": "penalty"}}
     judged = judge((1.0, 0.0), hooks={"normalize_group": "own:double"}, **sections)
     assert [r.trained_reward for r in judged.finished.rollouts] == [1.5, -0.5]
     assert advantages(judged, **sections) == {0: 1.0, 1: -1.0}
@@ -264,11 +267,10 @@ def test_padding_repeats_members_and_shares_their_weight() -> None:
 @given(
     st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.3, "failed"]), min_size=1, max_size=6), min_size=1, max_size=4),
     st.sampled_from(["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]),
-    st.sampled_from([None, 50]),
     st.sampled_from(["group_mean_std", "batch_mean_std"]),
 )
 @settings(deadline=None, max_examples=60)
-def test_padding_changes_no_gradient_weight(groups, aggregation, fixed, advantage) -> None:
+def test_padding_changes_no_gradient_weight(groups, aggregation, advantage) -> None:
     """The weight of each rollout's tokens in the loss, times their advantage, is the same padded and not."""
     given_ = {"algorithm": {"advantage": advantage}, "queue": {"filter_zero_variance": False}}
 
@@ -279,7 +281,7 @@ def test_padding_changes_no_gradient_weight(groups, aggregation, fixed, advantag
         batch = build_batch(0, kept, experiment(**given_))
         arrays = build_arrays(batch)
         everyone = np.arange(arrays.samples)
-        found = weighting(aggregation, arrays, everyone, max_response_tokens=9, fixed_tokens=fixed)
+        found = weighting(aggregation, arrays, everyone, max_response_tokens=9)
         by_rollout: dict[str, float] = {}
         token_sample = sequence_of_token(arrays)
         for index, sample in enumerate(batch.samples):

@@ -236,7 +236,7 @@ def test_an_environment_that_replies_needs_a_chat_template(setup: Setup) -> None
     assert "environment.name" not in setup.messages(environment=played)
     without_template(setup)
     assert "add chat_template.jinja" in setup.messages(environment=played)["environment.name"]
-    agent = {"name": "agent", "command": ["true"]}
+    agent = {"name": "agent", "agent": ["true"]}
     assert "environment.name" not in setup.messages(environment=agent)
     assert "/v1/completions" in setup.messages("warning", environment=agent)["environment.name"]
 
@@ -418,7 +418,7 @@ def test_disk_space(setup: Setup, monkeypatch: pytest.MonkeyPatch, free: int, le
 
 def test_shared_memory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SHARED_MEMORY", setup.folder / "nowhere")
-    assert "temporary folder" in setup.messages("warning")["weights.transport"]
+    assert "temporary folder" in setup.messages("warning")["weights"]
 
 
 def test_a_directory_that_holds_a_run_or_is_in_use(setup: Setup) -> None:

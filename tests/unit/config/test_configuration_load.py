@@ -10,6 +10,7 @@ import pytest
 from headway.algorithms import advantages, aggregation
 from headway.config import schema
 from headway.config.load import load_experiment, require_resumable, validate_experiment
+from headway.config.removed import REMOVED
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
 from headway.trainer import kl, losses
@@ -76,11 +77,40 @@ def test_sections_that_contradict_each_other_are_named_with_their_values() -> No
     assert "queue.groups_per_step = 1 times rollout.group_size = 1 must be at least 2" in tiny
 
 
-@pytest.mark.parametrize(("key", "split"), [("seed", "train"), ("size", "validation"), ("seed", "test")])
-def test_generator_seed_and_size_are_refused_as_parameters(key: str, split: str) -> None:
-    generated = {"source": "reasoning-gym", "name": "chain_sum", "parameters": {key: 7}}
-    wrong = refusal(tasks={"train": {"path": "t.jsonl"}, split: generated})
-    assert f"tasks.{split}.parameters.{key} = 7 has no effect: set tasks.{split}.{key}" in wrong
+def test_a_key_that_went_is_named_with_what_stands_in_its_place(tmp_path: Path) -> None:
+    kept = {"train": {"path": "t.jsonl"}}
+    generated = {"source": "reasoning-gym", "name": "chain_sum", "size": 7}
+    for tasks, key in (({"train": generated}, "train"), ({**kept, "test": [generated, generated]}, "test.0")):
+        wrong = refusal(tasks=tasks)
+        assert f"the key 'tasks.{key}.size' is gone: set parameters.size of the same source" in wrong
+    named = refusal(tasks={"train": {"path": "t.jsonl", "verifier": {"name": "math"}}})
+    assert "valid: a verifier's name; one with parameters is a [verifiers.NAME]" in named
+    file = tmp_path / "experiment.toml"
+    file.write_text('[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n', encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"the key 'run.worker_start_timeout_s' is gone: it is 600 s, and"):
+        load_experiment(file, ["--run.worker-start-timeout-s=1200"])
+
+
+def test_keys_that_went_are_no_keys() -> None:
+    """Each sentence of the table is of a key that a file with it is refused for."""
+    kept: dict[str, Any] = {"tasks": {"train": {"path": "t.jsonl"}}}
+    for section, keys in REMOVED.items():
+        for key in keys:
+            parts = key.replace("*", "train" if section == "tasks" else "x").split(".")
+            raw: Any = {"path": "t.jsonl"} if section == "tasks" else {}
+            inside: Any = raw
+            for part in parts[section == "tasks" : -1]:
+                inside[part] = [{"kind": "repetition"}] if part == "pruners" else [{}] if part == "mcp" else {}
+                inside = inside[part][0] if isinstance(inside[part], list) else inside[part]
+            inside[parts[-1]] = 1
+            given = kept | {section: {"train": raw} if section == "tasks" else raw}
+            assert "is gone: " in refusal(**given), f"{section}.{key}"
+
+
+@pytest.mark.parametrize(("key", "value"), [("size", 0), ("size", "7"), ("seed", 1.5)])
+def test_generator_seed_and_size_are_checked(key: str, value: object) -> None:
+    generated = {"source": "reasoning-gym", "name": "chain_sum", "parameters": {key: value}}
+    assert f"tasks.train: parameters.{key} = {value!r}: valid: " in refusal(tasks={"train": generated})
 
 
 def test_dashes_are_the_users_in_names_and_underscores_in_keys(tmp_path: Path) -> None:
@@ -111,7 +141,6 @@ def test_a_time_limit_may_change_on_resume_but_no_parameter_of_that_name(tmp_pat
     assert schema.is_resumable("verifiers.x.timeout_s")
     assert not schema.is_resumable("verifiers.x.parameters.timeout_s")
     assert not schema.is_resumable("verifiers.timeout_s")
-    assert not schema.is_resumable("tasks.train.verifier.timeout_s")  # stored tasks know their verifier by that table
     file = tmp_path / "experiment.toml"
     text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n'
     file.write_text(text + '[verifiers.x]\nname = "my:own"\nparameters = { timeout_s = 1 }\n', encoding="utf-8")

@@ -175,15 +175,13 @@ def test_a_target_needs_a_coefficient_to_begin_with() -> None:
     assert experiment(algorithm={"kl_target": 0.1, "kl_coefficient": 0.02})
 
 
-def test_a_horizon_of_a_few_steps_is_refused_where_one_step_could_end_the_penalty_for_good() -> None:
-    """A step of 4 x 5 samples takes at most 0.2 x 20 / horizon of the coefficient away."""
-    queue, rollout = {"groups_per_step": 4}, {"group_size": 5}
+def test_a_step_that_could_end_the_penalty_for_good_is_refused_with_a_target() -> None:
+    """A step of so many samples takes at most 0.2 x samples / 10,000 of the coefficient away."""
     algorithm = {"kl_target": 0.1, "kl_coefficient": 0.02}
-    said = refusal(algorithm=algorithm | {"kl_horizon": 4.0}, queue=queue, rollout=rollout)
-    assert "algorithm.kl_horizon = 4" in said
-    assert "more than 4" in said
-    assert experiment(algorithm=algorithm | {"kl_horizon": 4.1}, queue=queue, rollout=rollout)
-    assert experiment(algorithm={"kl_horizon": 4.0}, queue=queue, rollout=rollout)
+    said = refusal(algorithm=algorithm, queue={"groups_per_step": 10_000}, rollout={"group_size": 5})
+    assert "a step of 50000 samples could take all of the coefficient away" in said
+    assert "fewer than 50000" in said
+    assert experiment(algorithm=algorithm, queue={"groups_per_step": 9_999}, rollout={"group_size": 5})
 
 
 def test_pass_at_a_k_that_no_group_reaches_is_refused() -> None:

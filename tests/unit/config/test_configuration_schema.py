@@ -36,8 +36,8 @@ def test_a_curriculums_groups_enclose_the_group_size_and_can_differ() -> None:
         experiment(curriculum=adaptive | {"max_group_size": 6})
     with pytest.raises(ConfigurationError, match=r"'adaptive' looks for .* 2 or more, not 1"):
         experiment(curriculum=adaptive, rollout={"group_size": 1})
-    with pytest.raises(ConfigurationError, match=r"'curriculum.cursor_shares'; did you mean 'cursor_share'"):
-        experiment(curriculum={"cursor_shares": 0.1})
+    with pytest.raises(ConfigurationError, match=r"'curriculum.min_signals'; did you mean 'min_signal'"):
+        experiment(curriculum={"min_signals": 0.5})
 
 
 def test_the_largest_group_is_what_concurrency_has_room_for() -> None:
@@ -51,5 +51,3 @@ def test_the_largest_group_is_what_concurrency_has_room_for() -> None:
 def test_a_task_of_the_band_rests_at_least_while_a_group_of_it_may_be_open() -> None:
     queue = {"groups_per_step": 4, "budget": 3}
     assert experiment(queue=queue).task_rest_groups == (16, 64)
-    assert experiment(queue=queue, curriculum={"repeat_after_groups": 5}).task_rest_groups == (16, 16)
-    assert experiment(queue=queue, curriculum={"repeat_after_groups": 100}).task_rest_groups == (16, 100)

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -377,7 +377,7 @@ def test_a_resumed_run_takes_what_its_experiment_sets_anew() -> None:
             rollout={"group_size": 4, "max_response_tokens": 200},
             queue={"groups_per_step": 4, "budget": 4, "max_concurrent_rollouts": concurrent},
             weights={"steps_per_publish": publish},
-            control={"mode": mode, "interval_steps": 100},  # it changes nothing itself
+            control={"mode": mode, "pin": list(get_args(KnobName))},  # it changes nothing itself
         )
 
     before, after = experiment("off", 8, 1), experiment("act", 24, 2)

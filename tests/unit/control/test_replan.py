@@ -181,12 +181,13 @@ def run_of(mode: str, **control: Any) -> Outcome:
         rollout={"group_size": 4, "max_response_tokens": 200},
         generator={"slots": 32},
         queue={"groups_per_step": 4, "budget": 4},
-        control={"mode": mode, "max_verifier_workers": 4, **control},
+        control={"mode": mode, **control},
     )
     return simulate(experiment, token_s=0.002, sample_s=0.01, verify_s=0.03)
 
 
-def test_a_run_that_waits_for_its_verifiers_gets_more_and_loses_nothing() -> None:
+def test_a_run_that_waits_for_its_verifiers_gets_more_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.control.tuning.knob_search._MOST_VERIFIERS", 4)
     off, act, pinned = run_of("off"), run_of("act"), run_of("act", pin=["verifier_workers"])
     assert {step.flow.verifier_workers for step in (*off.steps, *pinned.steps)} == {1}
     assert 2 <= act.steps[-1].flow.verifier_workers <= 4

@@ -50,7 +50,7 @@ def experiment(tmp_path: Path, **changed: Any) -> Any:
         "model": {"path": "none"},
         "rollout": {"group_size": 4, "max_response_tokens": 100},
         "queue": {"groups_per_step": 2},
-        "evaluation": {"before": False, "after": False},
+        "evaluation": {"test": "never"},
     }
     return validate_experiment(raw | changed, "docs/hooks.md")
 

@@ -15,7 +15,9 @@ from endpoint_server import chat, request, until
 from fake_worker import FakeLauncher, FakeWorker
 from openai import AsyncOpenAI
 
+from headway.config.endpoint import EndpointConfig
 from headway.config.load import validate_experiment
+from headway.config.router import RouterConfig
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
 from headway.generator.recording.answer_tree import CallRequest
@@ -32,6 +34,12 @@ BODY: Any = {"model": "headway", "messages": [USER], "max_tokens": 4}
 WHOLE: Any = {"model": "headway", "messages": [USER]}  # asks for all of the context
 
 
+@pytest.fixture(autouse=True)
+def pings_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = EndpointConfig.of
+    monkeypatch.setattr(EndpointConfig, "of", lambda section: of(section, stream_ping_s=0.02))
+
+
 def pool_of(clock: Clock, router: dict[str, Any], replicas: int = 1, **costs: Any) -> tuple[GeneratorPool, Any]:
     """A pool whose replicas have KV for one whole context each, and its launcher."""
     raw = {
@@ -40,13 +48,13 @@ def pool_of(clock: Clock, router: dict[str, Any], replicas: int = 1, **costs: An
         "tasks": {"train": {"path": "none"}},
         "rollout": {"max_prompt_tokens": CONTEXT - 1, "max_response_tokens": 1},
         "generator": {"devices": [f"cpu:{i}" for i in range(replicas)], "slots": 4, "kv_capacity_tokens": CONTEXT},
-        "endpoint": {"address": "127.0.0.1:0", "stream_ping_s": 0.02},
-        "router": {"overcommit": 1.0, **router},
+        "endpoint": {"address": "127.0.0.1:0"},
     }
     experiment = validate_experiment(raw, "test")
     costs = {"token_s": 1e-9, "slots": 4, **costs}
     launcher = FakeLauncher(clock, ReplicaCosts(**costs), length_of=lambda one: 3, start_s=0.0)
-    return GeneratorPool(launcher, experiment, clock), launcher
+    settings = RouterConfig(**{"overcommit": 1.0, **router})
+    return GeneratorPool(launcher, experiment, clock, router=settings), launcher
 
 
 @dataclass

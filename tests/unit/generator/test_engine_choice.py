@@ -82,7 +82,7 @@ def model(head_dim: int) -> DecoderConfig:
         (served(), {"run": {"deterministic": True}}, r"generator.engine = 'vllm-server' can't keep"),
         (served(), {"rollout": {"temperature": 2.5}}, r"rollout.temperature = 2.5: .* from 0.01 to 2"),
         (served(), {"trainer": {"devices": [SERVER]}}, r"trainer.devices has 'http://a:1': valid: cuda:N"),
-        ({"exchange_directory": "/x"}, {}, r"exchange_directory has no effect"),
+        ({}, {"weights": {"exchange": "/x"}}, r"exchange has no effect"),
         ({"update_mode": "finish"}, {}, r"update_mode = 'finish' .* set \[model.adapter\], or one of keep, recompute"),
         (
             vllm(),
@@ -109,7 +109,7 @@ def test_what_an_engine_can_not_do_is_refused(generator: Any, sections: Any, sai
 def test_what_it_can_do_is_accepted() -> None:
     given = experiment(vllm(block_size=64, kv_cache_dtype="fp8"), evaluation={"temperature": 0.0})
     assert given.generator.engine_arguments == {"block_size": 64, "kv_cache_dtype": "fp8"}
-    assert experiment(served(exchange_directory="/x")).generator.exchange_directory == "/x"
+    assert experiment(served(), weights={"exchange": "/x"}).weights.exchange == "/x"
     assert experiment({"update_mode": "finish"}, **ADAPTER).generator.update_mode == "finish"
     for mode in ("finish", "recompute", "abort"):
         assert experiment(vllm() | {"update_mode": mode}, **ADAPTER).generator.update_mode == mode

@@ -12,6 +12,7 @@ import pytest
 from fake_worker import FakeLauncher
 from simulated_run import PlainTokenizer, experiment_of, long_tailed
 
+from headway.config.router import RouterConfig
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
 from headway.orchestrator.assembly import Actors, assemble
@@ -34,12 +35,15 @@ async def assembled(clock: Clock, folder: Path, stack: ExitStack, lines: list[Le
         rollout={"group_size": SIZE, "max_response_tokens": 200},
         generator={"devices": ["cpu:0", "cpu:2"], "slots": 8},
         queue={"groups_per_step": GROUPS, "budget": 2, "filter_zero_variance": False},
-        router={"health_interval_s": 0.5, "health_timeout_s": 1.0},
     )
     costs = ReplicaCosts(token_s=0.02, slots=8, kv_capacity_tokens=2000)
     launcher = FakeLauncher(clock, costs, length_of=lambda one: long_tailed(0, one, 200), update_s=0.05)
     pool = GeneratorPool(
-        launcher, experiment, clock, on_event=lambda name, detail, **data: run.context.event(name, detail, **data)
+        launcher,
+        experiment,
+        clock,
+        on_event=lambda name, detail, **data: run.context.event(name, detail, **data),
+        router=RouterConfig(health_interval_s=0.5, health_timeout_s=1.0),
     )
     trainer = FakeTrainer(clock, 0.02, publish_s=0.01)
     actors = Actors(

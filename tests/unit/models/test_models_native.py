@@ -350,11 +350,11 @@ def test_replica_warns_once_about_missing_kernels(monkeypatch, tmp_path, caplog,
 @pytest.mark.parametrize("wanted", [True, False])
 def test_trainer_warns_about_missing_kernels(monkeypatch, tmp_path, caplog, wanted):
     monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("HEADWAY_NATIVE_KERNELS", "1" if wanted else "0")
     experiment = {
         "run": {"directory": str(tmp_path / "run")},
         "model": {"path": make_model(tmp_path / "m")},
         "tasks": {"train": {"path": "unused.jsonl"}},
-        "trainer": {"native_kernels": wanted},
     }
     context: Any = SimpleNamespace(device=Context.device, log=logging.getLogger("trainer-0"))
     trainer = TrainerService(context, experiment=experiment, run_id="none")

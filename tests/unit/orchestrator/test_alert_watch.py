@@ -31,7 +31,7 @@ NEVER = 10**9
 class Replay:
     """A run whose ledger is replayed into its alert watch, with its clock and its disk."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
         self.now_s, self._look_s = 0.0, 15.0
         self.full_from_s, self.full_until_s = NEVER, NEVER
         self.recorded: list[EventRecord] = []
@@ -39,13 +39,13 @@ class Replay:
         self.fails = False
         self.nodes: list[NodeConditions] = []
         run = SimpleNamespace(
-            experiment=SimpleNamespace(alerts=AlertsConfig(**keys)),
+            experiment=SimpleNamespace(alerts=AlertsConfig()),
             time_s=lambda: self.now_s,
             state=self.state,
             nodes=lambda: self.nodes,
             event=self.event,
         )
-        self.watch = AlertWatch(cast("RunContext", run), folder, AlertSettings())
+        self.watch = AlertWatch(cast("RunContext", run), folder, AlertSettings(), **limits)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=self._free_bytes()))
 
     def _free_bytes(self) -> int:

@@ -318,6 +318,6 @@ def test_the_page_has_a_section_on_sandboxes_where_there_are_any(tmp_path: Path)
     assert "60 infrastructure, 180 model code" in text
     assert "LEAKED: 2" in text
     assert "6 of 1 owners" in text
-    assert "Faults on purpose (sandbox.inject_faults): 18 create slow" in text
+    assert "Faults on purpose (HEADWAY_INJECT_SANDBOX_FAULTS): 18 create slow" in text
     assert "a command, asked to answered" in [row[0] for row in section["rows"]]
     assert {"How long they take", "How many there are"} <= {one["title"] for one in names(run)["series"]}

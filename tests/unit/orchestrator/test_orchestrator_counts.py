@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_run import experiment_of, simulate
+from simulated_run import experiment_of
 
+from headway.config.router import RouterConfig
 from headway.control.routing.replicas import standing_of
 from headway.control.staleness import OpenGroups
 from headway.generator.routing.replica import Replica
@@ -62,20 +63,6 @@ def test_counts_of_rollouts_and_parked_groups_equal_a_scan(events: list[tuple[st
             assert list(times.values()) == sorted(times.values())
 
 
-def test_groups_that_were_filtered_are_not_ended_again_by_their_age() -> None:
-    """They had stayed among those whose age is watched."""
-    experiment = experiment_of(
-        Path("none"),
-        run={"steps": 6},
-        rollout={"group_size": 4, "max_response_tokens": 200},
-        generator={"slots": 32},
-        queue={"groups_per_step": 4, "budget": 2, "budget_s": 3.0},
-    )
-    outcome = simulate(experiment, reward=lambda task, response: int(response) % 2 if int(task.prompt) % 3 else 0)
-    assert outcome.endings["filtered"] > 0
-    assert outcome.event("books").data["balanced"] == 1
-
-
 def test_a_signal_wakes_those_that_have_something_to_do() -> None:
     async def main() -> None:
         signal, due = Signal(), list[int]()
@@ -112,7 +99,7 @@ def test_a_replicas_standing_is_its_conditions_also_where_nothing_is_the_matter(
     fields: dict[str, object], breaker: str, newest: int
 ) -> None:
     slot = WorkerSlot(WorkerSpec(name="generator-0", factory="none"), cast("Any", None), VirtualClock())
-    replica = Replica(0, slot, experiment_of(Path("none")))
+    replica = Replica(0, slot, experiment_of(Path("none")), RouterConfig())
     for name, value in fields.items():
         setattr(replica, name, value)
     now = 10.0

@@ -8,11 +8,14 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from headway.cli.main import main
+from headway.config import schema
+from headway.config.curriculum import CurriculumConfig
 from headway.control.curriculum.beta import mixed_probability
 from headway.orchestrator.jobs.explain_task import RunHistory
 from headway.orchestrator.run import Run
@@ -61,11 +64,13 @@ def run_of(tmp_path: Path, *, steps: int = 25, learner: Learner | None = None, *
         run={"steps": steps},
         rollout={"group_size": 6, "max_response_tokens": 200},
         queue={"groups_per_step": 4, "budget": 2},
-        curriculum={"mode": "adaptive", "repeat_after_groups": 16, "replay_after_groups": 20} | sections,
+        curriculum={"mode": "adaptive"} | sections,
         generator={"slots": 30},
     )
     learner = learner or Learner()
-    return simulate(experiment, reward=learner.reward, spoil=learner.spoil, **options)
+    chosen = CurriculumConfig(**experiment.curriculum.model_dump(), replay_after_groups=20)
+    with patch.object(CurriculumConfig, "of", lambda section: chosen), patch(f"{schema.__name__}.REPEAT_STEPS", 4):
+        return simulate(experiment, reward=learner.reward, spoil=learner.spoil, **options)
 
 
 def generated(outcome) -> int:
@@ -287,9 +292,10 @@ def test_explain_task_golden(tmp_path):
     """Four groups made by hand: what is printed of them, word for word."""
     history = object.__new__(RunHistory)
     history.experiment = experiment_of(
-        tmp_path, curriculum={"mode": "adaptive", "min_group_size": 4, "max_group_size": 12, "member_gain": 0.03}
+        tmp_path, curriculum={"mode": "adaptive", "min_group_size": 4, "max_group_size": 12}
     )
     history.adaptive = True
+    history.settings = CurriculumConfig(**history.experiment.curriculum.model_dump(), member_gain=0.03)
     rows = enumerate([("1", ""), ("2", ""), ("7+5=", "12")])
     history.tasks = [Task(task_id=str(i), prompt=p, answer=a, source="none") for i, (p, a) in rows]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.staleness import OpenGroups
+from headway.orchestrator import collect
 from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.control import Knobs
@@ -26,26 +28,30 @@ from tests.support.simulated_run import Outcome, experiment_of, simulate
 
 
 def run_of(queue: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **options: Any) -> Outcome:
+    queue = dict(queue or {})
+    batches = queue.pop("give_up_after_batches", 100)
     experiment = experiment_of(
         Path("unused"),
         run={"steps": 8},
         rollout={"group_size": 4, "max_response_tokens": 200},
-        queue={"groups_per_step": 2, "budget": 3, "filter_zero_variance": False} | (queue or {}),
+        queue={"groups_per_step": 2, "budget": 3, "filter_zero_variance": False} | queue,
         weights=weights or {},
         generator={"slots": 16},
-        evaluation={"before": False, "after": options.pop("after", False)},
+        evaluation={"test": "after" if options.pop("after", False) else "never"},
         checkpoint={"every_steps": options.pop("checkpoint_steps", 5)},
     )
-    return simulate(experiment, **options)
+    with patch.object(collect, "GIVE_UP_AFTER_BATCHES", batches):
+        return simulate(experiment, **options)
 
 
 def some_fail(task: object, response: str) -> float:
     return float("nan") if int(response) % 5 == 0 else int(response) % 2
 
 
-def test_interrupted_run_parks_long_generations_when_half_its_grace_is_over():
+def test_interrupted_run_parks_long_generations_when_half_its_grace_is_over(monkeypatch: pytest.MonkeyPatch):
     """Also those that were parked so often that updates leave them running."""
-    outcome = run_of({"max_resumes": 0}, interrupt_s=1.0, token_s=10.0)
+    monkeypatch.setattr("headway.orchestrator.assembly._MOST_RESUMES", 0)
+    outcome = run_of({}, interrupt_s=1.0, token_s=10.0)
     parked = outcome.event("parked")
     assert 60.0 <= parked.time_s - 1.0 <= 60.0 + 15.0
     assert parked.data["rollouts"] > 0

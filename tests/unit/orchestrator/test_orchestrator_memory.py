@@ -69,7 +69,9 @@ def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     parts = uses_of(tmp_path)["generator-0 memory"].parts
     assert parts["weights"] == parts["packed weights"] == parts["update buffer"] == 4 * PARAMETERS
     assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
-    assert uses_of(tmp_path, generator={"native_kernels": False})["generator-0 memory"].parts["packed weights"] == 0
+    with monkeypatch.context() as plain:
+        plain.setenv("HEADWAY_NATIVE_KERNELS", "0")
+        assert uses_of(tmp_path)["generator-0 memory"].parts["packed weights"] == 0
     assert uses_of(tmp_path, generator={"devices": ["cpu:0-1"]})["generator-0 memory"].parts["packed weights"] == 0
     short_numbers: dict[str, Any] = {"dtype": "bfloat16"}
     monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: True)
@@ -241,7 +243,7 @@ def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path:
         tmp_path,
         model={"path": str(tmp_path), "adapter": adapter},
         queue={"budget": 3},
-        generator={"update_mode": "finish", "native_kernels": False},
+        generator={"update_mode": "finish"},
     )
     revisions = [uses["generator-0 memory"].parts["adapter"] for uses in (full, apart, several)]
     assert revisions == [0, 2 * 12 * trained, 5 * 4 * trained]
@@ -324,7 +326,7 @@ def test_what_is_on_nodes_is_not_charged_to_this_machine(tmp_path: Path):
 
 def test_kept_sets_are_counted_where_samples_are_truncated(tmp_path: Path) -> None:
     """As many ids as may be stored, or as the vocabulary or top_k has: 2 bytes each here, and 4 of their count."""
-    allowed = {"allow_truncated_sampling": True, "kept_set_tokens": 20}
+    allowed = {"allow_truncated_sampling": True, "truncation_support_tokens": 20}
     for how, ids in (({"top_p": 0.9}, 20), ({"top_k": 7}, 7)):
         on = {name.split()[0]: use for name, use in uses_of(tmp_path, rollout=how, algorithm=allowed).items()}
         chosen = experiment(tmp_path, rollout=how, algorithm=allowed)

@@ -6,12 +6,14 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headway.generator.fake_replica as fake
+from headway.config import pruning as rules
 from headway.control.pruning.rules import is_audited
 from headway.records.errors import NoProgress
 from headway.records.ledger import EventRecord, PrunerFigures
@@ -29,6 +31,30 @@ def tail(request: Any) -> int:
     return max(1, int(random.Random(request.sampling.seed).lognormvariate(3.4, 0.95)))
 
 
+CONSTANTS = {  # of headway/config/pruning.py, that a test sets to provoke what it looks at
+    "least_tokens": "LEAST_TOKENS",
+    "slack_steps": "SLACK_STEPS",
+    "longest_period": "LONGEST_PERIOD",
+    "loop_tokens": "LOOP_TOKENS",
+    "ngram": "NGRAM",
+    "window_tokens": "WINDOW_TOKENS",
+    "every_tokens": "JUDGED_EVERY_TOKENS",
+    "least_finished": "LEAST_AGREEING",
+}
+
+
+def split(pruning: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the section, constants) of pruners by kind, each with keys and constants."""
+    constants = {"EVERY_TOKENS": pruning.get("every_tokens", rules.EVERY_TOKENS)}
+    pruners: list[dict[str, Any]] = []
+    for kind, keys in pruning.items():
+        if isinstance(keys, dict):
+            constants |= {CONSTANTS[key]: value for key, value in keys.items() if key in CONSTANTS}
+            pruners.append({"kind": kind} | {key: value for key, value in keys.items() if key not in CONSTANTS})
+    shares = {"audit_share": pruning["audit_share"]} if "audit_share" in pruning else {}
+    return {**shares, "pruners": pruners}, constants
+
+
 def run_of(
     pruning: dict[str, Any],
     *,
@@ -39,19 +65,32 @@ def run_of(
 ) -> tuple[Outcome, list[Any]]:
     """The run, and every batch that a trainer of it was given, by step."""
     batches: list[Any] = []
+    section, constants = split(pruning)
+    with patch.multiple(rules, **constants):
+        return _run_of(section, batches, queue, length_of, steps, **options), batches
+
+
+def _run_of(
+    section: dict[str, Any],
+    batches: list[Any],
+    queue: dict[str, Any] | None,
+    length_of: Any,
+    steps: int,
+    **options: Any,
+) -> Outcome:
     experiment = experiment_of(
         Path("unused"),
         run={"steps": steps},
         rollout={"group_size": SIZE, "max_response_tokens": LONGEST},
         queue={"groups_per_step": GROUPS, "budget": 3, "filter_zero_variance": False} | (queue or {}),
         generator={"slots": 16} | options.pop("generator", {}),
-        pruning=pruning,
+        pruning=section,
     )
 
     def spoil(trainer: FakeTrainer) -> None:
         trainer.batches = batches
 
-    return simulate(experiment, spoil=spoil, generator_options={"length_of": length_of}, **options), batches
+    return simulate(experiment, spoil=spoil, generator_options={"length_of": length_of}, **options)
 
 
 def rollouts_of(batches: list[Any]) -> list[Rollout]:
@@ -148,11 +187,11 @@ def test_a_dropped_member_leaves_and_its_group_goes_on() -> None:
     assert outcome.steps[-1].length_bias_pruning_ks > 0
 
 
-def test_a_group_of_which_too_few_are_left_ends_as_pruned() -> None:
+def test_a_group_of_which_too_few_are_left_ends_as_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.orchestrator.collect.GIVE_UP_AFTER_BATCHES", 2)
     with pytest.raises(NoProgress, match=r"ended untrained, the last one as pruned \(too_few_valid\)"):
         run_of(
             {"length": {"tokens": 1, "mode": "drop"}, "every_tokens": 1, "audit_share": 0.0},
-            queue={"give_up_after_batches": 2},
         )
 
 
@@ -285,7 +324,7 @@ def judged_by(judge: Judge) -> Judge:
 
 def test_a_verifier_of_half_a_response() -> None:
     outcome, batches = run_of(
-        {"verifier": {"name": "numeric", "every_tokens": 10}, "every_tokens": 5, "audit_share": 0.0},
+        {"verifier": {"verifier": "numeric", "every_tokens": 10}, "every_tokens": 5, "audit_share": 0.0},
         reward=judged_by(lambda task, response: {"reward": 0.0 if int(response) >= 50 else 1.0}),
         verify_s=0.001,
     )
@@ -300,7 +339,7 @@ def test_a_slow_judge_holds_up_nothing_and_comes_too_late() -> None:
     plain, _ = run_of({}, **options)
     slow: dict[str, Any] = {"verify_s": lambda task, response: 60.0 if task.verifier else 0.0}
     outcome, batches = run_of(
-        {"value": {"name": "numeric", "every_tokens": 16}, "audit_share": 0.0},
+        {"value": {"verifier": "numeric", "every_tokens": 16}, "audit_share": 0.0},
         reward=judged_by(lambda t, r: 0.0),
         **slow,
     )
@@ -318,7 +357,9 @@ def test_a_slow_judge_holds_up_nothing_and_comes_too_late() -> None:
     ],
 )
 def test_a_judge_that_fails_is_recorded_once_and_prunes_nothing(judge: Judge, cause: str) -> None:
-    outcome, batches = run_of({"value": {"name": "numeric", "every_tokens": 16}}, reward=judged_by(judge), verify_s=0.0)
+    outcome, batches = run_of(
+        {"value": {"verifier": "numeric", "every_tokens": 16}}, reward=judged_by(judge), verify_s=0.0
+    )
     whole(outcome)
     events = [line for line in outcome.lines if isinstance(line, EventRecord) and line.event == "pruner_failed"]
     assert len(events) == 1
@@ -345,7 +386,7 @@ EVERYTHING = {
     "budget": {"least_tokens": 16},
     "repetition": {"loop_tokens": 24, "window_tokens": 48},
     "value": {"below": 0.3, "every_tokens": 8},
-    "verifier": {"name": "numeric", "every_tokens": 12, "mode": "score"},
+    "verifier": {"verifier": "numeric", "every_tokens": 12, "mode": "score"},
     "group": {"confidence": 0.6, "least_finished": 2},
 }
 

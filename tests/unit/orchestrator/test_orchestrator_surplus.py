@@ -7,16 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.orchestrator import recovery
-from headway.orchestrator.context import RunContext
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import ConfigurationError
-from headway.records.generation import GenerationRequest
 from headway.records.ledger import StepRecord
 from headway.rollout.makers.custom import Attempt
 from tests.support.simulated_run import Outcome, experiment_of, simulate
@@ -127,13 +123,6 @@ def test_a_kill_costs_a_parked_member_nothing() -> None:
     assert all(r.resumes for r in crossing)
 
 
-def test_groups_open_for_too_long_end_whatever_the_policy() -> None:
-    outcome = run_of({"budget_s": 0.4}, seed=5)
-    assert summed(outcome, "endings").get("overdue", 0) > 0
-    assert balanced(outcome)
-    assert len(outcome.steps) == 8
-
-
 @pytest.mark.parametrize(
     ("queue", "told"),
     [
@@ -146,41 +135,6 @@ def test_groups_open_for_too_long_end_whatever_the_policy() -> None:
 def test_what_can_not_work_is_refused(queue: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         run_of(queue)
-
-
-def test_a_group_open_for_too_long_ends_although_nothing_else_happens() -> None:
-    """On policy, one rollout of 20 s: the trainer waits for it and for nothing else."""
-    long = 20.0 / 0.01
-
-    def length(request: GenerationRequest) -> int:
-        return int(long) if request.request_id.startswith("1-0.") else 20
-
-    experiment = experiment_of(
-        Path("unused"),
-        run={"steps": 2},
-        rollout={"group_size": 2, "max_response_tokens": 4000},
-        queue={"groups_per_step": 3, "budget": 0, "budget_s": 1.0, "filter_zero_variance": False},
-    )
-    outcome = simulate(experiment, generator_options={"length_of": length})
-    assert outcome.steps[0].step_s < 2.5
-    assert summed(outcome, "endings")["overdue"] <= 3 * 2  # those of its batch are as old as it is
-    assert balanced(outcome)
-
-
-def test_seconds_do_not_pass_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of a resumed run is another one: what is open then has just been opened."""
-    reopened = recovery.reopen_groups
-
-    def later(run: RunContext) -> None:
-        reopened(run)
-        old = {i: msgspec.structs.replace(e.group, admitted_s=-3600.0) for i, e in run.state.running.items()}
-        for index, group in old.items():
-            run.state.running[index].group = group
-
-    monkeypatch.setattr("headway.orchestrator.run.reopen_groups", later)
-    outcome = run_of({"budget_s": 60.0}, seed=2, kills_s=(1.0,))
-    assert summed(outcome, "endings").keys() == {"trained"}
-    assert balanced(outcome)
 
 
 async def two_turns(attempt: Attempt) -> None:
@@ -206,8 +160,9 @@ def test_nobody_generates_while_the_trainer_works_on_a_parked_run(
         return await compute(self, call)
 
     monkeypatch.setattr(TrainLoop, "_compute", watched)
+    monkeypatch.setattr("headway.orchestrator.assembly._MOST_RESUMES", 100)
     outcome = run_of(
-        {"oversampling": 3.0, "surplus": "park", "max_resumes": 100},
+        {"oversampling": 3.0, "surplus": "park"},
         seed=4,
         token_s=0.02,
         generator_options={"update_s": 0.15},

@@ -179,7 +179,7 @@ def shared_devices(shared: bool, pause_s: float = 0.0, **queue: object):
         run={"steps": 10},
         rollout={"group_size": 4, "max_response_tokens": 200},
         queue={"groups_per_step": 2, "filter_zero_variance": False, **queue},
-        generator={"slots": 8, "queue_ahead_groups": 0},
+        generator={"slots": 8, "prefetch_groups": 0},
     )
     return simulate(experiment, token_s=0.01, sample_s=0.1, shared=shared, generator_options={"pause_s": pause_s})
 

@@ -98,7 +98,7 @@ def turned(tmp_path: Path, **environment: Any) -> Scenario:
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 3},
         rollout={"group_size": 2, "max_response_tokens": 1000},
-        queue={"groups_per_step": 1, "budget": 0, "filter_zero_variance": False, "give_up_after_batches": 3},
+        queue={"groups_per_step": 1, "budget": 0, "filter_zero_variance": False},
         hardware={"generator": {"decode_fixed_s": 0.1}, "trainer": {"token_s": 0.0}},
         workload={"turns": 2, "turn_tokens": 10, "reply_tokens": 5, "tool_s": 3.0, "prompt_tokens": 7},
         environment={"start_s": 2.0} | environment,

@@ -170,7 +170,7 @@ def test_interference_slows_steps_by_given_factor(tmp_path):
             "trainer": {"step_fixed_s": 1.0, "token_s": 0.0, "beside": 2.0},
         },
         workload={"response_tokens": 100, "verify_s": 0.0, "trivial_share": 0.0},
-        generator={"slots": 2, "queue_ahead_groups": 0},
+        generator={"slots": 2, "prefetch_groups": 0},
     )
     simulate(scenario)
     steps = [line for line in read_ledger(tmp_path / "run") if isinstance(line, StepRecord)][5:25]

@@ -154,7 +154,7 @@ def test_what_is_recommended_is_what_its_settings_give() -> None:
         "rollout": {"group_size": 4, "max_response_tokens": 400},
         "queue": {"groups_per_step": 4, "budget": 0, "oversampling": 2.0, "surplus": "discard"},
         "curriculum": {"mode": "adaptive", "max_group_size": 16},
-        "algorithm": {"overlong": "penalty", "overlong_buffer_tokens": 300},
+        "algorithm": {"overlong": "penalty"},
     }
     experiment = experiment_of(Path("unused"), **raw)
 

@@ -332,7 +332,10 @@ def test_plan_names_the_numbers_that_matter() -> None:
     [
         ({"path": "t.jsonl", "limit": 1000}, "t.jsonl, the first 1,000"),
         ({"source": "function", "name": "game:tasks", "parameters": {"part": "train"}}, "game:tasks(part='train')"),
-        ({"source": "reasoning-gym", "name": "chain_sum", "seed": 3}, "reasoning-gym chain_sum, 1,000 tasks, seed 3"),
+        (
+            {"source": "reasoning-gym", "name": "chain_sum", "parameters": {"seed": 3}},
+            "reasoning-gym chain_sum, 1,000 tasks, seed 3",
+        ),
     ],
 )
 def test_plan_names_where_tasks_come_from(source: dict[str, object], shown: str) -> None:
@@ -344,12 +347,12 @@ def test_plan_names_where_tasks_come_from(source: dict[str, object], shown: str)
     ("environment", "label", "scorer"),
     [
         ({}, "verifier", "exact, 10 s limit"),
-        ({"name": "agent", "command": ["agent"]}, "verifier", "exact, 10 s limit"),
+        ({"name": "agent", "agent": ["agent"]}, "verifier", "exact, 10 s limit"),
         ({"name": "agent", "agent": "a:b"}, "verifier", "exact, 10 s limit, where agent gives no reward"),
         ({"name": "python_tool"}, "verifier", "exact, 10 s limit, where python_tool gives no reward"),
         ({"name": "code", "timeout_s": 400.0}, "scored by", "code, 400 s limit"),
         (
-            {"name": "verifiers", "verifiers": {"taskset": {"id": "x"}}},
+            {"name": "verifiers", "parameters": {"taskset": {"id": "x"}}},
             "scored by",
             "its environment of the package verifiers",
         ),

@@ -55,8 +55,13 @@ class Scored(SolverAndCritic):
         return {"turn_rewards": [1.0, 2.0, 3.0]}
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.fixed_models._RETRY_S", 0.001)
+
+
 def model(endpoint: Endpoint, **settings: Any) -> dict[str, Any]:
-    return {"address": endpoint.url, "model": "m", "retry_s": 0.001, "timeout_s": 5, **settings}
+    return {"address": endpoint.url, "model": "m", "timeout_s": 5, **settings}
 
 
 def dialogue(endpoint: Endpoint | None = None, **parameters: Any) -> Any:
@@ -156,7 +161,7 @@ def test_a_model_that_does_not_answer_is_infrastructure(broken: Any, endpoint: E
 def test_what_a_model_is_asked_with(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_KEY", "secret")
     endpoint.answer = lambda body: "[DONE]"
-    settings = model(endpoint, api_key_env="USER_KEY", temperature=0.5, max_tokens=9, body={"top_k": 3})
+    settings = model(endpoint, api_key_env="USER_KEY", body={"temperature": 0.5, "max_tokens": 9, "top_k": 3})
 
     async def main() -> Any:
         models = {"traveller": settings}

@@ -438,7 +438,7 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
     assert argv[1:] == ["-m", "x", "1+2?", f"cd {tmp_path}", "{other}", "7-1"]
     sessions = Sessions(chat(), EndpointConfig(), 200)
     sessions.address = "http://127.0.0.1:8000"
-    environment = EnvironmentConfig(name="agent", command=("x",), variables={"MINE": "1", "OPENAI_API_BASE": "none"})
+    environment = EnvironmentConfig(name="agent", agent=("x",), variables={"MINE": "1", "OPENAI_API_BASE": "none"})
     agents = Agents(environment=environment, endpoint=EndpointConfig(), conversations=sessions, processes=None)  # type: ignore[arg-type]
     found = variables(agents, "7-1", "hw-key", tmp_path)
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:8000/v1", "hw-key")

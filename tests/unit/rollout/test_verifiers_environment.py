@@ -135,7 +135,7 @@ def test_an_episode_that_says_nothing() -> None:
     ("metadata", "whose"), [({}, "of no taskset"), ({"verifiers": {"taskset": "others", "data": {}}}, "of 'others'")]
 )
 def test_tasks_of_something_else(metadata: dict[str, Any], whose: str) -> None:
-    with pytest.raises(ValueError, match=f"task t is {whose}, and environment.verifiers.taskset.id = 'sums'"):
+    with pytest.raises(ValueError, match=f"task t is {whose}, and environment.parameters.taskset.id = 'sums'"):
         made_task(LOADED, {"task_id": "t", "metadata": metadata})
 
 
@@ -151,19 +151,16 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"name": "verifiers"}, "needs verifiers = "),
-        ({"name": "verifiers", "verifiers": {"taskset": "sums"}}, "needs verifiers = "),
-        ({"name": "verifiers", "verifiers": {"taskset": {"id": "sums"}}, "agent": "a:b"}, "agent has no effect"),
-        ({"name": "agent", "agent": "a:b", "verifiers": {"x": 1}}, "verifiers has no effect with name = 'agent'"),
-        ({"verifiers": {"x": 1}}, "valid: name = 'verifiers'"),
+        ({"name": "verifiers"}, "needs parameters = "),
+        ({"name": "verifiers", "parameters": {"taskset": "sums"}}, "needs parameters = "),
+        ({"name": "verifiers", "parameters": {"taskset": {"id": "sums"}}, "agent": "a:b"}, "agent has no effect"),
+        ({"name": "agent", "agent": "a:b", "parameters": {"x": 1}}, "parameters have no effect with name = 'agent'"),
         ({"agent": "a:b"}, "valid: name = 'agent'"),
-        ({"name": "agent"}, "needs either agent"),
-        ({"name": "agent", "agent": "a:b", "command": ["x"]}, "needs either agent"),
+        ({"name": "agent"}, "needs agent = "),
+        ({"name": "agent", "agent": []}, "needs agent = "),
     ],
 )
 def test_settings_that_contradict_each_other(keys: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         EnvironmentConfig(**keys)
-    assert EnvironmentConfig(name="verifiers", verifiers={"taskset": {"id": "sums"}}).verifiers == {
-        "taskset": {"id": "sums"}
-    }
+    assert EnvironmentConfig(name="verifiers", parameters={"taskset": {"id": "sums"}}).calls

@@ -53,8 +53,8 @@ def test_books_on_a_network_file_system_are_refused_by_check_and_at_the_start(tm
     (found,) = cluster_findings(shared).by_level()
     assert (found.level, found.key) == ("error", "run.directory")
     assert "nfs4" in found.message
-    assert "cluster.books_directory" in found.message
-    there = experiment_of(tmp_path / "run", cluster={"books_directory": "/shared/books"})
+    assert "cluster.accounting_directory" in found.message
+    there = experiment_of(tmp_path / "run", cluster={"accounting_directory": "/shared/books"})
     with pytest.raises(ConfigurationError, match="nfs4"):
         RunDirectory(tmp_path / "run").begin(there, resume=False)
     assert not RunDirectory(tmp_path / "run").holds_run()
@@ -62,13 +62,13 @@ def test_books_on_a_network_file_system_are_refused_by_check_and_at_the_start(tm
 
 def test_books_lie_in_their_directory_and_are_found_from_the_runs(tmp_path: Path) -> None:
     books = tmp_path / "books"
-    experiment = experiment_of(tmp_path / "run", cluster={"books_directory": str(books)})
+    experiment = experiment_of(tmp_path / "run", cluster={"accounting_directory": str(books)})
     assert not cluster_findings(experiment).by_level()
     with RunDirectory(tmp_path / "run") as run:
         run.begin(experiment, resume=False)
         assert run.buffer == RunDirectory(tmp_path / "run").buffer == books / "buffer.db"
     run.buffer.touch()
-    other = experiment_of(tmp_path / "other", cluster={"books_directory": str(books)})
+    other = experiment_of(tmp_path / "other", cluster={"accounting_directory": str(books)})
     with pytest.raises(ConfigurationError, match="books of another run"):
         RunDirectory(tmp_path / "other").begin(other, resume=False)
 

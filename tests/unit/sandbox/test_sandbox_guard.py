@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_sandboxes import FakeBackend
 
@@ -14,8 +15,9 @@ from headway.records.sandbox import Command, SandboxError, SandboxFailure, Sandb
 from headway.records.sandbox_statistics import EDGES_S, Latencies, Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox import faults, leftovers
-from headway.sandbox.faults import FaultyBackend
+from headway.sandbox.faults import SHARE, FaultyBackend
 from headway.sandbox.linux import cgroups
+from headway.sandbox.pool import pool_settings
 from headway.sandbox.reaper import Reaper
 
 SPEC = SandboxSpec()
@@ -116,11 +118,25 @@ def test_what_wouldnt_end_is_tried_again_at_the_next_look(tmp_path: Path, monkey
     assert "wouldn't end" not in str(second)
 
 
-def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_it():
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts aren't repeated, and the reaper looks every 5 s."""
+    monkeypatch.setattr("headway.orchestrator.actors.sandboxes._REAP_EVERY_S", 5.0)
+    monkeypatch.setattr(
+        "headway.orchestrator.actors.sandboxes.pool_settings",
+        lambda settings: msgspec.structs.replace(pool_settings(settings), retries=0),
+    )
+
+
+def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv(SHARE, "0.2")
+    once(monkeypatch)
+
     async def main():
         clock = VirtualClock()
         backend = ReapingBackend(clock, [[Reaped(owner="owner-1-1-1", sandboxes=3)]])
-        settings = SandboxConfig(live=2, starts=1, retries=0, reap_every_s=5.0, inject_faults=0.2)
+        settings = SandboxConfig(live=2, starts=1)
         async with open_sandboxes(settings, clock, backend=backend) as sandboxes:
             for _ in range(40):
                 try:
@@ -150,11 +166,13 @@ def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_
     run_virtual(main())
 
 
-def test_a_runs_sandbox_that_wouldnt_end_ends_at_a_later_look():
+def test_a_runs_sandbox_that_wouldnt_end_ends_at_a_later_look(monkeypatch: pytest.MonkeyPatch):
+    once(monkeypatch)
+
     async def main():
         clock = VirtualClock()
         backend = ReapingBackend(clock, [])
-        settings = SandboxConfig(live=2, retries=0, reap_every_s=5.0)
+        settings = SandboxConfig(live=2)
         async with open_sandboxes(settings, clock, backend=backend) as sandboxes:
             backend.end_failures = [infrastructure_failure("502")]
             async with sandboxes.pool.lease(SPEC):

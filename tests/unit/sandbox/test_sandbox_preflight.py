@@ -26,6 +26,7 @@ from headway.records.sandbox import (
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.sandbox.faults import SHARE
 from headway.sandbox.linux import cgroups
 from headway.sandbox.machine import MachineLimits, look, machine_findings, pids_in_use
 from headway.sandbox.preflight import WRITTEN, findings
@@ -155,14 +156,17 @@ def test_one_that_is_there_after_its_end_is_found():
     assert "still there" in said
 
 
-def test_a_backend_that_fails_otherwise_is_told_and_faults_on_purpose_are_loud():
+def test_a_backend_that_fails_otherwise_is_told_and_faults_on_purpose_are_loud(
+    monkeypatch: pytest.MonkeyPatch,
+):
     refused = Provider(failures=[infrastructure_failure("no token: set MODAL_TOKEN_ID", retry=False)])
     ((fatal, said),) = found_of(refused)
     assert fatal
     assert "set MODAL_TOKEN_ID" in said
-    ((fatal, said),) = found_of(Provider(), SandboxConfig(backend="modal", inject_faults=0.05))
+    monkeypatch.setenv(SHARE, "0.05")
+    ((fatal, said),) = found_of(Provider(), SandboxConfig(backend="modal"))
     assert not fatal
-    assert "inject_faults = 0.05" in said
+    assert f"{SHARE} = 0.05" in said
     assert "ON PURPOSE" in said
 
 

@@ -50,16 +50,14 @@ class Engine:
 
 
 def sessions(
-    clock: Clock, keys: Sequence[str] = (), over: list[Session] | None = None, **endpoint: Any
+    clock: Clock, keys: Sequence[str] = (), over: list[Session] | None = None, **limits: Any
 ) -> tuple[ServedSessions, Engine]:
     experiment = validate_experiment(
-        {"run": {"directory": "none"}, "model": {"path": "none"}, "tasks": {"train": {"path": "none"}}}
-        | {"endpoint": endpoint},
-        "test",
+        {"run": {"directory": "none"}, "model": {"path": "none"}, "tasks": {"train": {"path": "none"}}}, "test"
     )
     engine, ended = Engine(), [] if over is None else over
     sample_of = sampling(engine.generate, chat().tokenizer, engine.place_for)
-    return ServedSessions(chat(), experiment, sample_of, clock, tuple(keys), ended.append), engine
+    return ServedSessions(chat(), experiment, sample_of, clock, tuple(keys), ended.append, **limits), engine
 
 
 async def ask(session: Session, text: str = "1+2?", **client: Any) -> None:
@@ -222,19 +220,24 @@ def test_what_is_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"environment": {"name": "agent"}}, "needs either agent"),
-        ({"environment": {"name": "agent", "agent": "m:f", "command": ["x"]}}, "needs either agent"),
+        ({"environment": {"name": "agent"}}, "needs agent = "),
         ({"environment": {"agent": "m:f"}}, "agent has no effect"),
         ({"environment": {"name": "agent", "agent": "m"}}, "module:function"),
-        ({"environment": {"name": "agent", "command": ["sh", "-c", "x {prompt}"]}}, "an argument of its own"),
-        ({"environment": {"name": "agent", "command": ["x"]}, "hooks": {"rollout": "m:f"}}, "leave one of them out"),
+        ({"environment": {"name": "agent", "agent": ["sh", "-c", "x {prompt}"]}}, "an argument of its own"),
+        ({"environment": {"name": "agent", "agent": ["x"]}, "hooks": {"rollout": "m:f"}}, "leave one of them out"),
         (
-            {"environment": {"name": "agent", "command": ["x"]}, "rollout": {"stop": ["a"]}},
+            {"environment": {"name": "agent", "agent": ["x"]}, "rollout": {"stop": ["a"]}},
             "environments say themselves",
         ),
-        ({"environment": {"name": "agent", "command": ["x"]}, "pruning": {"length": {"tokens": 9}}}, "pruners look at"),
-        ({"environment": {"name": "agent", "command": ["x"]}, "algorithm": {"overlong": "penalty"}}, "no common limit"),
-        ({"environment": {"name": "agent", "command": ["x"]}, "algorithm": {"turn_discount": 1}}, "have one reward"),
+        (
+            {
+                "environment": {"name": "agent", "agent": ["x"]},
+                "pruning": {"pruners": [{"kind": "length", "tokens": 9}]},
+            },
+            "pruners look at",
+        ),
+        ({"environment": {"name": "agent", "agent": ["x"]}, "algorithm": {"overlong": "penalty"}}, "no common limit"),
+        ({"environment": {"name": "agent", "agent": ["x"]}, "algorithm": {"turn_discount": 1}}, "have one reward"),
         ({"endpoint": {"address": "8000"}}, "HOST:PORT"),
         ({"endpoint": {"model": " "}}, "a name is needed"),
     ],
@@ -246,7 +249,7 @@ def test_settings_that_contradict_each_other(sections: dict[str, Any], says: str
 
 
 def test_an_agent_is_a_complete_environment() -> None:
-    environment = {"name": "agent", "command": ["python", "agent.py", "{prompt}"], "variables": {"X": "1"}}
+    environment = {"name": "agent", "agent": ["python", "agent.py", "{prompt}"], "variables": {"X": "1"}}
     raw = {"run": {"directory": "none"}, "model": {"path": "none"}, "tasks": {"train": {"path": "none"}}}
     experiment = validate_experiment({**raw, "environment": environment}, "test")
     assert (experiment.environment.failed_exit, experiment.endpoint.address) == ("fail", "127.0.0.1:0")

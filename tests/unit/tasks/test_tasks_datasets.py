@@ -93,8 +93,6 @@ def test_errors_name_missing_files_splits_and_columns(
     assert 'missing "zzz"; it has: level, question, target' in refusal(path=parquet, columns={"prompt": "zzz"})
     wanted = {"prompt": "question", "answer": "gold"}
     assert 'missing "gold"; it has: level, question, target' in refusal(path=parquet, columns=wanted)
-    wanted = {"prompt": "question", "metadata": ["levl"]}
-    assert "missing \"levl\"; did you mean 'level'?" in refusal(path=parquet, columns=wanted)
     assert "no such file or folder" in refusal(path=str(folder / "nowhere"))
     assert "single file, without splits" in refusal(path=parquet, split="test")
     assert "without splits: leave 'split' out" in refusal(path=str(folder / "one"), split="test")
@@ -128,13 +126,13 @@ def test_unusable_answers_and_metadata_are_refused(tmp_path: Path) -> None:
     )
     assert '"a" = True: must be' in refusal(path=one(q="x", a=True), columns=columns)
     assert '"q" = 3: must be a string' in refusal(path=one(q=3, a="1"), columns=columns)
-    assert '"raw" holds a bytes, which has no JSON form; choose with columns.metadata' in refusal(
+    assert '"raw" holds a bytes, which has no JSON form; leave it out with a function of your own' in refusal(
         path=one(q="x", a="1", raw=b"1"), columns=columns
     )
-    path = one(q="x", a=0.5, raw=b"1")
-    [task] = load_tasks(source(path=path, columns={**columns, "metadata": []}))
+    path = one(q="x", a=0.5)
+    [task] = load_tasks(source(path=path, columns=columns))
     assert (task.answer, task.metadata) == ("0.5", {})
-    [task] = load_tasks(source(path=path, columns={"prompt": "q", "answer": "", "metadata": ["a"]}))
+    [task] = load_tasks(source(path=path, columns={"prompt": "q", "answer": ""}))
     assert (task.answer, task.metadata) == ("", {"a": 0.5})
 
 

@@ -124,7 +124,7 @@ def test_task_set_of_several_sources(tmp_path: Path) -> None:
 
 
 def test_generated_tasks_exclude_held_out_prompts(tmp_path: Path) -> None:
-    generated = {"source": "reasoning-gym", "name": "basic_arithmetic", "size": 30, "label": "sums"}
+    generated = {"source": "reasoning-gym", "name": "basic_arithmetic", "parameters": {"size": 30}, "label": "sums"}
     prompts = [task.prompt for task in load_task_sets(experiment(generated))["train"]]
     held = write(tmp_path / "held.jsonl", prompts[:3])
     files = write(tmp_path / "a.jsonl", ["a1"])
@@ -148,7 +148,8 @@ def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     assert "'subset' has no effect with source = 'jsonl': it belongs to source = 'datasets'" in refusal(
         {**one, "subset": "main"}
     )
-    assert "'size' has no effect with source = 'datasets'" in refusal({"source": "datasets", "name": "a/b", "size": 3})
+    sized = {"source": "datasets", "name": "a/b", "parameters": {"size": 3}}
+    assert "'parameters' has no effect with source = 'datasets'" in refusal(sized)
     both = {"source": "datasets", "name": "a/b", "path": "c"}
     assert "needs either 'path', on this machine, or 'name', on the Hugging Face hub" in refusal(both)
     assert "'revision' has no effect with 'path'" in refusal({"source": "datasets", "path": "c", "revision": "v1"})
@@ -183,19 +184,21 @@ def test_verifier_precedence_is_row_source_experiment(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": "b", "answer": "1", "verifier": "math"},
-        {"prompt": "c", "answer": "1", "verifier": {"name": "numeric", "parameters": {"tolerance": 0.5}}},
+        {"prompt": "c", "answer": "1", "verifier": "near"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = write(tmp_path / "plain.jsonl", ["d"])
-    named = {"strict": {"name": "exact", "timeout_s": 3}}
+    near = {"name": "numeric", "parameters": {"tolerance": 0.5}}
+    named = {"strict": {"name": "exact", "timeout_s": 3}, "near": near}
     chosen = experiment([{"path": str(tmp_path / "rows.jsonl"), "verifier": "strict"}, plain], verifiers=named)
     sets = load_task_sets(chosen)
     found = named_verifiers(chosen, sets)
     by_prompt = {task.prompt: task.verifier for task in sets["train"]}
     assert (by_prompt["a"], by_prompt["b"], by_prompt["d"]) == ("strict", "math", "")
     assert (found["strict"].name, found["strict"].timeout_s) == ("exact", 3)
+    assert by_prompt["c"] == "near"
     assert found["math"].name == "math"
-    assert found[by_prompt["c"]].parameters == {"tolerance": 0.5}
+    assert found["near"].parameters == {"tolerance": 0.5}
     assert "verifier" not in sets["train"][1].metadata
     wrong = experiment({"path": plain, "verifier": "strct"}, verifiers=named)
     with pytest.raises(
@@ -204,6 +207,6 @@ def test_verifier_precedence_is_row_source_experiment(tmp_path: Path) -> None:
         named_verifiers(wrong, load_task_sets(wrong))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "verifier": {"nam": "exact"}}\n')
     with pytest.raises(
-        ConfigurationError, match=r'rows\.jsonl:1: "verifier\.nam" = .*valid: the name of a verifier, or'
+        ConfigurationError, match=r'rows\.jsonl:1: "verifier" = .*valid: the name of a verifier; one with'
     ):
         load_task_sets(experiment(str(tmp_path / "rows.jsonl")))

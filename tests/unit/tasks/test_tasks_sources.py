@@ -31,8 +31,9 @@ def jsonl(path: Path, *lines: object) -> TaskSource:
     return TaskSource(path=str(path))
 
 
-def gym(name: str = "basic_arithmetic", **fields: object) -> TaskSource:
-    return TaskSource.model_validate({"source": "reasoning-gym", "name": name, "size": 20, **fields})
+def gym(name: str = "basic_arithmetic", **parameters: object) -> TaskSource:
+    given = {"source": "reasoning-gym", "name": name, "parameters": {"size": 20, **parameters}}
+    return TaskSource.model_validate(given)
 
 
 def task(prompt: str, answer: str = "") -> Task:
@@ -139,7 +140,8 @@ class TestReasoningGym:
         assert here != [t.task_id for t in load_tasks(gym(seed=4))]
         code = (
             "from headway.config.sources import TaskSource; from headway.tasks.sources import load_tasks; "
-            "s = TaskSource(source='reasoning-gym', name='basic_arithmetic', size=20, seed=3); "
+            "s = TaskSource(source='reasoning-gym', name='basic_arithmetic', "
+            "parameters={'size': 20, 'seed': 3}); "
             "print(*[t.task_id for t in load_tasks(s)])"
         )
         environment = os.environ | {"PYTHONHASHSEED": "77"}
@@ -149,13 +151,14 @@ class TestReasoningGym:
         assert there.stdout.split() == here
 
     def test_parameters_reach_the_generator_and_the_metadata(self):
-        tasks = load_tasks(gym(parameters={"min_terms": 2, "max_terms": 2}))
+        tasks = load_tasks(gym(min_terms=2, max_terms=2))
         assert all(t.metadata["entry"]["metadata"]["num_terms"] == 2 for t in tasks)
         assert tasks[0].metadata["generator"] == "basic_arithmetic"
+        assert tasks[0].metadata["parameters"] == {"min_terms": 2, "max_terms": 2}  # without size and seed
         assert json.loads(json.dumps(tasks[0].metadata)) == tasks[0].metadata
 
     def test_duplicates_of_a_small_space_are_counted(self):
-        read = read_tasks(gym(size=200, parameters={"min_terms": 2, "max_terms": 2, "max_digits": 1}))
+        read = read_tasks(gym(size=200, min_terms=2, max_terms=2, max_digits=1))
         assert len(read.tasks) + read.duplicates == 200
         assert read.duplicates > 0
 
@@ -165,13 +168,13 @@ class TestReasoningGym:
 
     def test_unknown_parameter_gives_the_nearest(self):
         with pytest.raises(ConfigurationError, match="no parameter 'min_term'; did you mean 'min_terms'"):
-            load_tasks(gym(parameters={"min_term": 1}))
+            load_tasks(gym(min_term=1))
 
     def test_refused_parameter_says_why(self):
         with pytest.raises(ConfigurationError, match=r"basic_arithmetic refuses parameters .*'min_terms': 0.*: \S"):
-            load_tasks(gym(parameters={"min_terms": 0}))
+            load_tasks(gym(min_terms=0))
         with pytest.raises(ConfigurationError, match="refuses parameters"):
-            load_tasks(gym(parameters={"min_terms": "many"}))
+            load_tasks(gym(min_terms="many"))
 
     def test_generator_without_its_package_names_the_command(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(sys.modules, "reasoning_gym", None)
@@ -277,7 +280,7 @@ def test_a_function_yields_rows():
         ("5+1=", "6", 1), ("6+1=", "7", 0), ("7+1=", "8", 1),
     }  # fmt: skip
     assert found.tasks[0].source == f"function:{__name__}:sums"
-    renamed = own("sums", parameters={"count": 2}, columns={"prompt": "answer", "answer": "", "metadata": []})
+    renamed = own("sums", parameters={"count": 2}, columns={"prompt": "answer", "answer": ""})
     assert [task.prompt for task in load_tasks(renamed)] == ["1", "2"]
 
 

@@ -221,7 +221,7 @@ def test_url_in_place_of_a_variable_is_refused_and_not_shown(tmp_path: Path):
 def test_keys_may_change_when_a_run_is_resumed(tmp_path: Path):
     from headway.config.load import require_resumable
 
-    require_resumable(asking(tmp_path), asking(tmp_path, rules=["kl"], command=["true"], min_interval_s=1))
+    require_resumable(asking(tmp_path), asking(tmp_path, rules=["kl"], command=["true"]))
     raw = json.loads(asking(tmp_path).model_dump_json())
     del raw["alerts"]  # of a run before there were alerts
     require_resumable(validate_experiment(raw, "old"), asking(tmp_path))

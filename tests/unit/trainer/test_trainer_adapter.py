@@ -237,8 +237,8 @@ def test_a_merged_folder_is_what_was_trained(
 
 def supervised(model: str, **adapter: Any) -> SupervisedService:
     own = {"path": model, "adapter": ADAPTER | adapter}
-    sft = {"data": "none", "output": "none", "steps": 4, "batch_sequences": 4, "micro_batch_tokens": 40}
-    raw = make_experiment(model, Path("/nowhere"), model=own, sft=sft)
+    sft = {"data": "none", "output": "none", "steps": 4, "batch_sequences": 4}
+    raw = make_experiment(model, Path("/nowhere"), model=own, sft=sft, trainer={"micro_batch_tokens": 40})
     service = SupervisedService(Context, experiment=raw, run_id="t")
     lengths = np.array([11, 7, 9, 13, 8, 12])
     rng = np.random.default_rng(0)

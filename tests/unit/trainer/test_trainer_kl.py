@@ -227,7 +227,13 @@ def test_bfloat16_keeps_a_model_near_itself(folder: Path) -> None:
 
 # --- to a target ------------------------------------------------------------------------------------------
 
-TARGET = {"kl_target": 0.1, "kl_horizon": 64.0, "trainer": {"learning_rate": 1e-2}}
+
+@pytest.fixture(autouse=True)
+def short_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.trainer.policy.KL_HORIZON", 64.0)
+
+
+TARGET = {"kl_target": 0.1, "trainer": {"learning_rate": 1e-2}}
 
 
 @pytest.mark.parametrize("kind", [{"kl_estimator": "k2"}, IN_REWARD])

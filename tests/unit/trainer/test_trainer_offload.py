@@ -32,15 +32,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "untied": {"untied": True},
     "adapter": ADAPTER,
     "bfloat16": {"trainer": {"dtype": "bfloat16"}},
-    "plain torch": {"trainer": {"native_kernels": False}},
+    "plain torch": {"native": False},
     "reference": {"algorithm": {"kl_coefficient": 0.1}},
 }
 Build = Callable[..., TrainerService]
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Build:
-    def made(untied: bool = False, **sections: Any) -> TrainerService:
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    def made(untied: bool = False, native: bool = True, **sections: Any) -> TrainerService:
+        monkeypatch.setenv("HEADWAY_NATIVE_KERNELS", "1" if native else "0")
         model = tmp_path / f"model-{untied}"
         if not model.exists():
             make_model(model)

@@ -88,7 +88,6 @@ def gradient_in_parts(trainer: TrainerService, batch: TrainBatch, cuts: list[lis
             {"kl_coefficient": 0.1},
             {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
             {"token_mask": (0.5, 5.0), "sequence_mask": (0.9, 1.2)},
-            {"fixed_denominator_tokens": 500},
         ]
     ),
     order=st.randoms(use_true_random=False),
@@ -339,7 +338,7 @@ def test_ranks_agree_on_a_step_in_parts(service: Any) -> None:
 
 
 def test_an_empty_first_part_leaves_the_fixed_divisor_alone(service: Any) -> None:
-    algorithm = {"aggregation": "fixed", "fixed_denominator_tokens": 100}
+    algorithm = {"aggregation": "fixed"}
     batch = make_batch(3)
     expected = gradient(service(algorithm=algorithm), build_arrays(batch), batch.step)
     found = gradient_in_parts(service(algorithm=algorithm), batch, [[], list(range(len(batch.samples)))])

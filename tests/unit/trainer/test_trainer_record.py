@@ -48,7 +48,7 @@ def with_branch_and_copies(batch: TrainBatch) -> TrainBatch:
 
 
 def test_record_has_what_was_computed(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = service(model, tmp_path, queue={"old_tokens": "mask", "max_token_staleness": 0, "budget": 4})
+    trainer = service(model, tmp_path, queue={"max_token_staleness": 0, "budget": 4})
     (done := kept_progress(trainer, monkeypatch)).clear()
     batch = with_branch_and_copies(make_batch(5))
     trainer.train_step(lay_out(batch))

@@ -25,15 +25,17 @@ torch.set_num_threads(1)
 PAIRS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
 
 
-def make(folder: Path, pairs: list[tuple[str, str]], **sft) -> SupervisedService:
+def make(folder: Path, pairs: list[tuple[str, str]], micro_batch_tokens: int = 40, **sft) -> SupervisedService:
     model = folder / "model"
     make_model(model, vocabulary=300)
     train_byte_fallback_tokenizer([p + s for p, s in PAIRS], 300, model)
     lines = [json.dumps({"prompt": p, "solution": s, "note": 1}) for p, s in pairs]
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     section = {"data": str(folder / "pairs.jsonl"), "batch_sequences": 12, "steps": 60, "warmup_steps": 5,
-               "learning_rate": 1e-2, "micro_batch_tokens": 40, **sft}  # fmt: skip
-    return SupervisedService(Context, experiment=make_experiment(str(model), folder, sft=section), run_id="sft-test")
+               "learning_rate": 1e-2, **sft}  # fmt: skip
+    trainer = {"micro_batch_tokens": micro_batch_tokens}
+    experiment = make_experiment(str(model), folder, sft=section, trainer=trainer)
+    return SupervisedService(Context, experiment=experiment, run_id="sft-test")
 
 
 def prepare(service: SupervisedService) -> dict[str, float]:

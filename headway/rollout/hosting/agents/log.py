@@ -55,7 +55,7 @@ class AgentLog:
             if not self.take():
                 break
         if self._left_out_bytes:
-            self._write(f"\n[{self._left_out_bytes} bytes left out: environment.log_bytes]\n".encode())
+            self._write(f"\n[{self._left_out_bytes} bytes left out]\n".encode())
         self._write(self._last)
         os.close(self.pipe)
         if self._file is not None:

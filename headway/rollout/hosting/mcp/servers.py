@@ -27,6 +27,9 @@ from headway.runtime.clock import Clock
 from headway.runtime.imports import import_extra
 
 KEY = "environment.mcp"
+_START_S = 30.0  # until a server has told its tools; a package manager may fetch it first
+_STARTS_PER_MINUTE = 5  # of a worker's server that died or hung: one that dies at once mustn't take all its time
+_RESULT_BYTES = 10_000_000  # of a message; a longer result is an error that the model is told
 _ALIVE_S = 5.0  # that a server has to show that it is, when a call took too long
 _END_S = 6.0  # that one has to end
 _MOST_PAGES = 1000  # of a list of tools
@@ -51,13 +54,12 @@ class ToolServerConnection:
         up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(up), name=f"mcp-{self._settings.name}")
         try:
-            async with asyncio.timeout(self._settings.start_timeout_s):
+            async with asyncio.timeout(_START_S):
                 await asyncio.shield(up)
         except BaseException as error:
             await self.stop()
             if isinstance(error, TimeoutError):
-                limit = f"start_timeout_s = {self._settings.start_timeout_s:g} s"
-                raise ServerFailed(f"{self._settings.name} did not start within {limit}") from None
+                raise ServerFailed(f"{self._settings.name} did not start within {_START_S:g} s") from None
             raise
 
     async def stop(self) -> None:
@@ -71,10 +73,10 @@ class ToolServerConnection:
     async def tools(self) -> list[Any]:
         """All tools that the server lists. Raises ServerFailed, also for a list without an end."""
         found: list[Any] = []
-        cursor, limit_s = None, self._settings.start_timeout_s
+        cursor = None
         async with self._failing():
             try:
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(_START_S):
                     for _ in range(_MOST_PAGES):
                         page = await self._client.list_tools(cursor=cursor)
                         found += page.tools
@@ -82,7 +84,7 @@ class ToolServerConnection:
                         if cursor is None:
                             return found
             except TimeoutError:
-                raise ConnectionError(f"its list of tools takes longer than start_timeout_s = {limit_s:g} s") from None
+                raise ConnectionError(f"its list of tools takes longer than {_START_S:g} s") from None
             raise ConnectionError(f"its list of tools has no end: {_MOST_PAGES} pages, {len(found)} tools")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
@@ -150,14 +152,14 @@ class ToolServerConnection:
     async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         settings = self._settings
         if settings.command:
-            return process_streams(settings.command, environment_of(settings), settings.result_bytes)
+            return process_streams(settings.command, environment_of(settings), _RESULT_BYTES)
         http = import_extra("mcp.client.streamable_http", "mcp", KEY)
         client = await stack.enter_async_context(
             http_client(
                 {"Authorization": f"Bearer {key_of(settings)}"} if settings.api_key_env else {},
-                connect_s=settings.start_timeout_s,
+                connect_s=_START_S,
                 read_s=settings.timeout_s + _ALIVE_S,
-                result_bytes=settings.result_bytes,
+                result_bytes=_RESULT_BYTES,
             )
         )
         return http.streamable_http_client(settings.url, http_client=client)
@@ -172,7 +174,7 @@ class SharedConnection:
         self._clock = clock
         self._connection: ToolServerConnection | None = None
         self._starting: asyncio.Task[ToolServerConnection] | None = None
-        self._starts_s: deque[float] = deque(maxlen=settings.starts_per_minute)
+        self._starts_s: deque[float] = deque(maxlen=_STARTS_PER_MINUTE)
 
     async def connection(self) -> ToolServerConnection:
         """A connection that is up, made where there is none. Raises ServerFailed."""
