@@ -163,8 +163,9 @@ def outcome_of(folder: Path) -> Outcome:
     for step in steps:
         opened += step.admitted_rollouts
         generated[step.version] = opened
-        finished = sum(step.solve_rate_histogram)
-        flat, groups, trained = flat + step.zero_variance_share * finished, groups + finished, trained + step.samples
+        finished = sum(step.rewards.solve_rate_histogram) if step.rewards else 0
+        flat += step.rewards.zero_variance_share * finished if step.rewards else 0.0
+        groups, trained = groups + finished, trained + step.samples
     evaluations = [line for line in lines if isinstance(line, EvaluationRecord) and line.split == "validation"]
     points = [Point(generated[line.step], line.solve_rate) for line in sorted(evaluations, key=lambda e: e.step)]
     versions = sorted(line.step for line in evaluations)

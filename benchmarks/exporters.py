@@ -22,7 +22,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.orchestrator.meter import group_trace
 from headway.records.generation import VersionSpan
-from headway.records.ledger import Distribution, StepRecord
+from headway.records.ledger import Distribution, LengthStatistics, StepRecord, TokenStatistics
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
@@ -45,9 +45,13 @@ def step_record(step: int) -> StepRecord:
         step_s=1.0,
         samples=64,
         trajectory_staleness=Distribution(mean=1.3, max=3, histogram={"0": 10, "1": 30, "2": 20, "3": 4}),
-        token_staleness=Distribution(mean=0.9, max=3, histogram={"0": 500, "1": 800, "2": 200, "3": 20}),
+        tokens=TokenStatistics(
+            staleness=Distribution(mean=0.9, max=3, histogram={"0": 500, "1": 800, "2": 200, "3": 20})
+        ),
         endings={"trained": 64, "filtered": 16},
-        length_histogram={str(end): 3 for end in (4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 160)},
+        lengths=LengthStatistics(
+            histogram={str(end): 3 for end in (4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 160)}
+        ),
         metrics={name: 0.1 * step for name in METRICS},
     )
 

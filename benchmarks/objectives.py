@@ -154,9 +154,10 @@ def outcome_of(folder: Path) -> Outcome:
     for part in range(PARTS):
         chosen = steps[len(steps) * part // PARTS : len(steps) * (part + 1) // PARTS]
         samples += sum(step.samples for step in chosen)
-        groups = [sum(step.solve_rate_histogram) for step in chosen]  # that finished before each step
+        finished = [step.rewards for step in chosen if step.rewards]
+        groups = [sum(rewards.solve_rate_histogram) for rewards in finished]  # that finished before each step
         if any(groups):
-            solved = sum(step.solve_rate * count for step, count in zip(chosen, groups, strict=True))
+            solved = sum(rewards.solve_rate * count for rewards, count in zip(finished, groups, strict=True))
             curve.append((samples, solved / sum(groups)))
     return Outcome(
         after=after.solve_rate,

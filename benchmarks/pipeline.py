@@ -421,8 +421,8 @@ def print_rest(bench: Benchmark) -> None:
     print(
         f"  trained responses' mean length {mean(lambda each: each.mean_length):.1f} tokens; trajectory staleness mean "
         f"{staleness:.1f}, max {max(each.max_staleness() for each in steady)}; "
-        f"{of_step('buffered_groups'):.1f} groups buffered, {of_step('running_rollouts'):.1f} of {bench.slots} slots "
-        "in use"
+        f"{of_step('buffered_groups'):.1f} groups buffered, {of_step('engines.running_rollouts'):.1f} of {bench.slots} "
+        "slots in use"
     )
 
 

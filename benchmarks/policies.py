@@ -102,10 +102,11 @@ def outcome_of(folder: Path, warm: int, foreign: float, speed: Speedometer) -> O
     elapsed_s = sum(step.step_s for step in steps)
     tokens: dict[str, int] = {}
     for step in steps:
-        for ending, count in step.ended_tokens.items():
+        for ending, count in step.tokens.ended.items():
             tokens[ending] = tokens.get(ending, 0) + count
     last = every[-max(1, len(every) // 4) :]
-    groups = [sum(step.solve_rate_histogram) for step in last]
+    rewards = [step.rewards for step in last if step.rewards]
+    groups = [sum(found.solve_rate_histogram) for found in rewards]
     after = next(line for line in lines if isinstance(line, EvaluationRecord) and line.phase == "after")
     return Outcome(
         samples_per_s=sum(step.samples for step in steps) / elapsed_s,
@@ -113,11 +114,11 @@ def outcome_of(folder: Path, warm: int, foreign: float, speed: Speedometer) -> O
         generator_wait=sum(step.generator_wait_ratio * step.step_s for step in steps) / elapsed_s,
         staleness=statistics.mean(step.trajectory_staleness.mean for step in steps),
         wasted=1.0 - tokens.get("trained", 0) / max(1, sum(tokens.values())),
-        scheduling_ks=every[-1].length_bias_scheduling_ks,
-        filter_ks=every[-1].length_bias_filter_ks,
-        pruning_ks=every[-1].length_bias_pruning_ks,
+        scheduling_ks=every[-1].length_bias.scheduling_ks,
+        filter_ks=every[-1].length_bias.filter_ks,
+        pruning_ks=every[-1].length_bias.pruning_ks,
         sample_tokens=tokens.get("trained", 0) / sum(step.samples for step in steps),
-        solve_rate=sum(s.solve_rate * n for s, n in zip(last, groups, strict=True)) / max(1, sum(groups)),
+        solve_rate=sum(s.solve_rate * n for s, n in zip(rewards, groups, strict=True)) / max(1, sum(groups)),
         held_out=after.solve_rate,
         foreign_cores=foreign,
         machine=speed.mean(began_s + every[warm - 1].time_s, began_s + every[-1].time_s),

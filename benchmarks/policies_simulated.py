@@ -96,8 +96,8 @@ def measured(load: Raw, policy: Raw, seed: int) -> Measured:
     return Measured(
         rate=result.rate(WARM, count),
         age=result.staleness(WARM, count),
-        bias=kept[-1].length_bias_scheduling_ks,
-        tokens=sum(step.ended_tokens["trained"] for step in kept) / sum(step.samples for step in kept),
+        bias=kept[-1].length_bias.scheduling_ks,
+        tokens=sum(step.tokens.ended["trained"] for step in kept) / sum(step.samples for step in kept),
     )
 
 

@@ -194,13 +194,13 @@ def replay(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
 def outcome_of(steps: Sequence[StepRecord], kept: Sequence[dict[str, Any]]) -> Outcome:
     tenths = [steps[len(steps) * part // 10 : len(steps) * (part + 1) // 10] for part in range(10)]
     samples = sum(step.samples for step in steps)
-    tokens = sum(sum(step.ended_tokens.values()) for step in steps)
+    tokens = sum(sum(step.tokens.ended.values()) for step in steps)
     pruners = sorted({pruner for step in steps for pruner in step.pruning})
     return Outcome(
         reward=mean(float(sample["reward"]) for sample in kept),
         tokens_per_sample=tokens / samples,
         samples=samples,
-        solve_rates=[mean(step.solve_rate for step in part) for part in tenths if part],
+        solve_rates=[mean(step.rewards.solve_rate for step in part if step.rewards) for part in tenths if part],
         pruning={
             pruner: PrunerFigures.total(step.pruning[pruner] for step in steps if pruner in step.pruning)
             for pruner in pruners

@@ -143,7 +143,7 @@ def _row_of(outcome: Outcome) -> list[str]:
         f"{sum(step.trainer_wait_s for step in steps) / total_s:.0%}",
         f"{sum(step.generator_wait_ratio * step.step_s for step in steps) / total_s:.0%}",
         f"{sum(one.mean for one in trajectory) / len(steps):.2f} ({max(one.max for one in trajectory):.0f})",
-        f"{sum(step.token_staleness.mean for step in steps) / len(steps):.2f}",
+        f"{sum(step.tokens.staleness.mean for step in steps) / len(steps):.2f}",
     ]
 
 
@@ -192,7 +192,7 @@ def surplus() -> str:
         lengths = [len(s.rollout.response_ids) for batch in outcome.trainer.batches for s in batch.samples]
         ended: dict[str, int] = {}
         for step in steps:
-            for ending, tokens in step.ended_tokens.items():
+            for ending, tokens in step.tokens.ended.items():
                 ended[ending] = ended.get(ending, 0) + tokens
         wasted = 1.0 - ended["trained"] / sum(ended.values())
         trajectory = [step.trajectory_staleness for step in steps]

@@ -85,8 +85,8 @@ class CaseRun:
     @property
     def wasted_share(self) -> float:
         """Of the response tokens of rollouts that ended: of those that were not trained."""
-        trained = sum(step.ended_tokens.get("trained", 0) for step in self.steps)
-        return 1.0 - trained / sum(sum(step.ended_tokens.values()) for step in self.steps)
+        trained = sum(step.tokens.ended.get("trained", 0) for step in self.steps)
+        return 1.0 - trained / sum(sum(step.tokens.ended.values()) for step in self.steps)
 
     @property
     def staleness(self) -> tuple[float, int]:
@@ -98,7 +98,7 @@ class CaseRun:
     def length_bias(self) -> float:
         """The largest of the causes."""
         last = self.steps[-1]
-        return max(last.length_bias_scheduling_ks, last.length_bias_filter_ks, last.length_bias_pruning_ks)
+        return max(last.length_bias.scheduling_ks, last.length_bias.filter_ks, last.length_bias.pruning_ks)
 
     @property
     def dollars_per_1000(self) -> float:
@@ -108,7 +108,7 @@ class CaseRun:
     @property
     def trained_length(self) -> float:
         """Mean sampled tokens of a trained sample."""
-        return sum(step.trained_tokens_per_s * step.step_s for step in self.steps) / self.samples
+        return sum(step.tokens.trained_per_s * step.step_s for step in self.steps) / self.samples
 
 
 def run_case(name: str, overrides: Sequence[str], *, steps: int) -> CaseRun:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 
 from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
@@ -42,10 +43,10 @@ class Steady:
     @property
     def mean_length(self) -> float:
         """Response tokens of a trained sample."""
-        return sum(record.trained_tokens_per_s * record.step_s for record in self.records) / self.samples
+        return sum(record.tokens.trained_per_s * record.step_s for record in self.records) / self.samples
 
     def total(self, field: str) -> float:
-        return sum(getattr(record, field) for record in self.records)
+        return sum(attrgetter(field)(record) for record in self.records)
 
     def per_sample_ms(self, field: str) -> float:
         return 1000 * self.total(field) / self.samples

@@ -84,7 +84,7 @@ def entropy_collapse(history: AlertHistory) -> str:
     then, now = _metric("entropy", history.first)[:RECENT], _metric("entropy", history.recent)
     if len(history.steps) < 2 * RECENT or min(len(then), len(now)) < RECENT:
         return ""
-    solved = fmean([s.solve_rate for s in history.recent if math.isfinite(s.measured_solve_rate)] or [0.0])
+    solved = fmean([s.rewards.solve_rate for s in history.recent if s.rewards] or [0.0])
     if median(then) < _ENTROPY_LEAST or median(now) >= _ENTROPY_SHARE * median(then) or solved >= _SOLVED:
         return ""
     return f"entropy fell from {median(then):.3g} to {median(now):.3g} nats per token; {solved:.0%} is solved"
@@ -101,10 +101,10 @@ def reward_hacking(history: AlertHistory) -> str:
     if len(seen) < _LEAST_EVALUATIONS:
         return ""
     halves = seen[: len(seen) // 2], seen[len(seen) // 2 :]
-    measured = [s for s in history.steps if s.step >= seen[0].step and math.isfinite(s.measured_solve_rate)]
-    then = [step.reward_mean for step in measured if step.step < halves[1][0].step]
-    now = [step.reward_mean for step in measured[len(then) :]]
-    if min(len(then), len(now)) < RECENT or (spread := fmean(step.reward_std for step in measured)) <= 0:
+    measured = [(s.step, s.rewards) for s in history.steps if s.step >= seen[0].step and s.rewards]
+    then = [rewards.mean for step, rewards in measured if step < halves[1][0].step]
+    now = [rewards.mean for _, rewards in measured[len(then) :]]
+    if min(len(then), len(now)) < RECENT or (spread := fmean(rewards.std for _, rewards in measured)) <= 0:
         return ""
     rise, error = fmean(now) - fmean(then), math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (then, now)))
     before, after = (fmean(one.solve_rate for one in half) for half in halves)
@@ -121,13 +121,13 @@ def reward_hacking(history: AlertHistory) -> str:
 
 def lengths_running_away(history: AlertHistory) -> str:
     """Response lengths that have grown since the run's start until many are cut, or faster than learning makes them."""
-    start = [step for step in history.first if step.length_mean > 0][:_LENGTH_START]
-    measured = [step for step in history.steps if step.length_mean > 0][-RECENT - _LENGTH_BEFORE :]
+    start = [step.lengths for step in history.first if step.lengths][:_LENGTH_START]
+    measured = [step.lengths for step in history.steps if step.lengths][-RECENT - _LENGTH_BEFORE :]
     before, now = measured[:-RECENT], measured[-RECENT:]
     if min(len(before), len(start)) < _LENGTH_START:
         return ""
-    cut_then, cut = (fmean(step.truncated_share for step in part) for part in (start, now))
-    then, lately, length = (median(step.length_mean for step in part) for part in (start, before, now))
+    cut_then, cut = (fmean(lengths.truncated_share for lengths in part) for part in (start, now))
+    then, lately, length = (median(lengths.mean for lengths in part) for part in (start, before, now))
     if length >= _LENGTH_RATIO * then and min(cut, cut - cut_then) >= _TRUNCATED:
         return f"responses grew from {then:.0f} to {length:.0f} tokens; {cut:.0%} are cut, at the start {cut_then:.0%}"
     if length >= _LENGTH_RATIO_ALONE * lately:

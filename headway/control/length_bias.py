@@ -10,8 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-import msgspec
-
+from headway.records.ledger import LengthBiasStatistics
 from headway.records.rollout import Ending
 
 Cause = Literal["scheduling", "filter", "pruning"]
@@ -23,17 +22,6 @@ CAUSE_OF: dict[Ending, Cause] = {
     "filtered": "filter",
     "pruned": "pruning",
 }
-
-
-class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Length bias over all closed cohorts. A KS statistic is the largest difference of two distribution functions."""
-
-    ks: float = 0.0  # trained against all completed lengths
-    scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
-    filter_ks: float = 0.0  # filtered rollouts, likewise
-    pruning_ks: float = 0.0  # pruned rollouts, dropped or trained as they stood, likewise
-    censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
-    cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
 
 
 def ks_statistic(a: Mapping[int, int], b: Mapping[int, int]) -> float:

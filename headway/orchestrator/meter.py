@@ -15,17 +15,24 @@ import numpy as np
 from headway.algorithms.groups.outcome import is_zero_variance
 from headway.config.schema import Experiment
 from headway.control.estimates import pass_at
-from headway.control.length_bias import LengthBias, LengthBiasStatistics
+from headway.control.length_bias import LengthBias
 from headway.control.pruning.rules import pruner_figures
 from headway.control.summaries import length_histogram, quantile, solve_rate_histogram
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import kernel_scores, source_scores
 from headway.orchestrator.state import RunState
-from headway.orchestrator.trained_staleness import staleness_fields
+from headway.orchestrator.trained_staleness import staleness_fields, token_staleness
 from headway.records.curriculum import CurriculumStep
-from headway.records.generation import ROUTER_COUNTERS, AppliedWeights, EngineStatistics, RouterStatistics
-from headway.records.ledger import StepRecord
+from headway.records.generation import ROUTER_COUNTERS, AppliedWeights, EngineLoad, EngineStatistics, RouterStatistics
+from headway.records.ledger import (
+    AgentStatistics,
+    JudgeStatistics,
+    LengthStatistics,
+    RewardStatistics,
+    StepRecord,
+    TokenStatistics,
+)
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, StepTrace, TraceLine
@@ -67,7 +74,7 @@ class Meter:
         experiment: Experiment,
         clock: Clock,
         observe: Callable[[TraceLine], None] | None = None,
-        curriculum: Callable[[], CurriculumStep] = CurriculumStep,
+        curriculum: Callable[[], CurriculumStep | None] = lambda: None,
         cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
         """``observe`` receives the trace; ``curriculum`` returns the draws since its last call. ``cpu_s``: CPU seconds
@@ -239,7 +246,6 @@ class Meter:
             buffer_capacity_groups=buffer_capacity_groups,
             admitted_rollouts=interval.admitted,
             parkings=state.take_parkings(),
-            ended_tokens=dict(interval.ended_tokens),
             endings=endings,
             failures=failures,
             filtered=filtered,
@@ -260,15 +266,19 @@ class Meter:
             **staleness_fields(
                 trained, report.step, self._updates, self._token_budget, int(report.metrics.get(SKIPPED_MINIBATCHES, 0))
             ),
-            by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
+            tokens=TokenStatistics(
+                trained_per_s=report.loss_tokens / step_s,
+                computed_share=report.computed_tokens / report.tokens if report.tokens else 1.0,
+                staleness=token_staleness(trained, report.step, self._token_budget),
+                ended=dict(interval.ended_tokens),
+            ),
+            length_bias=self.length_bias.statistics(),
             pruning=pruner_figures(interval.finished),
             kernels=kernel_scores(interval.finished, self._pass_at),
             **_queue_fields(state),
-            **_bias_fields(self.length_bias.statistics()),
             **_work_fields(report, step_s, self.peak_flops_per_s),
             **_verification_fields([r for group in interval.finished for r in group.rollouts]),
-            **_learning_fields(interval.finished, self._pass_at),
-            **_length_fields([r for group in interval.finished for r in group.valid]),
+            **_response_fields(interval.finished, self._pass_at),
         )
 
     def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
@@ -283,9 +293,9 @@ class Meter:
             groups=len(trained),
             endings={"trained": samples},
             **staleness_fields(trained, step, self._updates, self._token_budget),
+            tokens=TokenStatistics(staleness=token_staleness(trained, step, self._token_budget)),
             pruning=pruner_figures(trained),
-            **_learning_fields(trained, self._pass_at),
-            **_length_fields([r for group in trained for r in group.valid]),
+            **_response_fields(trained, self._pass_at),
         )
 
     def with_engines(
@@ -309,20 +319,21 @@ class Meter:
             decode_steps=round(_growth(before, engines, "decode_steps")),
             preemptions=round(_growth(before, engines, "preemptions")),
         )
+        per_s = _growth(before, engines, "generated_tokens") / elapsed_s
         return msgspec.structs.replace(
             record,
             flow=flow,
-            router=_since(routed, routing),
+            engines=EngineLoad.total(engines),
+            router=_since(routed, routing) if routing != RouterStatistics() else None,
+            tokens=record.tokens and msgspec.structs.replace(record.tokens, generated_per_s=per_s),
             sandboxes=self._sandboxes_since(sandboxes),
-            generated_tokens_per_s=_growth(before, engines, "generated_tokens") / elapsed_s,
             generator_wait_ratio=_mean_share(before, engines, "idle_s", elapsed_s),
             generator_lent_ratio=_mean_share(before, engines, "lent_s", elapsed_s),
-            **_engine_fields(engines),
         )
 
-    def _sandboxes_since(self, now: SandboxStatistics) -> SandboxStatistics:
+    def _sandboxes_since(self, now: SandboxStatistics) -> SandboxStatistics | None:
         before, self._sandboxes = self._sandboxes, now
-        return now.since(before) if now.any else SandboxStatistics()
+        return now.since(before) if now.any else None
 
 
 def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
@@ -401,16 +412,6 @@ def _since(before: RouterStatistics, now: RouterStatistics) -> RouterStatistics:
     return msgspec.structs.replace(now, **grown)
 
 
-def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
-    return {
-        "kv_used_tokens": sum(e.kv_used_tokens for e in engines),
-        "kv_capacity_tokens": sum(e.kv_capacity_tokens for e in engines),
-        "running_rollouts": sum(e.running for e in engines),
-        "waiting_rollouts": sum(e.waiting for e in engines),
-        "slots": sum(e.slots for e in engines),
-    }
-
-
 def _queue_fields(state: RunState) -> dict[str, Any]:
     return {
         "open_groups": state.open_groups,
@@ -421,22 +422,10 @@ def _queue_fields(state: RunState) -> dict[str, Any]:
     }
 
 
-def _bias_fields(bias: LengthBiasStatistics) -> dict[str, Any]:
-    return {
-        "length_bias_ks": bias.ks,
-        "length_bias_scheduling_ks": bias.scheduling_ks,
-        "length_bias_filter_ks": bias.filter_ks,
-        "length_bias_pruning_ks": bias.pruning_ks,
-        "censored_share": bias.censored_share,
-    }
-
-
 def _work_fields(report: StepReport, step_s: float, peak_flops_per_s: float) -> dict[str, Any]:
     """The record's fields on the trainer's work in a step of ``step_s`` seconds, waits included."""
     computing = peak_flops_per_s and report.compute_s
     return {
-        "trained_tokens_per_s": report.loss_tokens / step_s,
-        "computed_token_share": report.computed_tokens / report.tokens if report.tokens else 1.0,
         "flops_per_s": report.flops / step_s,
         "mfu_step": report.flops / step_s / peak_flops_per_s if peak_flops_per_s else 0.0,
         "mfu_compute": report.flops / report.compute_s / peak_flops_per_s if computing else 0.0,
@@ -445,41 +434,48 @@ def _work_fields(report: StepReport, step_s: float, peak_flops_per_s: float) -> 
 
 
 def _verification_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The record's fields on judges and agents: no section of those that weren't used."""
+    judges = JudgeStatistics(
+        tokens=sum(r.judge_tokens for r in rollouts),
+        cost=sum(r.judge_cost for r in rollouts),
+    )
+    agents = AgentStatistics(
+        calls=sum(r.calls for r in rollouts),
+        branches=sum(len(r.branches) for r in rollouts),
+        rewritten=sum(r.rewritten for r in rollouts),
+        abandoned_tokens=sum(r.abandoned_tokens for r in rollouts),
+    )
     return {
         "verify_s": sum(r.verify_s for r in rollouts),
-        "judge_tokens": sum(r.judge_tokens for r in rollouts),
-        "judge_cost": sum(r.judge_cost for r in rollouts),
-        "agent_calls": sum(r.calls for r in rollouts),
-        "agent_branches": sum(len(r.branches) for r in rollouts),
-        "agent_rewritten": sum(r.rewritten for r in rollouts),
-        "abandoned_tokens": sum(r.abandoned_tokens for r in rollouts),
+        "judges": judges if judges != JudgeStatistics() else None,
+        "agents": agents if agents != AgentStatistics() else None,
     }
 
 
-def _learning_fields(groups: Sequence[FinishedGroup], ks: Sequence[int]) -> dict[str, Any]:
-    rewards = [r.reward for group in groups for r in group.valid]
-    if not rewards:
-        return {"solve_rate_histogram": [0] * 11}
+def _response_fields(groups: Sequence[FinishedGroup], ks: Sequence[int]) -> dict[str, Any]:
+    """The record's sections on rewards and lengths, of the valid members of ``groups``; {} without any."""
     valid = [group.valid for group in groups if group.valid]
-    return {
-        "reward_mean": float(np.mean(rewards)),
-        "reward_std": float(np.std(rewards)),
-        "solve_rate": float(np.mean([r.solved for members in valid for r in members])),
-        "solve_rate_histogram": solve_rate_histogram((sum(r.solved for r in m), len(m)) for m in valid),
-        "pass_at": pass_at(((sum(r.solved for r in m), len(m)) for m in valid), ks),
-        "zero_variance_share": float(np.mean([is_zero_variance([r.reward for r in m]) for m in valid])),
-    }
-
-
-def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    if not rollouts:
+    if not valid:
         return {}
+    rollouts = [r for members in valid for r in members]
+    rewards = [r.reward for r in rollouts]
     lengths = [r.response_tokens for r in rollouts]
     return {
-        "length_mean": sum(lengths) / len(lengths),
-        "length_p50": quantile(lengths, 0.5),
-        "length_p99": quantile(lengths, 0.99),
-        "length_max": max(lengths),
-        "length_histogram": length_histogram(lengths),
-        "truncated_share": sum(r.truncated for r in rollouts) / len(rollouts),
+        "rewards": RewardStatistics(
+            mean=float(np.mean(rewards)),
+            std=float(np.std(rewards)),
+            solve_rate=float(np.mean([r.solved for r in rollouts])),
+            solve_rate_histogram=solve_rate_histogram((sum(r.solved for r in m), len(m)) for m in valid),
+            pass_at=pass_at(((sum(r.solved for r in m), len(m)) for m in valid), ks),
+            zero_variance_share=float(np.mean([is_zero_variance([r.reward for r in m]) for m in valid])),
+            by_source=source_scores((g.group.task.source, r) for g in groups for r in g.rollouts),
+        ),
+        "lengths": LengthStatistics(
+            mean=sum(lengths) / len(lengths),
+            p50=quantile(lengths, 0.5),
+            p99=quantile(lengths, 0.99),
+            max=max(lengths),
+            histogram=length_histogram(lengths),
+            truncated_share=sum(r.truncated for r in rollouts) / len(rollouts),
+        ),
     }

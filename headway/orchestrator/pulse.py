@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from headway.orchestrator.context import RunContext
 from headway.records.errors import HeadwayError
+from headway.records.generation import EngineLoad
 from headway.records.node import NodeConditions
 from headway.records.trace import Pulse, TraceLine, WorkerState
 
@@ -31,11 +32,7 @@ async def take_pulse(run: RunContext, workers: Workers, nodes: Conditions) -> Pu
         parked_groups=state.parked_groups,
         buffered_groups=len(state.finished),
         oldest_age_s=round(state.oldest_age_s(), 3),
-        slots=sum(engine.slots for engine in engines),
-        running_rollouts=sum(engine.running for engine in engines),
-        waiting_rollouts=sum(engine.waiting for engine in engines),
-        kv_used_tokens=sum(engine.kv_used_tokens for engine in engines),
-        kv_capacity_tokens=sum(engine.kv_capacity_tokens for engine in engines),
+        engines=EngineLoad.total(engines),
         workers=tuple(workers()),
         nodes=tuple(nodes()),
     )

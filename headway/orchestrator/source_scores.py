@@ -38,10 +38,12 @@ def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceSc
     }
 
 
-def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> KernelScores:
-    """Scores of the kernels in finished groups, by what their environment kept of each answer."""
+def kernel_scores(groups: Sequence[FinishedGroup], ks: Sequence[int] = ()) -> KernelScores | None:
+    """Scores of the kernels in finished groups, by what their environment kept of each answer; None without any."""
     judged = [[answers for one in group.valid if (answers := _answers(one))] for group in groups]
     every = [answer for members in judged for answers in members for answer in answers]
+    if not every:
+        return None
     spent = Counter[str]()
     for answer in every:
         spent.update(answer.evaluation_s)

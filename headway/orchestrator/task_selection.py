@@ -47,8 +47,8 @@ class TaskSelector(Protocol):
         """Restore the position that the run of ``buffer`` had."""
         ...
 
-    def take_step(self) -> CurriculumStep:
-        """The curriculum's draws and moves since the last call; empty where there is no curriculum."""
+    def take_step(self) -> CurriculumStep | None:
+        """The curriculum's draws and moves since the last call; None where there is no curriculum."""
         ...
 
 
@@ -104,8 +104,8 @@ class UniformSelector:
         self._cursor.seek(buffer.next_index)  # one task a group
         self._next = None
 
-    def take_step(self) -> CurriculumStep:
-        return CurriculumStep()
+    def take_step(self) -> None:
+        return None
 
 
 class AdaptiveSelector:

@@ -16,10 +16,9 @@ def staleness_fields(
     trained: Sequence[FinishedGroup], step: int, updates: int, token_budget: int | None = None, skipped: int = 0
 ) -> dict[str, Any]:
     """The record's fields on the staleness of the groups ``trained`` at ``step``, in ``updates`` optimiser steps of
-    which the last ``skipped`` were left out."""
+    which the last ``skipped`` were left out; but for that of tokens."""
     return {
         "trajectory_staleness": trajectory_staleness(trained, step, token_budget),
-        "token_staleness": token_staleness(trained, step, token_budget),
         "environment_staleness": environment_staleness(trained, step),
         "optimizer_step_staleness": optimizer_step_staleness(trained, step, updates, skipped, token_budget),
     }

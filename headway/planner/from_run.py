@@ -20,7 +20,7 @@ from headway.config.hooks import HOOKS
 from headway.config.load import overridden, validate
 from headway.config.schema import Experiment
 from headway.control.lengths import length_distribution
-from headway.control.summaries import bucket_middle, bucket_width, pooled
+from headway.control.summaries import bucket_middle, bucket_width, pooled, weighted_mean
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of
 from headway.control.tuning.measured import Figures, figures, steady, usable
@@ -307,9 +307,7 @@ def _workload(
     run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel, unidentified: dict[str, str]
 ) -> dict[str, Any]:
     experiment, size = run.experiment, run.experiment.rollout.group_size
-    histogram = [
-        sum(bins) for bins in zip(*(r.solve_rate_histogram for r in steps if r.solve_rate_histogram), strict=True)
-    ]
+    histogram = [sum(bins) for bins in zip(*(r.rewards.solve_rate_histogram for r in steps if r.rewards), strict=True)]
     filtered = experiment.queue.filter_zero_variance
     acceptance = model.model.acceptance
     rates = solve_rates(histogram, size, acceptance if filtered else None)
@@ -335,8 +333,9 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
     """Distribution of the lengths of finished responses: linear within the histogram's buckets, scaled to the exact
     mean; truncated ones count as a token longer than the limit. Discarded ones are taken to have been cut off at their
     mean length (control/lengths.py)."""
-    counts = pooled(record.length_histogram for record in steps)
-    tokens = sum(r.length_mean * sum(r.length_histogram.values()) for r in steps)
+    found = [r.lengths for r in steps if r.lengths]
+    counts = pooled(one.histogram for one in found)
+    tokens = sum(one.mean * one.responses for one in found)
     cut = round(_truncated_share(steps) * counts.total())
     tokens -= cut * limit_tokens
     left = cut
@@ -376,9 +375,10 @@ def _rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tupl
 
 def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:
     """Last length of a bucket -> share of all responses, discarded ones counted."""
-    begun = max(1, steps[-1].slots)  # at most so many of a step's discarded rollouts had tokens
+    engines = steps[-1].engines
+    begun = max(1, engines.slots if engines else 0)  # at most so many of a step's discarded rollouts had tokens
     discarded = sum(min(begun, r.endings.get("discarded", 0)) for r in steps)
-    so_far = sum(r.ended_tokens.get("discarded", 0) for r in steps) / discarded if discarded else 0.0
+    so_far = sum(r.tokens.ended.get("discarded", 0) for r in steps if r.tokens) / discarded if discarded else 0.0
     ended = [(end, True) for end, count in counts.items() for _ in range(count)]
     beyond = max(counts) + 1  # stands for the length of those that were cut
     found = length_distribution(
@@ -391,8 +391,8 @@ def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict
 
 
 def _truncated_share(steps: Sequence[StepRecord]) -> float:
-    total = sum(sum(r.length_histogram.values()) for r in steps)
-    return sum(r.truncated_share * sum(r.length_histogram.values()) for r in steps) / total if total else 0.0
+    found = [r.lengths for r in steps if r.lengths]
+    return weighted_mean(found, lambda one: one.truncated_share, lambda one: one.responses)
 
 
 def _written(quantity: Quantity) -> Any:

@@ -9,7 +9,7 @@ import msgspec
 from headway.control.summaries import weighted_mean
 from headway.planner.scenario import Scenario
 from headway.records.generation import EngineStatistics
-from headway.records.ledger import LedgerLine, RunSummary, StepRecord
+from headway.records.ledger import LedgerLine, LengthBiasStatistics, RunSummary, StepRecord
 
 
 class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +49,11 @@ def measure(
 ) -> SimulationOutcome:
     """Compute the figures of a run that has ended."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
-    last = steps[-1] if steps else StepRecord(step=0, version=0)
+    tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
+    bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
     total_s = sum(step.step_s for step in steps)
     generated = sum(engine.generated_tokens for engine in engines)
-    trained = round(sum(step.trained_tokens_per_s * step.step_s for step in steps))
+    trained = round(sum(found.trained_per_s * step_s for found, step_s in tokens))
     hours = scenario.devices * summary.duration_s / 3600
     return SimulationOutcome(
         summary=summary,
@@ -68,11 +69,11 @@ def measure(
         model_calls=sum(engine.finished for engine in engines),
         prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
         preemptions=sum(engine.preemptions for engine in engines),
-        length_mean=weighted_mean(steps, lambda s: s.length_mean, lambda s: sum(s.length_histogram.values())),
-        length_bias_ks=last.length_bias_ks,
-        length_bias_scheduling_ks=last.length_bias_scheduling_ks,
-        length_bias_filter_ks=last.length_bias_filter_ks,
-        length_bias_pruning_ks=last.length_bias_pruning_ks,
+        length_mean=weighted_mean([s.lengths for s in steps if s.lengths], lambda s: s.mean, lambda s: s.responses),
+        length_bias_ks=bias.ks,
+        length_bias_scheduling_ks=bias.scheduling_ks,
+        length_bias_filter_ks=bias.filter_ks,
+        length_bias_pruning_ks=bias.pruning_ks,
         mfu_step=weighted_mean(steps, lambda s: s.mfu_step, lambda s: s.step_s),
         mfu_compute=weighted_mean(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
         device_hours=hours,

@@ -158,6 +158,27 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     resting: bool = False  # it is sent no requests: neither waiting nor lent
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Occupied and free places of all engines together, at one moment."""
+
+    slots: int = 0
+    running_rollouts: int = 0  # requests that hold a slot
+    waiting_rollouts: int = 0  # requests that wait for one
+    kv_used_tokens: int = 0
+    kv_capacity_tokens: int = 0
+
+    @staticmethod
+    def total(engines: Sequence[EngineStatistics]) -> EngineLoad:
+        """The present load of ``engines`` as one."""
+        return EngineLoad(
+            slots=sum(engine.slots for engine in engines),
+            running_rollouts=sum(engine.running for engine in engines),
+            waiting_rollouts=sum(engine.waiting for engine in engines),
+            kv_used_tokens=sum(engine.kv_used_tokens for engine in engines),
+            kv_capacity_tokens=sum(engine.kv_capacity_tokens for engine in engines),
+        )
+
+
 class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A router's load in tokens (prompts and still allowed responses of open requests), and its counters since it
     started (in a ledger: since the step before)."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from headway.records.curriculum import CurriculumStep
-from headway.records.generation import RouterStatistics
+from headway.records.generation import EngineLoad, RouterStatistics
 from headway.records.node import NodeConditions
 from headway.records.sandbox_statistics import SandboxStatistics
 
@@ -38,8 +38,74 @@ class PassAt(msgspec.Struct, frozen=True, kw_only=True):
     standard_error: float  # over groups; 0 for fewer than two
 
 
+class TokenStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: tokens that were sampled and trained."""
+
+    generated_per_s: float = 0.0
+    trained_per_s: float = 0.0  # that carry loss
+    computed_share: float = 1.0  # tokens the trainer computed / tokens of its samples: prompts shared by a group
+    staleness: Distribution = Distribution()  # of those trained
+    ended: dict[str, int] = {}  # ending -> response tokens of such rollouts: wasted, but for the trained ones
+
+
+class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: response lengths, tokens, of the groups that finished since the last step."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
+    max: int = 0
+    histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
+    truncated_share: float = 0.0
+
+    @property
+    def responses(self) -> int:
+        """Number of responses that these are the lengths of."""
+        return sum(self.histogram.values())
+
+
+class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: length bias over all closed cohorts (control/length_bias.py). A KS statistic is the largest
+    difference of two distribution functions."""
+
+    ks: float = 0.0  # trained against all completed lengths
+    scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
+    filter_ks: float = 0.0  # filtered rollouts, likewise
+    pruning_ks: float = 0.0  # pruned rollouts, dropped or trained as they stood, likewise
+    censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
+    cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
+
+
+class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: learning signal of the groups that finished since the last step, filtered ones included."""
+
+    mean: float = 0.0
+    std: float = 0.0
+    solve_rate: float = 0.0
+    solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
+    pass_at: dict[str, PassAt] = {}  # k -> pass@k, for each k that a group has enough valid attempts for
+    zero_variance_share: float = 0.0
+    by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
+
+
+class JudgeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: use of language models that judged the groups that finished since the last step."""
+
+    tokens: int = 0  # read and written
+    cost: float = 0.0  # in the currency of verifier.parameters.price_*
+
+
+class AgentStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: model calls of agents whose groups finished since the last step."""
+
+    calls: int = 0  # that were answered
+    branches: int = 0  # sequences that didn't extend their rollout's trunk
+    rewritten: int = 0  # ... because the chat template renders an answer otherwise than it was sampled
+    abandoned_tokens: int = 0  # sampled for calls whose client left, or that failed: no loss
+
+
 class KernelScores(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of the kernels that a step's groups have written: of each answer that was judged."""
+    """Section of a step: scores of the kernels that its groups have written, of each answer that was judged."""
 
     evaluations: int = 0
     repeated: int = 0  # answered from an equal source's evaluation
@@ -137,16 +203,27 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
-    """A training step: rates, waits, ages, staleness, endings, learning."""
+def _always(kind: type[Any]) -> Any:
+    """Make the default ``kind()`` of a field that stands in every line: a plain one would be left out."""
+    return msgspec.field(default_factory=kind)
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
+    """A training step: times, waits, rates, queue, staleness and endings of any kind of run, then a section for each
+    subject. A section is None, and not in the line, where the run lacks its subject, or nothing of it was measured
+    since the last step: absent, not zero.
+
+    Another subject is a struct above and a field here, filled by `orchestrator/meter.py:Meter`; its numbers get their
+    names in `telemetry/metrics.py:STEP_METRICS` ("section.field").
+    """
 
     step: int  # version before the step
     version: int  # version after it
-    skipped: bool = False
+    skipped: bool = _always(bool)
     time_s: float = 0.0  # since the run (or its resume) started, at the end of the step
     step_s: float = 0.0  # duration: wait + compute + publish + the rest
-    samples: int = 0  # trained in this step
-    groups: int = 0
+    samples: int = _always(int)  # trained in this step
+    groups: int = _always(int)
     # rates, samples per second
     consumption_per_s: float = 0.0  # samples / (step time - wait): what the trainer would take if it never waited
     production_per_s: float = 0.0  # rollouts finished / step time
@@ -159,90 +236,53 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     apply_pause_s: float = 0.0  # worst replica: time no token could be generated
     checkpoint_s: float = 0.0
     switch_s: float = 0.0  # on- and offloading of both sides, summed
-    offload_freed_bytes: int = 0
+    offload_freed_bytes: int = _always(int)
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0  # share of the step the replicas had nothing to do, mean over replicas
     generator_lent_ratio: float = 0.0  # ... their devices were lent to the trainer, which isn't waiting
     orchestrator_cpu_s: float = 0.0
     verify_s: float = 0.0  # summed over responses
-    # queue
-    open_groups: int = 0
-    running_groups: int = 0
-    parked_groups: int = 0
-    buffered_groups: int = 0
-    buffer_capacity_groups: int = 0
-    oldest_age_s: float = 0.0  # of the buffered groups
-    kv_used_tokens: int = 0
-    kv_capacity_tokens: int = 0
-    running_rollouts: int = 0
-    waiting_rollouts: int = 0
-    slots: int = 0
-    # staleness of what was trained
-    trajectory_staleness: Distribution = Distribution()
-    token_staleness: Distribution = Distribution()
-    environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
-    # ... of trajectories, in optimiser steps: with several on one batch, the later ones use older samples
-    optimizer_step_staleness: Distribution = Distribution()
-    # what entered the queue, rollouts since the last step
-    admitted_rollouts: int = 0
-    parkings: int = 0  # of members, on a full batch or an update
-    # endings of rollouts since the last step, and failures by boundary
-    endings: dict[str, int] = {}
-    ended_tokens: dict[str, int] = {}  # response tokens they had: wasted, but for the trained ones
-    failures: dict[str, int] = {}
-    filtered: dict[str, int] = {}  # why rollouts were: zero_variance, low_advantage, overlong, too_few_kept, user:WHY
-    # what language models that judge have read and written for the groups that finished since the last step
-    judge_tokens: int = 0
-    judge_cost: float = 0.0  # in the currency of verifier.parameters.price_*
-    # model calls of agents whose groups finished since the last step
-    agent_calls: int = 0  # that were answered
-    agent_branches: int = 0  # sequences that didn't extend their rollout's trunk
-    agent_rewritten: int = 0  # ... because the chat template renders an answer otherwise than it was sampled
-    abandoned_tokens: int = 0  # sampled for calls whose client left, or that failed: no loss
-    # learning signal, over the groups that finished since the last step (filtered ones included)
-    reward_mean: float = 0.0
-    reward_std: float = 0.0
-    solve_rate: float = 0.0
-    solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
-    pass_at: dict[str, PassAt] = {}  # k -> pass@k, for each k that a group has enough valid attempts for
-    zero_variance_share: float = 0.0
-    by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
-    group_meta: dict[str, float] = {}  # means over groups of what hooks.group_meta said of each
-    # response lengths, tokens, over the same
-    length_mean: float = 0.0
-    length_p50: float = 0.0
-    length_p99: float = 0.0
-    length_max: int = 0
-    length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
-    truncated_share: float = 0.0
-    # early pruning in the same groups: pruner -> what it did; {}: nothing
-    pruning: dict[str, PrunerFigures] = {}
-    # length bias: two-sample KS over closed admission cohorts, cumulative
-    length_bias_ks: float = 0.0
-    length_bias_scheduling_ks: float = 0.0
-    length_bias_filter_ks: float = 0.0
-    length_bias_pruning_ks: float = 0.0
-    censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
-    curriculum: CurriculumStep = CurriculumStep()  # no tasks in it: they are drawn in turn
-    # throughput
-    generated_tokens_per_s: float = 0.0
-    trained_tokens_per_s: float = 0.0
-    computed_token_share: float = 1.0  # tokens the trainer computed / tokens of its samples: prompts shared by a group
+    # cost
     flops_per_s: float = 0.0  # trainer model FLOP / step time
     mfu_step: float = 0.0
     mfu_compute: float = 0.0
     peak_flops_per_s: float = 0.0  # measured matmul peak of the trainer's device at its dtype
-    router: RouterStatistics = RouterStatistics()  # its counters: since the step before
-    nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
-    sandboxes: SandboxStatistics = SandboxStatistics()  # counters and histograms: since the step before
-    kernels: KernelScores = KernelScores()  # over the groups that finished since the last step
+    # queue
+    open_groups: int = _always(int)
+    running_groups: int = _always(int)
+    parked_groups: int = _always(int)
+    buffered_groups: int = _always(int)
+    buffer_capacity_groups: int = _always(int)
+    oldest_age_s: float = 0.0  # of the buffered groups
     flow: QueueFlow = QueueFlow()  # all 0: a step whose own record was lost in a kill
+    # what entered the queue, rollouts since the last step
+    admitted_rollouts: int = _always(int)
+    parkings: int = _always(int)  # of members, on a full batch or an update
+    # staleness of what was trained
+    trajectory_staleness: Distribution = Distribution()
+    environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
+    # ... of trajectories, in optimiser steps: with several on one batch, the later ones use older samples
+    optimizer_step_staleness: Distribution = Distribution()
+    # endings of rollouts since the last step, and failures by boundary
+    endings: dict[str, int] = {}
+    failures: dict[str, int] = {}
+    filtered: dict[str, int] = {}  # why rollouts were: zero_variance, low_advantage, overlong, too_few_kept, user:WHY
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
-
-    @property
-    def measured_solve_rate(self) -> float:
-        """``solve_rate``; NaN when no group finished that it could be measured on."""
-        return self.solve_rate if self.solve_rate or any(self.solve_rate_histogram) else math.nan
+    group_meta: dict[str, float] = {}  # means over finished groups of what hooks.group_meta said of each
+    # sections by subject
+    engines: EngineLoad | None = None
+    router: RouterStatistics | None = None  # its counters: since the step before
+    tokens: TokenStatistics | None = None
+    lengths: LengthStatistics | None = None
+    length_bias: LengthBiasStatistics | None = None
+    rewards: RewardStatistics | None = None
+    judges: JudgeStatistics | None = None
+    agents: AgentStatistics | None = None
+    sandboxes: SandboxStatistics | None = None  # counters and histograms: since the step before
+    kernels: KernelScores | None = None
+    curriculum: CurriculumStep | None = None
+    pruning: dict[str, PrunerFigures] = {}  # pruner -> its effect on the groups that finished since the last step
+    nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headway.records.generation import EngineLoad
 from headway.records.node import NodeConditions
 
 
@@ -120,11 +121,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse", tag_field="k
     parked_groups: int
     buffered_groups: int
     oldest_age_s: float
-    slots: int = 0
-    running_rollouts: int = 0  # that hold a slot
-    waiting_rollouts: int = 0  # that wait for one
-    kv_used_tokens: int = 0
-    kv_capacity_tokens: int = 0
+    engines: EngineLoad = EngineLoad()
     workers: tuple[WorkerState, ...] = ()
     nodes: tuple[NodeConditions, ...] = ()  # conditions of the run's machines, where it has several
 

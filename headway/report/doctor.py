@@ -142,7 +142,7 @@ def costs_of(
     }
     ended = Counter[str]()
     for step in steps:
-        ended.update(step.ended_tokens)
+        ended.update(step.tokens.ended if step.tokens else {})
     busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), ended.total()
     for ending, count in ended.items():
         if ending != "trained" and tokens:

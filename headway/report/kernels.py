@@ -13,7 +13,7 @@ BOUND = 0.5  # share of the evaluators' time that answers wait for a device: mor
 
 def kernel_sentences(steps: Sequence[StepRecord]) -> list[str]:
     """Summarise the kernels of all steps in sentences; [] where no step has any."""
-    found = [step.kernels for step in steps if step.kernels.evaluations]
+    found = [step.kernels for step in steps if step.kernels]
     if not found:
         return []
     count, repeated = sum(one.evaluations for one in found), sum(one.repeated for one in found)

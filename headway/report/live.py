@@ -68,8 +68,8 @@ class LiveState:
         if isinstance(line, StepRecord):
             self.last = line
             self.recent.append(line)
-            if math.isfinite(line.measured_solve_rate):
-                self.solve_rates.append(line.solve_rate)
+            if line.rewards:
+                self.solve_rates.append(line.rewards.solve_rate)
             self.worst_staleness = max(self.worst_staleness, int(line.trajectory_staleness.max))
             self.endings.update(line.endings)
             self.lost_h.update(costs_of([line], self.experiment, None).lost_h)
@@ -125,7 +125,7 @@ def step_line(state: LiveState) -> str:
     parts = [
         f"step {step.version}/{state.experiment.run.steps}",
         duration(step.time_s) + (f" ({duration(left)} left)" if left is not None else ""),
-        f"solve {score(step.measured_solve_rate)}" + _failed(step),
+        f"solve {score(step.rewards and step.rewards.solve_rate)}" + _failed(step),
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
         f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
@@ -268,10 +268,10 @@ def _queue(step: StepRecord) -> Text:
     )
     if step.parked_groups:
         text.append(f" · parked {step.parked_groups}")
-    if step.slots:
-        text.append(f" · slots {step.running_rollouts}/{step.slots}")
-    if step.kv_capacity_tokens:
-        text.append(f" · KV {step.kv_used_tokens / step.kv_capacity_tokens:.0%}")
+    if (engines := step.engines) and engines.slots:
+        text.append(f" · slots {engines.running_rollouts}/{engines.slots}")
+    if engines and engines.kv_capacity_tokens:
+        text.append(f" · KV {engines.kv_used_tokens / engines.kv_capacity_tokens:.0%}")
     return text
 
 
@@ -292,15 +292,15 @@ def _staleness(state: LiveState, step: StepRecord) -> Text:
 def _learning(state: LiveState, step: StepRecord) -> Text:
     loss = step.metrics.get("loss")
     entropy = step.metrics.get("entropy")
-    measured = math.isfinite(step.measured_solve_rate)
-    details = [f"reward {step.reward_mean:.3f}", f"no variance {step.zero_variance_share:.0%}"] if measured else []
+    rewards, lengths = step.rewards, step.lengths
+    details = [f"reward {rewards.mean:.3f}", f"no variance {rewards.zero_variance_share:.0%}"] if rewards else []
     details += [f"loss {loss:+.4f}"] if loss is not None else []
     details += [f"entropy {entropy:.3f}"] if entropy is not None else []
-    details.append(f"length {step.length_mean:.0f}, p99 {step.length_p99:.0f}")
+    details += [f"length {lengths.mean:.0f}, p99 {lengths.p99:.0f}"] if lengths else []
     if state.before is not None:
         details.append(f"before {state.before.solve_rate:.3f}")
     return Text.assemble(
-        f"solve rate {score(step.measured_solve_rate)}{_failed(step)} ",
+        f"solve rate {score(rewards and rewards.solve_rate)}{_failed(step)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
         "\n" + " · ".join(details),
     )
@@ -312,9 +312,10 @@ def _rates(state: LiveState, step: StepRecord) -> Text:
     effective = state.recent_mean(lambda s: s.effective_production_per_s)
     text = Text(
         f"consumption {quantity(consumption)} · production {quantity(production)} · effective {quantity(effective)} "
-        f"samples/s\ngenerated {quantity(step.generated_tokens_per_s)} · trained {quantity(step.trained_tokens_per_s)} "
-        "tokens/s"
+        "samples/s"
     )
+    if found := step.tokens:
+        text.append(f"\ngenerated {quantity(found.generated_per_s)} · trained {quantity(found.trained_per_s)} tokens/s")
     if step.mfu_step:
         text.append(f" · MFU {percent(step.mfu_step)} of the step, {percent(step.mfu_compute)} of compute")
     return text

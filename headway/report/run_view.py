@@ -11,7 +11,14 @@ from typing import Any, cast
 import msgspec
 
 from headway.control.summaries import weighted_mean
-from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
+from headway.records.ledger import (
+    EvaluationRecord,
+    EventRecord,
+    LedgerLine,
+    LengthBiasStatistics,
+    RunSummary,
+    StepRecord,
+)
 from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
 from headway.runtime.run_directory import RunDirectory, without_schema
@@ -88,7 +95,8 @@ def as_json(view: RunView) -> dict[str, Any]:
     """Convert a run to one JSON object: RunSummary's fields, the verdict, means over the run. NaN becomes null."""
     steps = view.steps
     trained = [step for step in steps if step.samples and not step.skipped]
-    last = steps[-1] if steps else StepRecord(step=0, version=0)
+    bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
+    tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
     result = {
         **msgspec.to_builtins(view.summary),
         "run": str(view.path),
@@ -98,14 +106,18 @@ def as_json(view: RunView) -> dict[str, Any]:
         "solve_rate_before_error": _error(view, "before"),
         "solve_rate_after_error": _error(view, "after"),
         "mean_trajectory_staleness": weighted_mean(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
-        "mean_token_staleness": weighted_mean(trained, lambda s: s.token_staleness.mean, _trained_tokens),
+        "mean_token_staleness": weighted_mean(
+            [step.tokens.staleness for step in trained if step.tokens],
+            lambda found: found.mean,
+            lambda found: sum(found.histogram.values()),
+        ),
         "max_optimizer_step_staleness": int(max((step.optimizer_step_staleness.max for step in steps), default=0)),
-        "length_bias_scheduling_ks": last.length_bias_scheduling_ks,
-        "length_bias_filter_ks": last.length_bias_filter_ks,
-        "length_bias_pruning_ks": last.length_bias_pruning_ks,
-        "censored_share": last.censored_share,
-        "generated_tokens_per_s": weighted_mean(steps, lambda s: s.generated_tokens_per_s, lambda s: s.step_s),
-        "trained_tokens_per_s": weighted_mean(steps, lambda s: s.trained_tokens_per_s, lambda s: s.step_s),
+        "length_bias_scheduling_ks": bias.scheduling_ks,
+        "length_bias_filter_ks": bias.filter_ks,
+        "length_bias_pruning_ks": bias.pruning_ks,
+        "censored_share": bias.censored_share,
+        "generated_tokens_per_s": weighted_mean(tokens, lambda pair: pair[0].generated_per_s, lambda pair: pair[1]),
+        "trained_tokens_per_s": weighted_mean(tokens, lambda pair: pair[0].trained_per_s, lambda pair: pair[1]),
         "mfu_step": weighted_mean(steps, lambda s: s.mfu_step, lambda s: s.step_s),
         "mfu_compute": weighted_mean(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
         "skipped_steps": sum(step.skipped for step in steps),
@@ -120,10 +132,6 @@ def as_json(view: RunView) -> dict[str, Any]:
 def _error(view: RunView, phase: str) -> float | None:
     record = held_evaluation(view.lines, phase)
     return record.standard_error if record else None
-
-
-def _trained_tokens(step: StepRecord) -> int:
-    return sum(step.token_staleness.histogram.values())
 
 
 def _without_nan(value: Any) -> Any:

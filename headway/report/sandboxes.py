@@ -18,7 +18,7 @@ _LATENCIES = {
 
 def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
     """Summarise the sandboxes of all steps in sentences; [] where no step has any."""
-    found = [step.sandboxes for step in steps if step.sandboxes.any]
+    found = [step.sandboxes for step in steps if step.sandboxes]
     if not found:
         return []
     total, last = SandboxStatistics.total([one.counted() for one in found]).pool, found[-1]
@@ -71,7 +71,7 @@ def latency_rows(steps: Sequence[StepRecord]) -> list[list[str]]:
     """Rows (what, count, p50 ms, p99 ms) of every latency that was measured."""
     rows: list[list[str]] = []
     for name, what in _LATENCIES.items():
-        total = Latencies.total(getattr(step.sandboxes.pool, name) for step in steps)
+        total = Latencies.total(getattr(step.sandboxes.pool, name) for step in steps if step.sandboxes)
         if total.count:
             rows.append([what, f"{total.count:,}", _ms(total.quantile_s(0.5)), _ms(total.quantile_s(0.99))])
     return rows

@@ -239,10 +239,10 @@ def _draw_queue(events: TraceEvents, timeline: Timeline, from_s: float, until_s:
 def _counters(pulse: Pulse) -> Iterator[tuple[str, dict[str, float]]]:
     running = pulse.running_groups - pulse.parked_groups
     yield "groups", {"buffered": pulse.buffered_groups, "running": running, "parked": pulse.parked_groups}
-    yield "rollouts", {"running": pulse.running_rollouts, "waiting": pulse.waiting_rollouts}
+    yield "rollouts", {"running": pulse.engines.running_rollouts, "waiting": pulse.engines.waiting_rollouts}
     yield "version", {"trained": pulse.version}
     yield "version applied", {"applied": pulse.applied_version}
-    yield "KV tokens", {"used": pulse.kv_used_tokens}
+    yield "KV tokens", {"used": pulse.engines.kv_used_tokens}
     yield "oldest buffered group, s", {"age": pulse.oldest_age_s}
 
 

@@ -223,12 +223,11 @@ def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, Eva
 
 
 def _training_trend(lines: Sequence[LedgerLine]) -> str:
-    steps = [line for line in lines if isinstance(line, StepRecord) and math.isfinite(line.measured_solve_rate)]
-    if len(steps) < 10:
+    rates = [line.rewards.solve_rate for line in lines if isinstance(line, StepRecord) and line.rewards]
+    if len(rates) < 10:
         return "Too early to tell: no two evaluations to compare."
-    fifth = len(steps) // 5
-    first = sum(step.solve_rate for step in steps[:fifth]) / fifth
-    last = sum(step.solve_rate for step in steps[-fifth:]) / fifth
+    fifth = len(rates) // 5
+    first, last = sum(rates[:fifth]) / fifth, sum(rates[-fifth:]) / fifth
     return (
         f"No two evaluations to compare. On the training tasks the solve rate went from {first:.3f} (first fifth of "
         f"the steps) to {last:.3f} (last fifth)."
@@ -266,7 +265,7 @@ def _pruning_text(steps: Sequence[StepRecord]) -> str:
     by = {name: PrunerFigures.total(s.pruning[name] for s in steps if name in s.pruning) for name in pruners}
     saved = sum(figures.saving_tokens for figures in by.values())
     counts = ", ".join(f"{name} {figures.rollouts:,}" for name, figures in by.items())
-    generated = sum(sum(step.ended_tokens.values()) for step in steps)
+    generated = sum(sum(step.tokens.ended.values()) for step in steps if step.tokens)
     text = (
         f"{total.rollouts:,} rollouts ended early ({counts}), {total.dropped:,} of them left their group; about "
         f"{saved:,.0f} response tokens saved, {saved / max(1.0, saved + generated):.0%} of what would have been "

@@ -19,7 +19,7 @@ from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
 
 # Of ledger, rollouts, buffer and checkpoints; raised when they change so that other readers misunderstand them
-SCHEMA = 5
+SCHEMA = 6
 KEY = "schema"  # of RUN/config.json, beside the sections of the experiment
 
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.records.curriculum import CurriculumStep
 from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
@@ -22,6 +22,7 @@ from headway.records.ledger import (
     LedgerLine,
     PassAt,
     PrunerFigures,
+    RewardStatistics,
     StepRecord,
 )
 from headway.records.sandbox_statistics import (
@@ -33,15 +34,15 @@ from headway.records.sandbox_statistics import (
     SandboxStatistics,
 )
 
-# name -> (field of StepRecord, what it is)
+# name -> (field of StepRecord, or "section.field", what it is); without its section in a step, a metric has no value
 STEP_METRICS: dict[str, tuple[str, str]] = {
     "rates/consumption_samples_per_s": ("consumption_per_s", "what the trainer would take if it never waited"),
     "rates/production_samples_per_s": ("production_per_s", "rollouts finished"),
     "rates/effective_production_samples_per_s": ("effective_production_per_s", "production times acceptance rate"),
-    "rates/generated_tokens_per_s": ("generated_tokens_per_s", "sampled by all replicas"),
-    "rates/trained_tokens_per_s": ("trained_tokens_per_s", "tokens that carry loss"),
+    "rates/generated_tokens_per_s": ("tokens.generated_per_s", "sampled by all replicas"),
+    "rates/trained_tokens_per_s": ("tokens.trained_per_s", "tokens that carry loss"),
     "rates/trained_flop_per_s": ("flops_per_s", "model FLOP of the trainer over the whole step"),
-    "rates/computed_token_share": ("computed_token_share", "tokens the trainer computed of those in its samples"),
+    "rates/computed_token_share": ("tokens.computed_share", "tokens the trainer computed of those in its samples"),
     "rates/mfu_step": ("mfu_step", "share of the measured peak, over the whole step"),
     "rates/mfu_compute": ("mfu_compute", "share of the measured peak, over the trainer's compute"),
     "wait/trainer_ratio": ("trainer_wait_ratio", "share of the step the trainer waited for a batch"),
@@ -66,35 +67,35 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "queue/oldest_age_s": ("oldest_age_s", "age of the longest-buffered group"),
     "queue/admitted_rollouts": ("admitted_rollouts", "opened since the last step"),
     "queue/parkings": ("parkings", "members parked since the last step, on a full batch or an update"),
-    "queue/kv_used_tokens": ("kv_used_tokens", "KV tokens in use, all replicas"),
-    "queue/kv_capacity_tokens": ("kv_capacity_tokens", "KV tokens there are, all replicas"),
-    "queue/running_rollouts": ("running_rollouts", "requests that hold a slot"),
-    "queue/waiting_rollouts": ("waiting_rollouts", "requests that wait for a slot"),
-    "queue/slots": ("slots", "slots of all replicas"),
-    "reward/mean": ("reward_mean", "over the groups finished in the step"),
-    "reward/std": ("reward_std", "over the groups finished in the step"),
-    "reward/solve_rate": ("solve_rate", "share of responses that solve their task"),
-    "reward/zero_variance_share": ("zero_variance_share", "share of groups whose rewards are all equal"),
-    "reward/judge_tokens": ("judge_tokens", "read and written by language models that judge"),
-    "reward/judge_cost": ("judge_cost", "of the same, in the currency of its price"),
-    "agents/calls": ("agent_calls", "model calls of agents that were answered"),
-    "agents/branches": ("agent_branches", "sequences that didn't extend their rollout's trunk"),
-    "agents/rewritten_calls": ("agent_rewritten", "branches because the chat template rewrites answers"),
-    "agents/abandoned_tokens": ("abandoned_tokens", "sampled for calls whose client left, or that failed"),
-    "length/mean_tokens": ("length_mean", "of responses"),
-    "length/p50_tokens": ("length_p50", "of responses"),
-    "length/p99_tokens": ("length_p99", "of responses"),
-    "length/max_tokens": ("length_max", "of responses"),
-    "length/truncated_share": ("truncated_share", "responses cut at the limit"),
-    "length_bias/ks": ("length_bias_ks", "KS distance of trained from all completed lengths"),
-    "length_bias/scheduling_ks": ("length_bias_scheduling_ks", "the part scheduling causes"),
-    "length_bias/filter_ks": ("length_bias_filter_ks", "the part filters cause"),
-    "length_bias/pruning_ks": ("length_bias_pruning_ks", "the part pruning causes"),
-    "length_bias/censored_share": ("censored_share", "admitted rollouts in cohorts not closed yet"),
+    "queue/kv_used_tokens": ("engines.kv_used_tokens", "KV tokens in use, all replicas"),
+    "queue/kv_capacity_tokens": ("engines.kv_capacity_tokens", "KV tokens there are, all replicas"),
+    "queue/running_rollouts": ("engines.running_rollouts", "requests that hold a slot"),
+    "queue/waiting_rollouts": ("engines.waiting_rollouts", "requests that wait for a slot"),
+    "queue/slots": ("engines.slots", "slots of all replicas"),
+    "reward/mean": ("rewards.mean", "over the groups finished in the step"),
+    "reward/std": ("rewards.std", "over the groups finished in the step"),
+    "reward/solve_rate": ("rewards.solve_rate", "share of responses that solve their task"),
+    "reward/zero_variance_share": ("rewards.zero_variance_share", "share of groups whose rewards are all equal"),
+    "reward/judge_tokens": ("judges.tokens", "read and written by language models that judge"),
+    "reward/judge_cost": ("judges.cost", "of the same, in the currency of its price"),
+    "agents/calls": ("agents.calls", "model calls of agents that were answered"),
+    "agents/branches": ("agents.branches", "sequences that didn't extend their rollout's trunk"),
+    "agents/rewritten_calls": ("agents.rewritten", "branches because the chat template rewrites answers"),
+    "agents/abandoned_tokens": ("agents.abandoned_tokens", "sampled for calls whose client left, or that failed"),
+    "length/mean_tokens": ("lengths.mean", "of responses"),
+    "length/p50_tokens": ("lengths.p50", "of responses"),
+    "length/p99_tokens": ("lengths.p99", "of responses"),
+    "length/max_tokens": ("lengths.max", "of responses"),
+    "length/truncated_share": ("lengths.truncated_share", "responses cut at the limit"),
+    "length_bias/ks": ("length_bias.ks", "KS distance of trained from all completed lengths"),
+    "length_bias/scheduling_ks": ("length_bias.scheduling_ks", "the part scheduling causes"),
+    "length_bias/filter_ks": ("length_bias.filter_ks", "the part filters cause"),
+    "length_bias/pruning_ks": ("length_bias.pruning_ks", "the part pruning causes"),
+    "length_bias/censored_share": ("length_bias.censored_share", "admitted rollouts in cohorts not closed yet"),
 }
 STALENESS = {
     "staleness/trajectory_steps": "trajectory_staleness",
-    "staleness/token_steps": "token_staleness",
+    "staleness/token_steps": "tokens.staleness",
     "staleness/environment_steps": "environment_staleness",
     "staleness/optimizer_steps": "optimizer_step_staleness",
 }
@@ -139,10 +140,9 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
                 yield f"{prefix}_kernels_{name}", share.value
     elif isinstance(line, StepRecord):
         for name, (field, _) in STEP_METRICS.items():
-            yield name, float(getattr(line, field)) if field != "solve_rate" else line.measured_solve_rate
-        yield from _pass_at("reward/", line.pass_at)
-        for name, field in STALENESS.items():
-            distribution: Distribution = getattr(line, field)
+            if (value := _value(line, field)) is not None:
+                yield name, float(value)
+        for name, distribution in _staleness(line):
             kind = name.removesuffix("_steps")
             yield f"{kind}_mean_steps", distribution.mean
             yield f"{kind}_max_steps", distribution.max
@@ -152,13 +152,13 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "control/steps_per_publish", float(line.flow.steps_per_publish)
             yield "control/verifier_workers", float(line.flow.verifier_workers)
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
-        if line.router.routed or line.router.open_requests:
+        if line.router:
             yield from router_metrics(line.router)
-        if line.sandboxes.any:
+        if line.sandboxes:
             yield from _of_sandboxes(line.sandboxes)
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
-        for ending, tokens in line.ended_tokens.items():
+        for ending, tokens in line.tokens.ended.items() if line.tokens else ():
             yield f"endings/{ending}_tokens", float(tokens)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
@@ -166,19 +166,38 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"filtered/{_UNUSUAL_OR_SLASH.sub('_', reason)}_rollouts", float(count)
         for name, value in line.group_meta.items():
             yield f"group_meta/{_UNUSUAL_OR_SLASH.sub('_', name)}", value
-        names = source_names({*sources, *line.by_source})
-        for label, score in line.by_source.items():
-            if score.samples:
-                yield f"by_source/{names[label]}_solve_rate", score.solve_rate
-                yield f"by_source/{names[label]}_samples", float(score.samples)
-        if line.curriculum.tasks:
+        if line.rewards:
+            yield from _of_rewards(line.rewards, sources)
+        if line.curriculum:
             yield from _of_curriculum(line.curriculum)
         if line.pruning:
             yield from _pruning(line)
-        if line.kernels.evaluations:
+        if line.kernels:
             yield from _of_kernels(line.kernels)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _value(line: StepRecord, field: str) -> Any:
+    """A field of ``line``, or of a section ("section.field"); None where ``line`` lacks the section."""
+    section, _, name = field.rpartition(".")
+    holder = getattr(line, section) if section else line
+    return None if holder is None else getattr(holder, name)
+
+
+def _staleness(line: StepRecord) -> Iterator[tuple[str, Distribution]]:
+    for name, field in STALENESS.items():
+        if (distribution := _value(line, field)) is not None:
+            yield name, distribution
+
+
+def _of_rewards(rewards: RewardStatistics, sources: Iterable[str]) -> Iterator[tuple[str, float]]:
+    yield from _pass_at("reward/", rewards.pass_at)
+    names = source_names({*sources, *rewards.by_source})
+    for label, score in rewards.by_source.items():
+        if score.samples:
+            yield f"by_source/{names[label]}_solve_rate", score.solve_rate
+            yield f"by_source/{names[label]}_samples", float(score.samples)
 
 
 def _pass_at(prefix: str, shares: Mapping[str, PassAt]) -> Iterator[tuple[str, float]]:
@@ -285,9 +304,11 @@ def histograms(line: LedgerLine) -> dict[str, Histogram]:
     (tokens), and latencies of sandboxes (seconds). Empty ones are left out."""
     if not isinstance(line, StepRecord):
         return {}
-    found = {name: _of_values(getattr(line, field).histogram) for name, field in STALENESS.items()}
-    found[LENGTHS] = _of_buckets(line.length_histogram)
-    found |= {f"sandboxes/{name}_s": _of_latencies(getattr(line.sandboxes.pool, name)) for name in POOL_LATENCIES}
+    found = {name: _of_values(distribution.histogram) for name, distribution in _staleness(line)}
+    if line.lengths:
+        found[LENGTHS] = _of_buckets(line.lengths.histogram)
+    if pool := line.sandboxes and line.sandboxes.pool:
+        found |= {f"sandboxes/{name}_s": _of_latencies(getattr(pool, name)) for name in POOL_LATENCIES}
     return {name: histogram for name, histogram in found.items() if histogram.counts}
 
 

@@ -55,7 +55,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         generator_lent_ratio=_share(sum(step.generator_lent_ratio * step.step_s for step in steps), total_s),
         max_trajectory_staleness=int(max((step.trajectory_staleness.max for step in steps), default=0)),
         books_balanced=books is not None and bool(books.data.get("balanced", 0)),
-        length_bias_ks=steps[-1].length_bias_ks if steps else 0.0,
+        length_bias_ks=steps[-1].length_bias.ks if steps and steps[-1].length_bias else 0.0,
         consumption_per_s=_share(samples, total_s - wait_s),
         production_per_s=_share(sum(step.production_per_s * step.step_s for step in steps), total_s),
         effective_production_per_s=_share(

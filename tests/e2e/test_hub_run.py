@@ -52,7 +52,7 @@ def test_run_of_an_architecture_that_headway_does_not_have(tmp_path: Path, kind:
     tiny_run.require_whole(run, STEPS)
     tiny_run.require_nothing_left(command)
     steps = tiny_run.steps_of(run)
-    fresh = [step for step in steps if step.token_staleness.max == 0]
+    fresh = [step for step in steps if step.tokens.staleness.max == 0]
     assert fresh
     assert all(step.metrics["mismatch_max"] < 1e-4 for step in fresh)  # trainer and engine agree, update after update
     before = load_file(tmp_path / "model" / "model.safetensors")
@@ -80,7 +80,7 @@ def test_rewards_rise(tmp_path: Path, kind: str) -> None:
     )
     command = tiny_run.train(config, limit_s=220)
     assert command.process.returncode == 0, command.output
-    rewards = [step.reward_mean for step in tiny_run.steps_of(tmp_path / "run") if step.length_mean]
+    rewards = [step.rewards.mean for step in tiny_run.steps_of(tmp_path / "run") if step.rewards]
     before, after = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     print(f"{kind}: {before:.3f} -> {after:.3f}")
     assert after > before + 0.3, rewards
@@ -110,7 +110,7 @@ def test_an_adapter_is_trained_killed_resumed_scored_and_merged(tmp_path: Path) 
     tiny_run.require_whole(run, STEPS)
     tiny_run.require_nothing_left(command)
     steps = [step for step in tiny_run.steps_of(run) if step.metrics]  # the report of one may have died in the kill
-    fresh = [step for step in steps if step.token_staleness.max == 0]
+    fresh = [step for step in steps if step.tokens.staleness.max == 0]
     assert fresh
     assert all(step.metrics["mismatch_max"] < 1e-4 for step in fresh)
     assert any(step.metrics["kl_reference"] > 0 for step in steps)  # to the model without the adapter

@@ -55,7 +55,7 @@ def test_trainer_and_engine_are_shown_the_same(tmp_path: Path, kind: str) -> Non
     agreed = [event.data for event in tiny_run.events_of(run, "agreement")]
     assert [(one["version"], one["agrees"], one["replicas"]) for one in agreed] == [(0, 1, 1), (1, 1, 1)]
     steps = tiny_run.steps_of(run)
-    fresh = [step for step in steps if step.token_staleness.max == 0]
+    fresh = [step for step in steps if step.tokens.staleness.max == 0]
     assert fresh
     assert all(step.metrics["mismatch_max"] < 1e-4 for step in fresh)
     assert (checkpoint_path(run, STEPS) / "model" / "preprocessor_config.json").is_file()
@@ -159,5 +159,5 @@ def test_dots_are_learned_to_be_counted(tmp_path: Path) -> None:
     )
     command = tiny_run.train(config, limit_s=230)
     assert command.process.returncode == 0, command.output
-    rewards = [step.reward_mean for step in tiny_run.steps_of(tmp_path / "run")]
+    rewards = [step.rewards.mean for step in tiny_run.steps_of(tmp_path / "run") if step.rewards]
     assert sum(rewards[-10:]) / 10 > 0.6, rewards

@@ -112,7 +112,7 @@ async def play(experiment: Experiment, watched: Watched) -> Story:
 
 
 def tokens_per_s(steps: Sequence[StepRecord]) -> float:
-    return sum(step.generated_tokens_per_s * step.step_s for step in steps) / sum(step.step_s for step in steps)
+    return sum(step.tokens.generated_per_s * step.step_s for step in steps) / sum(step.step_s for step in steps)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, 
     assert len(steps) == 5
     assert max(step.metrics["mismatch_max"] for step in steps) <= 1e-4
     assert max(step.trajectory_staleness.max for step in steps) == 0
-    assert max(step.token_staleness.max for step in steps) == 0
+    assert max(step.tokens.staleness.max for step in steps) == 0
     losses = [step.metrics["loss"] for step in steps]
     assert any(abs(loss) > 1e-4 for loss in losses)
     assert tiny_run.minimal_losses(config) == pytest.approx(losses, abs=1e-6)

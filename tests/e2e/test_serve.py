@@ -307,7 +307,7 @@ def test_an_agent_is_trained(inputs: Path, tmp_path: Path) -> None:
     steps = [line for line in read_ledger(tmp_path / "run") if isinstance(line, StepRecord)]
     assert len(steps) == 2
     for step in steps:
-        assert (step.samples, step.agent_calls, step.agent_branches) == (4, 12, 12)
+        assert (step.samples, step.agents.calls, step.agents.branches) == (4, 12, 12)
         assert not step.failures
     logs = list((tmp_path / "run" / "logs" / "agents").glob("*-*.log"))
     assert len(logs) >= 8

@@ -204,10 +204,11 @@ def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path) -> None:
     steps = steps_of(run)
     assert len(steps) == 8
     # whole groups, each rollout with its two calls; a group counts where it finished, which may be before it is trained
-    assert [step.agent_calls for step in steps if step.agent_calls % 16] == []
-    assert sum(step.agent_calls for step in steps) >= 2 * sum(step.samples for step in steps)
+    calls = [step.agents.calls for step in steps if step.agents]
+    assert [count for count in calls if count % 16] == []
+    assert sum(calls) >= 2 * sum(step.samples for step in steps)
     assert [step.failures for step in steps if step.failures] == [], tail_of(run)
-    rewards = [step.reward_mean for step in steps]
+    rewards = [step.rewards.mean for step in steps if step.rewards]
     assert 0.5 <= rewards[0] < 0.7  # all had their two turns, few had digits
     assert audit_run(run).violations == []
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2

@@ -55,7 +55,7 @@ def trained(config: Path, *arguments: str, steps: int = STEPS, **how: Any) -> li
 
 
 def require_agreement(steps: list[Any], dtype: str) -> None:
-    fresh = [step for step in steps if step.metrics and step.token_staleness.max == 0]
+    fresh = [step for step in steps if step.metrics and step.tokens.staleness.max == 0]
     told = [step.metrics["mismatch_max"] for step in fresh]
     print(f"mismatch_max, {dtype}: {max(told):.2e}")
     assert max(told) < MOST_APART[dtype]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from step_records import step_of
 
 from headway.records.ledger import Distribution, EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.runtime.run_directory import SCHEMA
@@ -22,7 +23,6 @@ def step_record(step: int, **changes: object) -> StepRecord:
     histogram = {"0": 10, "1": 30, "2": 20, "3": 4}
     fields: dict[str, object] = {
         "step": step,
-        "version": step + 1,
         "time_s": (step + 1) * 1.05,
         "step_s": step_s,
         "samples": 64,
@@ -45,29 +45,29 @@ def step_record(step: int, **changes: object) -> StepRecord:
         "buffered_groups": int(random.integers(3, 12)),
         "buffer_capacity_groups": 40,
         "oldest_age_s": 1.5 + float(random.random()),
-        "kv_used_tokens": 6000,
-        "kv_capacity_tokens": 12000,
-        "running_rollouts": 120,
-        "slots": 128,
+        "engines__kv_used_tokens": 6000,
+        "engines__kv_capacity_tokens": 12000,
+        "engines__running_rollouts": 120,
+        "engines__slots": 128,
         "trajectory_staleness": Distribution(mean=1.3, max=3, histogram=histogram),
-        "token_staleness": Distribution(mean=0.9, max=3, histogram={"0": 500, "1": 800, "2": 200, "3": 20}),
+        "tokens__staleness": Distribution(mean=0.9, max=3, histogram={"0": 500, "1": 800, "2": 200, "3": 20}),
         "endings": {"trained": 64, "filtered": 16},
-        "reward_mean": solve,
-        "reward_std": 0.4,
-        "solve_rate": min(1.0, solve),
-        "solve_rate_histogram": [2, 0, 1, 0, 1, 1, 0, 2, 0, 1, 2 + step // 20],
-        "zero_variance_share": min(0.8, 0.3 + step / 400),
-        "length_mean": 26.0,
-        "length_p50": 15.0,
-        "length_p99": 143.0,
-        "length_max": 200,
-        "truncated_share": 0.02,
-        "length_bias_ks": 0.02,
-        "length_bias_scheduling_ks": 0.005,
-        "length_bias_filter_ks": 0.018,
-        "censored_share": 0.05,
-        "generated_tokens_per_s": 20000.0,
-        "trained_tokens_per_s": 1700.0,
+        "rewards__mean": solve,
+        "rewards__std": 0.4,
+        "rewards__solve_rate": min(1.0, solve),
+        "rewards__solve_rate_histogram": [2, 0, 1, 0, 1, 1, 0, 2, 0, 1, 2 + step // 20],
+        "rewards__zero_variance_share": min(0.8, 0.3 + step / 400),
+        "lengths__mean": 26.0,
+        "lengths__p50": 15.0,
+        "lengths__p99": 143.0,
+        "lengths__max": 200,
+        "lengths__truncated_share": 0.02,
+        "length_bias__ks": 0.02,
+        "length_bias__scheduling_ks": 0.005,
+        "length_bias__filter_ks": 0.018,
+        "length_bias__censored_share": 0.05,
+        "tokens__generated_per_s": 20000.0,
+        "tokens__trained_per_s": 1700.0,
         "flops_per_s": 3e9,
         "mfu_step": 0.3,
         "mfu_compute": 0.5,
@@ -85,7 +85,7 @@ def step_record(step: int, **changes: object) -> StepRecord:
             "mismatch_max": 0.5,
         },
     }
-    return msgspec.convert({**msgspec.to_builtins(fields), **msgspec.to_builtins(changes), "kind": "step"}, StepRecord)
+    return step_of(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def evaluation(phase: str, version: int, solve_rate: float, split: str = "test", **changes: object) -> EvaluationRecord:

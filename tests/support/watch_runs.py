@@ -251,7 +251,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "no-ledger": _remove("ledger.jsonl"),
     "no-config": _remove("config.json"),
     "config-is-a-list": lambda run: (
-        run.joinpath("config.json").write_text('{"schema": 5, "run": [1], "queue": 3}') and None
+        run.joinpath("config.json").write_text(json.dumps({"schema": SCHEMA, "run": [1], "queue": 3})) and None
     ),
     "config-is-garbage": _overwrite("config.json", _GARBAGE, 0.0),
     "no-rollouts": _remove("rollouts"),

@@ -225,7 +225,7 @@ def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> Controlle
         in_generation=sum(r.flow.generating_s for r in records) / seconds,
         verifying=sum(r.verify_s / max(1, r.flow.verifier_workers) for r in records) / seconds,
         preempted=any(r.flow.preemptions for r in records),
-        bias=records[-1].length_bias_scheduling_ks,
+        bias=bias.scheduling_ks if (bias := records[-1].length_bias) else 0.0,
     )
 
 

@@ -89,7 +89,7 @@ def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) ->
     """Describe a drift of response lengths, by a two-sample Kolmogorov-Smirnov test; "": none. Lengths in a group are
     correlated: n of them weigh as n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design
     effect)."""
-    then, now = (pooled(r.length_histogram for r in records) for records in (before, recent))
+    then, now = (pooled(r.lengths.histogram for r in records if r.lengths) for records in (before, recent))
     if min(then.total(), now.total()) < 20:
         return ""
     distance = ks_statistic(then, now)

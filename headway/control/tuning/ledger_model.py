@@ -304,8 +304,9 @@ def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: f
 
 def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDistribution:
     """Lengths of the responses that finished: the middle of each histogram bucket, scaled to the exact mean."""
-    counts = {bucket_middle(end): count for end, count in pooled(r.length_histogram for r in steps).items()}
-    tokens = sum(r.length_mean * sum(r.length_histogram.values()) for r in steps)
+    found = [r.lengths for r in steps if r.lengths]
+    counts = {bucket_middle(end): count for end, count in pooled(one.histogram for one in found).items()}
+    tokens = sum(one.mean * one.responses for one in found)
     rough = sum(middle * count for middle, count in counts.items())
     factor = tokens / rough if rough else 1.0
     ended = ((max(1, round(middle * factor)), True) for middle, count in counts.items() for _ in range(count))

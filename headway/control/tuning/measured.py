@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headway.control.summaries import weighted_mean
 from headway.records.ledger import StepRecord
 
 
@@ -27,14 +28,14 @@ def figures(records: Sequence[StepRecord]) -> Figures | None:
     if not steps:
         return None
     seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
-    lengths = [(sum(r.length_histogram.values()), r.length_mean) for r in steps]
+    lengths = [r.lengths for r in steps if r.lengths]
     finished = sum(r.flow.finished_groups for r in steps)
     return Figures(
         samples_per_s=samples / seconds,
         trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
         generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
         staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
-        length_mean=sum(n * mean for n, mean in lengths) / max(1, sum(n for n, _ in lengths)),
+        length_mean=weighted_mean(lengths, lambda one: one.mean, lambda one: one.responses),
         acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
     )
 

@@ -69,4 +69,4 @@ class MoveOutcome:
 
 def _load(records: list[StepRecord]) -> float:
     """Response tokens generated per trained sample."""
-    return sum(sum(r.ended_tokens.values()) for r in records) / max(1, sum(r.samples for r in records))
+    return sum(sum(r.tokens.ended.values()) for r in records if r.tokens) / max(1, sum(r.samples for r in records))

@@ -20,7 +20,7 @@ from rich.text import Text
 from headway.control.cost import step_usd
 from headway.control.summaries import weighted_mean
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
+from headway.records.ledger import EvaluationRecord, LedgerLine, RewardStatistics, StepRecord
 from headway.records.trace import TraceSession
 from headway.report.doctor import costs_of
 from headway.report.formats import duration, quantity, score
@@ -108,7 +108,7 @@ def _listed(path: Path, price: float | None) -> ListedRun:
     if holder and state != "running":
         problems.append("it is being started or resumed: this session has recorded nothing yet")
     steps = [line for line in lines if isinstance(line, StepRecord)]
-    recent = [step for step in steps[-WINDOW:] if math.isfinite(step.measured_solve_rate)]
+    recent = [(step.rewards, step.samples) for step in steps[-WINDOW:] if step.rewards]
     seconds, hours = duration_s(lines), None
     if lines and not (path / "scenario.json").exists():
         try:
@@ -126,7 +126,7 @@ def _listed(path: Path, price: float | None) -> ListedRun:
         solve_rate=rate,
         standard_error=error,
         solve_rate_of=measured,
-        reward=weighted_mean(recent, lambda step: step.reward_mean, lambda step: step.samples) if recent else None,
+        reward=weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None,
         device_hours=hours,
         usd=None if hours is None or price is None else step_usd(hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
@@ -200,7 +200,7 @@ def holder_of(directory: RunDirectory) -> str:
 
 
 def _solve_rate(
-    lines: Sequence[LedgerLine], recent: Sequence[StepRecord], path: Path
+    lines: Sequence[LedgerLine], recent: Sequence[tuple[RewardStatistics, int]], path: Path
 ) -> tuple[float | None, float | None, str]:
     """(solve rate, its standard error, of what): of the last evaluation that measured something, else of training."""
     for line in reversed(lines):
@@ -209,7 +209,7 @@ def _solve_rate(
             return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed}"
     if (best := _object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
         return float(best), None, "best"
-    rate = weighted_mean(recent, lambda step: step.solve_rate, lambda step: step.samples) if recent else None
+    rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
     return rate, None, "training" if recent else ""
 
 

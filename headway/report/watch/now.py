@@ -14,6 +14,7 @@ import msgspec
 
 from headway.control.summaries import weighted_mean
 from headway.control.tuning.balance import waits_of
+from headway.records.generation import EngineLoad
 from headway.records.ledger import StepRecord
 from headway.records.stalls import WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, TraceLine, TraceSession
@@ -188,14 +189,15 @@ def _queue(
     tail: RunTail, trace: TraceTail, waits: WaitGraph | None, pulse: Pulse | None, last: StepRecord | None
 ) -> dict[str, Any]:
     found = pulse or last or StepRecord(step=0, version=0)
+    engines = found.engines or EngineLoad()
     kinds = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
     experiment, training = tail.experiment, any(kind.startswith("trainer.") for kind in kinds)
     group = 1 if experiment is None else experiment.rollout.group_size
     verifying = min(found.running_groups, kinds["verdicts"])
-    queued = min(found.running_groups - verifying, found.waiting_rollouts // group)
+    queued = min(found.running_groups - verifying, engines.waiting_rollouts // group)
     rows = (
-        ("admitted", queued, found.waiting_rollouts),
-        ("generating", found.running_groups - verifying - queued, found.running_rollouts),
+        ("admitted", queued, engines.waiting_rollouts),
+        ("generating", found.running_groups - verifying - queued, engines.running_rollouts),
         ("parked", found.parked_groups, None),
         ("verifying", verifying, None),
         ("buffered", found.buffered_groups, None),

@@ -153,10 +153,10 @@ def _events(view: RunView) -> Section:
 def _histograms(steps: Sequence[StepRecord]) -> list[Section]:
     staleness = {
         "trajectories": pooled(step.trajectory_staleness.histogram for step in steps if not step.skipped),
-        "tokens": pooled(step.token_staleness.histogram for step in steps if not step.skipped),
+        "tokens": pooled(step.tokens.staleness.histogram for step in steps if step.tokens and not step.skipped),
     }
     said = "Share of everything trained on, by versions between sampling and the gradient."
-    rows = [step.solve_rate_histogram for step in steps if step.solve_rate_histogram]
+    rows = [step.rewards.solve_rate_histogram for step in steps if step.rewards]
     bins = len(rows[0]) if rows else 0
     solved = _ends_of([dict(enumerate(row)) for row in rows if len(row) == bins])
 
@@ -171,7 +171,7 @@ def _histograms(steps: Sequence[StepRecord]) -> list[Section]:
 
 
 def _kernel_bars(steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
-    scored = [step.kernels for step in steps if step.kernels.evaluations]
+    scored = [step.kernels for step in steps if step.kernels]
     said = "Raw rewards of answers, in tenths: 0, 0.1 compiled, 0.3 correct, more by speed."
     faster = "Natural logarithm of reference time / answer's time of correct answers, in tenths; 0: as fast."
     return [

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -28,7 +29,6 @@ _COUNTED = re.compile(r"^(endings|failures)/(\w+)_rollouts$")
 _LABELS = {"endings": "ending", "failures": "boundary"}
 # Fields of a pulse that refresh the gauges of the same names, which the ledger's step records set
 _GROUPS = ("open_groups", "running_groups", "parked_groups", "buffered_groups", "oldest_age_s")
-_SLOTS = ("slots", "running_rollouts", "waiting_rollouts", "kv_used_tokens", "kv_capacity_tokens")
 
 
 def metric_name(name: str) -> str:
@@ -117,7 +117,8 @@ class Prometheus(Exporter, Collector):
 
     def pulse(self, pulse: Pulse) -> None:
         self._pulse = pulse
-        self._gauges = self._gauges | {f"queue/{field}": float(getattr(pulse, field)) for field in _GROUPS + _SLOTS}
+        found = {field: getattr(pulse, field) for field in _GROUPS} | msgspec.structs.asdict(pulse.engines)
+        self._gauges = self._gauges | {f"queue/{field}": float(value) for field, value in found.items()}
 
     def finish(self, status: Status) -> None:
         self._server.shutdown()

@@ -153,9 +153,9 @@ def test_a_timeout_stops_the_stragglers_with_the_tokens_they_have() -> None:
     plain = run_of()
     assert plain.endings.get("discarded", 0) == 0
     assert outcome.duration_s < plain.duration_s
-    bias = [step.length_bias_scheduling_ks for step in outcome.steps]
+    bias = [step.length_bias.scheduling_ks for step in outcome.steps]
     assert max(bias) > 0  # and the price is told
-    assert max(step.length_bias_scheduling_ks for step in plain.steps) == 0
+    assert max(step.length_bias.scheduling_ks for step in plain.steps) == 0
 
 
 HOOKS = {

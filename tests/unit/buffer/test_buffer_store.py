@@ -345,7 +345,7 @@ def test_damaged_foreign_and_newer_files_are_refused_by_name(tmp_path):
     connection.close()
     with pytest.raises(
         BufferCorrupt,
-        match="has schema 99, and this Headway reads schema 5: resume the run with",
+        match="has schema 99, and this Headway reads schema 6: resume the run with",
     ):
         GroupBuffer(newer, 4)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_records import step_of
 
 from headway.control.alerts import (
     EVALUATIONS,
@@ -35,9 +36,9 @@ SEEDS = st.integers(0, 10_000)
 def step(number: int, *, reward: float = 0.5, **changes: object) -> StepRecord:
     metrics = {"loss": 0.0, "entropy": 0.5, "grad_norm": 0.3, "kl": 0.003, "mismatch_k3": 0.003}
     metrics |= changes.pop("metrics", {})  # type: ignore[arg-type]
-    fields: dict[str, object] = {"version": number + 1, "time_s": 10.0 * number, "samples": 64, "solve_rate": 0.5}
-    fields |= {"reward_mean": reward, "reward_std": 0.5, "length_mean": 200.0, "length_max": 512}
-    return StepRecord(step=number, metrics=metrics, **(fields | changes))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"time_s": 10.0 * number, "samples": 64, "rewards__solve_rate": 0.5}
+    fields |= {"rewards__mean": reward, "rewards__std": 0.5, "lengths__mean": 200.0, "lengths__max": 512}
+    return step_of(number, metrics=metrics, **(fields | changes))
 
 
 def evaluation(number: int, rate: float, tasks: int = 256, split: str = "validation") -> EvaluationRecord:
@@ -84,7 +85,7 @@ def test_divergence_that_lasts_is_found_and_a_spike_is_not(name: str, limit: flo
 def test_entropy_is_compared_with_the_first_steps_while_tasks_are_unsolved():
     def fallen(to: float, solved: float = 0.5, start: float = 0.5) -> str:
         first = [step(n, metrics={"entropy": start}) for n in range(16)]
-        return entropy_collapse(history([*first, *(step(16 + n, metrics={"entropy": to}, solve_rate=solved)
+        return entropy_collapse(history([*first, *(step(16 + n, metrics={"entropy": to}, rewards__solve_rate=solved)
                                                    for n in range(8))]))  # fmt: skip
 
     assert "entropy fell from 0.5 to 0.04" in fallen(0.04)
@@ -116,9 +117,9 @@ def test_reward_hacking_needs_a_flat_evaluation_that_could_have_shown_a_rise():
 
 def test_lengths_run_away_when_many_more_are_cut_or_they_grow_within_few_steps():
     def grown(factor: float, cut: float, cut_before: float = 0.0) -> str:
-        before = [step(n, truncated_share=cut_before) for n in range(30)]
-        return lengths_running_away(history([*before, *(step(30 + n, length_mean=200.0 * factor, truncated_share=cut)
-                                                        for n in range(8))]))  # fmt: skip
+        before = [step(n, lengths__truncated_share=cut_before) for n in range(30)]
+        changes = {"lengths__mean": 200.0 * factor, "lengths__truncated_share": cut}
+        return lengths_running_away(history([*before, *(step(30 + n, **changes) for n in range(8))]))
 
     assert "from 200 to 320 tokens; 50% are cut, at the start 0%" in grown(1.6, 0.5)
     assert grown(1.4, 0.9) == ""
@@ -129,9 +130,9 @@ def test_lengths_run_away_when_many_more_are_cut_or_they_grow_within_few_steps()
 
 
 def test_slow_growth_is_found_once_responses_are_cut():
-    thinking = [step(n, length_mean=200.0 * 1.004**n, truncated_share=0.0) for n in range(400)]
+    thinking = [step(n, lengths__mean=200.0 * 1.004**n, lengths__truncated_share=0.0) for n in range(400)]
     assert raised(thinking) == []
-    cut = [step(n, length_mean=200.0 * 1.004**n, truncated_share=min(1.0, n / 600)) for n in range(400)]
+    cut = [step(n, lengths__mean=200.0 * 1.004**n, lengths__truncated_share=min(1.0, n / 600)) for n in range(400)]
     assert raised(cut) == ["length"]
 
 
@@ -160,9 +161,9 @@ def test_noise_and_slow_learning_raise_nothing(seed: int, entropy: float, length
             step(
                 number,
                 reward=solved + draw.gauss(0, 0.05),
-                solve_rate=min(1.0, max(0.0, solved + draw.gauss(0, 0.05))),
-                length_mean=length * math.exp(draw.gauss(0, 0.15)),
-                truncated_share=min(1.0, max(0.0, 0.1 + draw.gauss(0, 0.05))),
+                rewards__solve_rate=min(1.0, max(0.0, solved + draw.gauss(0, 0.05))),
+                lengths__mean=length * math.exp(draw.gauss(0, 0.15)),
+                lengths__truncated_share=min(1.0, max(0.0, 0.1 + draw.gauss(0, 0.05))),
                 skipped=draw.random() < 0.02,
                 metrics={"entropy": entropy * math.exp(-number / 150 + draw.gauss(0, 0.1)), "kl": draw.gauss(0, 0.02)},
             )

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_records import changed, step_of
 
 from headway.config.control import KnobName
 from headway.config.schema import Experiment
@@ -64,9 +65,8 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
     busy_s = step_s * (1 - shows.idle)
     accepted = sum(draw.random() < shows.acceptance for _ in range(groups))
     buckets = Counter({bucket: SIZE * count for bucket, count in Counter(str(round(own)) for own in of_groups).items()})
-    return StepRecord(
-        step=step,
-        version=step + 1,
+    return step_of(
+        step,
         step_s=step_s,
         samples=GROUPS * SIZE,
         groups=GROUPS,
@@ -75,12 +75,12 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
         generator_wait_ratio=shows.idle,
         verify_s=0.001 * responses,
         buffered_groups=shows.stock,
-        slots=8,
+        engines__slots=8,
         trajectory_staleness=Distribution(mean=1.0),
-        length_mean=length,
-        length_p50=length,
-        length_histogram=dict(buckets),
-        length_bias_scheduling_ks=shows.bias,
+        lengths__mean=length,
+        lengths__p50=length,
+        lengths__histogram=dict(buckets),
+        length_bias__scheduling_ks=shows.bias,
         flow=QueueFlow(
             open_groups=knobs.open_groups or 0,
             concurrent_rollouts=knobs.concurrent_rollouts,
@@ -268,7 +268,7 @@ def test_lengths_that_are_alike_in_a_group_say_less() -> None:
         one = record(step, knobs, Situation(), random.Random(1))
         flow = msgspec.structs.replace(one.flow, responses=32, finished_groups=2, length_variance_between=1.0)
         lengths = {"10": 16, "40": 16} if step < 11 else {"40": 32}
-        shown.append(msgspec.structs.replace(one, length_histogram=lengths, flow=flow))
+        shown.append(changed(one, lengths__histogram=lengths, flow=flow))
     apart = [
         msgspec.structs.replace(one, flow=msgspec.structs.replace(one.flow, length_variance_within=1.0))
         for one in shown

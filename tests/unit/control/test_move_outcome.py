@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from step_records import step_of
 
 from headway.config.load import changed_experiment
 from headway.control.tuning.controller import ControllerState, Decision, decide
@@ -28,7 +29,7 @@ def moved(placement: RunPlacement) -> ExecutedMove:
 
 def record(step: int, per_s: float, length: int = 10) -> StepRecord:
     ended = {"accepted": 32 * length}
-    return StepRecord(step=step, version=step + 1, samples=32, step_s=32 / per_s, ended_tokens=ended)
+    return step_of(step, samples=32, step_s=32 / per_s, tokens__ended=ended)
 
 
 def test_every_split_of_two_devices_is_another_mode() -> None:

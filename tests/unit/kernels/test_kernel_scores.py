@@ -11,7 +11,7 @@ import pytest
 
 from headway.orchestrator.source_scores import kernel_scores, kernel_shares
 from headway.records.kernels import KERNEL_ANSWERS, KernelAnswer
-from headway.records.ledger import KernelScores, StepRecord
+from headway.records.ledger import StepRecord
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.report.kernels import kernel_sentences
@@ -92,7 +92,7 @@ def test_other_verdicts_are_no_kernels():
     one = Group(index=0, task=task, prompt_ids=(1,), size=2, admitted_version=0, admitted_s=0.0)
     for verdict in ({}, {KERNEL_ANSWERS: "four"}, {KERNEL_ANSWERS: [{"reward": "much"}]}):
         rollouts = verified(verdict), verified(verdict, 1)
-        assert kernel_scores([FinishedGroup(group=one, rollouts=rollouts)]) == KernelScores()
+        assert kernel_scores([FinishedGroup(group=one, rollouts=rollouts)]) is None
 
 
 def test_metrics_and_report_show_them():

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from kept_ledgers import HEALTHY, kept_ledger
 from simulated_run import experiment_of, simulate
+from step_records import changed
 
 from headway.config.alerts import AlertsConfig
 from headway.control.alerts import RULES
@@ -129,9 +130,7 @@ def steps_changed(change: Callable[[StepRecord], dict[str, Any]], last: int | No
     def plant(lines: list[LedgerLine], at: int) -> list[LedgerLine]:
         end = NEVER if last is None else at + last
         return [
-            msgspec.structs.replace(line, **change(line))
-            if isinstance(line, StepRecord) and at <= line.step < end
-            else line
+            changed(line, **change(line)) if isinstance(line, StepRecord) and at <= line.step < end else line
             for line in lines
         ]
 
@@ -162,7 +161,7 @@ def paused(lines: list[LedgerLine], at: int) -> list[LedgerLine]:
 def hacked(lines: list[LedgerLine], at: int) -> list[LedgerLine]:
     """The reward climbs; what is solved on validation tasks stays where it was."""
     rate = next(line.solve_rate for line in lines if isinstance(line, EvaluationRecord) and line.step >= at)
-    lines = steps_changed(lambda step: {"reward_mean": step.reward_mean + 0.01 * (step.step - at)})(lines, at)
+    lines = steps_changed(lambda step: {"rewards__mean": step.rewards.mean + 0.01 * (step.step - at)})(lines, at)
     return [
         msgspec.structs.replace(line, solve_rate=rate)
         if isinstance(line, EvaluationRecord) and line.step >= at
@@ -178,7 +177,7 @@ PLANTED: dict[str, Plant] = {
     "kl": steps_changed(metric("kl", 0.4), 40),
     "entropy": steps_changed(metric("entropy", 0.002)),
     "reward_hacking": hacked,
-    "length": steps_changed(lambda step: {"length_mean": 2 * step.length_mean, "truncated_share": 0.6}),
+    "length": steps_changed(lambda step: {"lengths__mean": 2 * step.lengths.mean, "lengths__truncated_share": 0.6}),
 }
 
 

@@ -119,7 +119,7 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
     assert {(step.samples, step.groups) for step in steps} == {(8, 2)}
     rebuilt = [step for step in steps if step.step_s == 0]
     assert len(rebuilt) == restored.data["steps"]
-    assert all(step.length_mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
+    assert all(step.lengths.mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
 
 
 def test_a_resume_with_a_whole_ledger_misses_no_step():

@@ -106,7 +106,7 @@ def figures_of(outcome: Outcome) -> dict[str, PrunerFigures]:
 
 
 def ended_tokens(outcome: Outcome) -> int:
-    return sum(sum(step.ended_tokens.values()) for step in outcome.steps)
+    return sum(sum(step.tokens.ended.values()) for step in outcome.steps)
 
 
 def whole(outcome: Outcome) -> None:
@@ -136,9 +136,9 @@ def test_a_cap_scores_what_stands_and_trains_it() -> None:
     assert (found.dropped, found.audits) == (0, 0)
     assert found.saved_tokens > 10 * found.rollouts  # the tail beyond 40 tokens is long
     # it is trained, but not in its length
-    assert outcome.steps[-1].length_bias_ks == 0.0
-    assert outcome.steps[-1].length_bias_pruning_ks > 0.1
-    assert outcome.steps[-1].length_bias_scheduling_ks == 0.0
+    assert outcome.steps[-1].length_bias.ks == 0.0
+    assert outcome.steps[-1].length_bias.pruning_ks > 0.1
+    assert outcome.steps[-1].length_bias.scheduling_ks == 0.0
 
 
 def test_what_is_saved_is_what_would_have_come() -> None:
@@ -184,7 +184,7 @@ def test_a_dropped_member_leaves_and_its_group_goes_on() -> None:
     assert found.dropped == found.rollouts > 0
     assert outcome.endings["pruned"] >= found.dropped
     assert outcome.endings["trained"] == len(rollouts)
-    assert outcome.steps[-1].length_bias_pruning_ks > 0
+    assert outcome.steps[-1].length_bias.pruning_ks > 0
 
 
 def test_a_group_of_which_too_few_are_left_ends_as_pruned(monkeypatch: pytest.MonkeyPatch) -> None:

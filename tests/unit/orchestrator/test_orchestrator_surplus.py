@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def balanced(outcome: Outcome) -> bool:
 def summed(outcome: Outcome, field: str) -> dict[str, int]:
     total: dict[str, int] = {}
     for step in outcome.steps:
-        for name, count in getattr(step, field).items():
+        for name, count in attrgetter(field)(step).items():
             total[name] = total.get(name, 0) + count
     return total
 
@@ -77,12 +78,12 @@ def test_discarded_surplus_ends_with_the_batch(seed, budget, oversampling, sampl
 def test_discarding_on_policy_trains_the_shortest_and_says_so() -> None:
     plain = run_of({"budget": 0}, seed=3, steps=20)
     outcome = run_of({"budget": 0, "oversampling": 3.0, "surplus": "discard"}, seed=3, steps=20)
-    endings, tokens = summed(outcome, "endings"), summed(outcome, "ended_tokens")
+    endings, tokens = summed(outcome, "endings"), summed(outcome, "tokens.ended")
     assert endings["trained"] == 20 * 6
     assert endings["discarded"] > 2 * 20 * 2  # finished in vain or cut
     assert tokens["discarded"] / endings["discarded"] > tokens["trained"] / endings["trained"]  # the long ones
     assert max(step.trajectory_staleness.max for step in outcome.steps) == 0
-    assert outcome.steps[-1].length_bias_scheduling_ks > 0.1 > plain.steps[-1].length_bias_scheduling_ks
+    assert outcome.steps[-1].length_bias.scheduling_ks > 0.1 > plain.steps[-1].length_bias.scheduling_ks
     assert outcome.duration_s < plain.duration_s  # no step waits for the longest of its own
     assert sum(step.admitted_rollouts for step in outcome.steps) >= sum(endings.values())
 
@@ -174,7 +175,7 @@ def test_nobody_generates_while_the_trainer_works_on_a_parked_run(
 
 def test_discarding_shows_in_the_length_bias() -> None:
     outcome = run_of({"budget": 0, "oversampling": 3.0, "surplus": "discard"}, seed=3, steps=20)
-    assert outcome.steps[-1].length_bias_ks > 0.02  # members that came to their own end in discarded groups
+    assert outcome.steps[-1].length_bias.ks > 0.02  # members that came to their own end in discarded groups
 
 
 @pytest.mark.parametrize(("budget", "interval"), [(1, 2), (2, 3)])

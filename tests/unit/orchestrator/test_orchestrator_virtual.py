@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.records.ledger import StepRecord
 from tests.support.simulated_run import experiment_of, simulate
 
 
@@ -101,7 +103,7 @@ def test_mask_trains_no_token_over_the_budget_and_ends_only_groups_without_any(s
     outcome = run_of(schedule, overdue="mask")
     budget = outcome.experiment.queue.budget
     assert len(outcome.steps) == 8
-    assert max(step.token_staleness.max for step in outcome.steps) <= budget
+    assert max(step.tokens.staleness.max for step in outcome.steps) <= budget
     newest = [
         (batch.step, max(span.version for sample in batch.samples for span in sample.rollout.versions))
         for batch in outcome.trainer.batches
@@ -131,7 +133,18 @@ def test_budget_zero_is_synchronous_and_trains_in_admission_order():
         }
     )  # fmt: skip
     assert outcome.trained_groups == list(range(32))
-    assert all(step.token_staleness.max == 0 for step in outcome.steps)
+    assert all(step.tokens.staleness.max == 0 for step in outcome.steps)
+
+
+def test_a_step_is_recorded_whole_and_without_the_subjects_that_its_run_lacks():
+    experiment = experiment_of(Path("unused"), run={"steps": 3}, generator={"slots": 8})
+    fields = set(StepRecord.__struct_fields__) - {"metrics", "group_meta", "failures", "filtered", "nodes", "pruning"}
+    for step in simulate(experiment).steps:
+        line = msgspec.json.decode(msgspec.json.encode(step))
+        assert fields - line.keys() <= {"rewards", "lengths", "router", "judges", "agents", "sandboxes", "kernels",
+                                        "curriculum"}  # fmt: skip
+        assert not line.keys() & {"judges", "agents", "sandboxes", "kernels", "curriculum", "pruning", "nodes"}
+        assert ("rewards" in line, "lengths" in line) == (step.flow.finished_groups > 0,) * 2
 
 
 def test_a_failing_reward_fails_rollouts_not_the_run():

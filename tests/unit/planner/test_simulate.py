@@ -110,8 +110,8 @@ def test_turns_alternate_between_model_and_sandbox(tmp_path):
     outcome = simulate(turned(tmp_path))
     for step in steps_of(tmp_path):
         assert step.step_s == pytest.approx(7.0)
-        assert step.length_mean == 25
-        assert step.trained_tokens_per_s * step.step_s == pytest.approx(2 * 20)
+        assert step.lengths.mean == 25
+        assert step.tokens.trained_per_s * step.step_s == pytest.approx(2 * 20)
     counts = outcome.environment
     assert (counts["started"], counts["tool_calls"], counts["live_peak"]) == (6, 6, 2)
     assert counts["live_s"] == pytest.approx(6 * 6.0)
@@ -232,7 +232,7 @@ def test_drift_changes_what_is_generated_while_the_run_goes_on(tmp_path):
         workload={"response_tokens": 100},
     ).model_copy(update={"drift": validate({"drift": [drift]}, "x", Scenario).drift})
     simulate(scenario)
-    lengths = {step.length_mean for step in steps_of(tmp_path) if step.length_mean}
+    lengths = {step.lengths.mean for step in steps_of(tmp_path) if step.lengths}
     assert {100.0, 300.0} <= lengths
     assert all(100.0 <= length <= 300.0 for length in lengths)
 
@@ -246,7 +246,7 @@ def test_drift_of_a_share_ends_again(tmp_path):
         workload={"response_tokens": 100},
     ).model_copy(update={"drift": validate({"drift": [drift]}, "x", Scenario).drift})
     simulate(scenario)
-    solved = {step.step for step in steps_of(tmp_path) if step.solve_rate == 1.0}
+    solved = {step.step for step in steps_of(tmp_path) if step.rewards and step.rewards.solve_rate == 1.0}
     assert {5, 6, 7, 8} <= solved <= {4, 5, 6, 7, 8, 9}
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_records import step_of
 
 from headway.cli.main import main as headway
 from headway.config.load import validate
@@ -219,10 +220,10 @@ def test_truncated_responses_are_truncated_in_simulation(tmp_path):
     assert "long responses" in found.unidentified
     steps = [line for line in read_ledger(tmp_path / "run") if isinstance(line, StepRecord)]
     repeated = [line for line in read_ledger(f"{tmp_path / 'run'}-again") if isinstance(line, StepRecord)]
-    share = sum(s.truncated_share for s in steps) / len(steps)
+    share = sum(s.lengths.truncated_share for s in steps) / len(steps)
     assert share > 0.1
-    assert sum(s.truncated_share for s in repeated) / len(repeated) == pytest.approx(share, abs=0.04)
-    assert max(s.length_max for s in repeated) == 100
+    assert sum(s.lengths.truncated_share for s in repeated) / len(repeated) == pytest.approx(share, abs=0.04)
+    assert max(s.lengths.max for s in repeated) == 100
 
 
 def test_scenario_text_round_trips(tmp_path):
@@ -344,7 +345,7 @@ def test_errors_end_with_2_and_simulate_nothing(tmp_path, capsys, monkeypatch, p
 
 
 def test_negligible_bucket_joins_its_neighbour():
-    record = StepRecord(step=0, version=1, length_histogram={"10": 1_199_999, "400": 1}, length_mean=9.0)
+    record = step_of(0, lengths__histogram={"10": 1_199_999, "400": 1}, lengths__mean=9.0)
     found = response_tokens([record], 500)
     assert [share for share, _ in found.at] == sorted({share for share, _ in found.at})
     assert found.at[-1][1] > 100

@@ -145,7 +145,7 @@ def test_learning_text_has_the_numbers() -> None:
 def test_learning_without_held_evaluations_uses_validation_then_training() -> None:
     validations = [evaluation("during", step, rate, "validation") for step, rate in ((20, 0.4), (60, 0.7))]
     assert judge_learning(validations)[0] == "improved"
-    steps = [step_record(step, solve_rate=0.2 if step < 5 else 0.8) for step in range(10)]
+    steps = [step_record(step, rewards__solve_rate=0.2 if step < 5 else 0.8) for step in range(10)]
     learning, change, _, text = judge_learning(steps)
     assert (learning, change) == ("unknown", None)
     assert "from 0.200" in text
@@ -247,11 +247,11 @@ def test_numbers_read_well() -> None:
 
 
 def test_what_was_pruned_is_said_where_something_was() -> None:
-    plain = [step_record(step, ended_tokens={"trained": 500}) for step in range(4)]
+    plain = [step_record(step, tokens__ended={"trained": 500}) for step in range(4)]
     assert judge(plain, summarise(plain), 2).pruning_text == ""
     figures = PrunerFigures(rollouts=10, dropped=4, saved_tokens=100, audits=3, audited_tokens=900, wrong=1,
                             reward_bias=0.25)  # fmt: skip
-    pruned = [*plain, step_record(4, pruning={"repetition": figures}, ended_tokens={"trained": 275})]
+    pruned = [*plain, step_record(4, pruning={"repetition": figures}, tokens__ended={"trained": 275})]
     verdict = judge(pruned, summarise(pruned), 2)
     assert verdict.pruning_text == (
         "10 rollouts ended early (repetition 10), 4 of them left their group; about 2,275 response tokens saved, 50% "

@@ -38,13 +38,13 @@ def test_json_has_what_machines_ask_for(tmp_path: Path) -> None:
 def test_mean_token_staleness_weighs_tokens(tmp_path: Path) -> None:
     long = Distribution(mean=3.0, max=3, histogram={"3": 900})
     short = Distribution(mean=1.0, max=1, histogram={"1": 100})
-    lines: list[LedgerLine] = [step_record(0, token_staleness=long), step_record(1, token_staleness=short)]
+    lines: list[LedgerLine] = [step_record(0, tokens__staleness=long), step_record(1, tokens__staleness=short)]
     found = as_json(view_run(write_run(tmp_path, lines)))
     assert found["mean_token_staleness"] == pytest.approx(0.9 * 3 + 0.1 * 1)
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
-    lines = [step_record(0, reward_mean=1.0), evaluation("before", 0, 0.5)]
+    lines = [step_record(0, rewards__mean=1.0), evaluation("before", 0, 0.5)]
     folder = write_run(tmp_path, lines)
     text = (folder / "ledger.jsonl").read_text().replace('"standard_error":0.02', '"standard_error":null,"x":0.02')
     (folder / "ledger.jsonl").write_text(text)

@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from recorded import record_texts, spelt
 from rich.console import Console
+from step_records import step_of
 from synthetic_run import evaluation, step_record, synthetic_lines
 
 from headway.cli.printing import print_json
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import Distribution, EventRecord, KernelShare, StepRecord
+from headway.records.ledger import Distribution, EventRecord, KernelShare
 from headway.report.dry_run import dry_run_rows
 from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
 from headway.report.printing import print_rows
@@ -89,7 +90,7 @@ def test_screen_shows_an_alert_until_it_is_over() -> None:
 def test_screen_before_the_first_step_and_with_odd_numbers() -> None:
     state = LiveState(experiment())
     assert "Starting" in drawn(state)
-    state.take(StepRecord(step=0, version=0, skipped=True, solve_rate=math.nan, metrics={"loss": math.nan}))
+    state.take(step_of(0, version=0, skipped=True, rewards__solve_rate=math.nan, metrics={"loss": math.nan}))
     drawn(state)
     state.take(EventRecord(event="worker_died", detail="[bold]trainer-0[/bold]\nTraceback"))
     assert "[bold]trainer-0[/bold]" in drawn(state)
@@ -417,8 +418,8 @@ def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
 
 def test_a_step_in_which_no_group_finished_has_no_solve_rate() -> None:
     state = LiveState(experiment())
-    state.take(step_record(0, solve_rate=0.5))
-    state.take(step_record(1, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0))
+    state.take(step_record(0, rewards__solve_rate=0.5))
+    state.take(step_record(1, rewards=None))
     assert "solve –" in step_line(state)
     text = drawn(state)
     assert "solve rate – " in text
@@ -426,11 +427,10 @@ def test_a_step_in_which_no_group_finished_has_no_solve_rate() -> None:
 
 
 def test_a_solve_rate_without_data_is_a_dash_everywhere() -> None:
-    none_finished = step_record(30, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0)
-    assert math.isnan(none_finished.measured_solve_rate)
-    assert step_record(30, solve_rate=0.0, solve_rate_histogram=[8] + [0] * 10).measured_solve_rate == 0.0
+    none_finished = step_record(30, rewards=None)
     assert "reward/solve_rate" not in scalars(none_finished)
-    lines = [step_record(step, solve_rate=0.5) for step in range(20)]
+    assert scalars(step_record(30, rewards__solve_rate=0.0))["reward/solve_rate"] == 0.0
+    lines = [step_record(step, rewards__solve_rate=0.5) for step in range(20)]
     lines += [msgspec.structs.replace(none_finished, step=step, version=step + 1) for step in range(20, 40)]
     assert "from 0.500 (first fifth of the steps) to 0.500 (last fifth)" in judge_learning(lines)[3]
     rows = summary_rows(summarise([*lines, EventRecord(event="end")]))

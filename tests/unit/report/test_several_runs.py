@@ -20,7 +20,7 @@ from headway.report.run_view import view_run
 from headway.report.several.axes import places_of
 from headway.report.several.compare import differences
 from headway.report.several.listing import TAIL_BYTES, ListedRun, find_runs, list_runs
-from headway.runtime.run_directory import RunDirectory
+from headway.runtime.run_directory import SCHEMA, RunDirectory
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "run_folders"
 
@@ -74,7 +74,7 @@ def test_ten_runs_are_listed_with_what_is_wrong(runs: Path) -> None:
     assert found["resumed"].usd == pytest.approx(2 * (9.0 + 0.289), rel=1e-3)  # both sessions
     assert "2 damaged lines" in found["garbage"].problems[0]
     assert "half-written" in found["torn"].problems[0]
-    assert "no schema's number, and this one reads schema 5. Read and resume" in found["old"].problems[0]
+    assert f"no schema's number, and this one reads schema {SCHEMA}. Read and resume" in found["old"].problems[0]
     assert found["old"].step == 0
     assert found["no-ledger"].problems == ("ledger.jsonl can't be read: No such file or directory",)
 
@@ -98,7 +98,7 @@ def test_an_orchestrator_elsewhere_is_alive_while_it_renews_its_epoch(runs: Path
 
 
 def test_folders_that_make_no_sense_are_rows_too(runs: Path) -> None:
-    (runs / "ended" / "config.json").write_text('{"schema": 5, "run": [1]}')
+    (runs / "ended" / "config.json").write_text(json.dumps({"schema": SCHEMA, "run": [1]}))
     (runs / "other" / "config.json").write_bytes(b"\x00\x01")
     found = listed(runs)
     assert found["ended"].problems[0].startswith("can't be understood: AttributeError")

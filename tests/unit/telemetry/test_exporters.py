@@ -11,15 +11,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from simulated_run import experiment_of
+from step_records import changed
 from synthetic_run import evaluation, step_record
 from test_ledger import ManualClock
 
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.generation import RouterStatistics
-from headway.records.ledger import Distribution, EventRecord, LedgerLine, PassAt, SourceScore
+from headway.records.generation import EngineLoad, RouterStatistics
+from headway.records.ledger import (
+    AgentStatistics,
+    Distribution,
+    EventRecord,
+    JudgeStatistics,
+    LedgerLine,
+    LengthBiasStatistics,
+    LengthStatistics,
+    PassAt,
+    RewardStatistics,
+    SourceScore,
+    StepRecord,
+    TokenStatistics,
+)
 from headway.records.trace import Pulse
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.exporters import exporters
@@ -236,23 +251,47 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path: Path, monkeypat
 def test_every_number_of_a_step_has_a_name() -> None:
     easy = SourceScore(tasks=2, samples=4, solve_rate=0.25, standard_error=0.1)
     lengths = {"8": 3, "10": 1, "20": 2}
-    step = step_record(3, failures={"engine": 2}, length_histogram=lengths, by_source={"sums (easy)": easy})
+    step = step_record(3, failures={"engine": 2}, lengths__histogram=lengths, rewards__by_source={"sums (easy)": easy})
     values = scalars(step)
-    assert STEP_METRICS.keys() <= values.keys()
     assert values["rates/consumption_samples_per_s"] == step.consumption_per_s
     assert values["failures/engine_rollouts"] == 2
     assert values["by_source/sums__easy__solve_rate"] == 0.25
-    named = {field for field, _ in STEP_METRICS.values()}
-    other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness", "token_staleness",
-             "environment_staleness", "optimizer_step_staleness", "endings", "ended_tokens", "failures", "filtered",
-             "group_meta", "solve_rate_histogram", "pass_at", "length_histogram", "by_source", "curriculum",
-             "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes", "sandboxes", "kernels"}  # fmt: skip
-    assert named | other == set(step.__struct_fields__), "give a new field of StepRecord a name in STEP_METRICS"
     assert "router/routed" not in values  # a ledger of before there was a router
     routed = scalars(step_record(3, router=RouterStatistics(routed=5, spills=2, used_tokens=70)))
     assert (routed["router/routed"], routed["router/spills"], routed["router/used_tokens"]) == (5, 2, 70)
     named = {name.removeprefix("router/") for name in routed if name.startswith("router/")}
     assert named == set(RouterStatistics.__struct_fields__)
+
+
+def test_every_field_of_a_step_and_of_its_sections_has_a_name() -> None:
+    sections = {
+        "engines": EngineLoad, "tokens": TokenStatistics, "lengths": LengthStatistics, "rewards": RewardStatistics,
+        "length_bias": LengthBiasStatistics, "judges": JudgeStatistics, "agents": AgentStatistics,
+    }  # fmt: skip
+    other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
+             "environment_staleness", "optimizer_step_staleness", "endings", "failures", "filtered", "group_meta",
+             "curriculum", "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes", "sandboxes", "kernels",
+             "tokens.staleness", "tokens.ended", "rewards.solve_rate_histogram", "rewards.pass_at",
+             "rewards.by_source", "lengths.histogram", "length_bias.cut_share"}  # fmt: skip
+    fields = {name for name in StepRecord.__struct_fields__ if name not in sections}
+    fields |= {f"{name}.{field}" for name, section in sections.items() for field in section.__struct_fields__}
+    named = {field for field, _ in STEP_METRICS.values()}
+    assert named | other == fields, "give a new field of StepRecord or of a section a name in STEP_METRICS"
+    whole = changed(step_record(3), **{name: section() for name, section in sections.items()})
+    assert STEP_METRICS.keys() <= scalars(whole).keys()
+
+
+def test_what_a_step_lacks_has_no_name_and_no_place_in_its_line() -> None:
+    bare = StepRecord(step=0, version=1, consumption_per_s=2.0)
+    names = {name for name, (field, _) in STEP_METRICS.items() if "." not in field}
+    assert scalars(bare).keys() - names == {
+        f"staleness/{kind}_{of}_steps" for kind in ("trajectory", "environment", "optimizer") for of in ("mean", "max")
+    }
+    assert histograms(bare) == {}
+    counts = {"samples", "groups", "open_groups", "running_groups", "parked_groups", "buffered_groups", "parkings",
+              "buffer_capacity_groups", "offload_freed_bytes", "admitted_rollouts"}  # fmt: skip
+    line = msgspec.json.decode(msgspec.json.encode(bare))
+    assert line.keys() == {"kind", "step", "version", "skipped", "consumption_per_s", *counts}
 
 
 def test_pass_at_k_and_staleness_in_optimiser_steps_have_names() -> None:
@@ -261,7 +300,7 @@ def test_pass_at_k_and_staleness_in_optimiser_steps_have_names() -> None:
         "8": PassAt(groups=4, value=0.9, standard_error=0.05),
     }
     older = Distribution(mean=2.5, max=7, histogram={"2": 3, "7": 1})
-    values = scalars(step_record(0, pass_at=found, optimizer_step_staleness=older))
+    values = scalars(step_record(0, rewards__pass_at=found, optimizer_step_staleness=older))
     assert [values[f"reward/pass_at_{name}"] for name in ("1", "8", "8_standard_error")] == [0.5, 0.9, 0.05]
     assert (values["staleness/optimizer_mean_steps"], values["staleness/optimizer_max_steps"]) == (2.5, 7)
     assert sum(histograms(step_record(0, optimizer_step_staleness=older))["staleness/optimizer_steps"].counts) == 4
@@ -290,7 +329,7 @@ def scored(labels: Iterable[str]) -> dict[str, SourceScore]:
     "path", ["/data/a.jsonl", "./data/a.jsonl", "../data/a.jsonl", "../../data/a.jsonl", "data/a.jsonl"]
 )
 def test_a_source_called_by_its_path_has_a_name_of_safe_characters(path: str) -> None:
-    values = scalars(step_record(0, by_source=scored([path])))
+    values = scalars(step_record(0, rewards__by_source=scored([path])))
     assert values["by_source/data_a.jsonl_solve_rate"] == 0.25
     assert values["by_source/data_a.jsonl_samples"] == 4
     held = scalars(evaluation("after", 5, 0.5, by_source=scored([path])))
@@ -298,7 +337,8 @@ def test_a_source_called_by_its_path_has_a_name_of_safe_characters(path: str) ->
 
 
 def test_no_two_sources_share_a_name() -> None:
-    step, held = step_record(0, by_source=scored(AWKWARD)), evaluation("after", 5, 0.5, by_source=scored(AWKWARD))
+    step = step_record(0, rewards__by_source=scored(AWKWARD))
+    held = evaluation("after", 5, 0.5, by_source=scored(AWKWARD))
     for names in (named_sources(step), named_sources(held)):
         assert len(names) == len(AWKWARD)
         assert len({re.sub("[^a-zA-Z0-9_]", "_", name) for name in names}) == len(AWKWARD)  # Prometheus's spelling
@@ -326,7 +366,7 @@ def test_a_source_keeps_its_name_when_the_one_like_it_was_not_drawn(
     ledger = Ledger(directory.path, ManualClock())
     with directory, ledger, start_exports(experiment, directory, ledger, resume=False):
         for step, drawn in enumerate((labels, labels[:1], labels[1:])):
-            ledger.record(step_record(step, by_source=scored(drawn)))
+            ledger.record(step_record(step, rewards__by_source=scored(drawn)))
     both, first, second = seen
     assert len(set(both)) == 4
     assert sorted(both) == sorted(first + second)
@@ -334,14 +374,15 @@ def test_a_source_keeps_its_name_when_the_one_like_it_was_not_drawn(
 
 def test_mlflow_takes_the_names_of_all_sources() -> None:
     validation = pytest.importorskip("mlflow.utils.validation")
-    step, held = step_record(0, by_source=scored(AWKWARD)), evaluation("after", 5, 0.5, by_source=scored(AWKWARD))
+    step = step_record(0, rewards__by_source=scored(AWKWARD))
+    held = evaluation("after", 5, 0.5, by_source=scored(AWKWARD))
     for name in [*scalars(step), *scalars(held)]:
         validation._validate_metric_name(name)
         assert len(name) <= validation.MAX_ENTITY_KEY_LENGTH
 
 
 def test_histograms_keep_every_count() -> None:
-    step = step_record(3, length_histogram={"8": 3, "10": 1, "20": 2})
+    step = step_record(3, lengths__histogram={"8": 3, "10": 1, "20": 2})
     shapes = histograms(step)
     assert shapes["length/tokens"].edges == [0, 8, 10, 20]
     assert shapes["length/tokens"].counts == [3, 1, 2]

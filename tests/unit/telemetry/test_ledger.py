@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_records import step_of
 from synthetic_run import evaluation, step_record, synthetic_lines
 
 from headway.records.errors import ConfigurationError, HeadwayError
@@ -72,10 +73,10 @@ def test_each_line_is_written_before_record_returns(tmp_path: Path) -> None:
 
 def test_non_finite_numbers_survive_as_nan(tmp_path: Path) -> None:
     with open_ledger(tmp_path) as ledger:
-        ledger.record(StepRecord(step=0, version=0, skipped=True, reward_mean=math.nan, metrics={"loss": math.inf}))
+        ledger.record(step_of(0, version=0, skipped=True, rewards__mean=math.nan, metrics={"loss": math.inf}))
     (line,) = read_ledger(tmp_path)
     assert isinstance(line, StepRecord)
-    assert math.isnan(line.reward_mean)
+    assert math.isnan(line.rewards.mean)
     assert math.isnan(line.metrics["loss"])
 
 
@@ -244,14 +245,14 @@ def test_after_any_kills_every_step_stands_once_and_comes_from_the_last_session(
 def test_summary_weights_waits_by_time_and_rates_by_the_whole_run() -> None:
     lines: list[LedgerLine] = [
         EventRecord(event="start"),
-        StepRecord(
-            step=0, version=1, time_s=2.0, step_s=1.0, samples=10, trainer_wait_s=0.9, generator_wait_ratio=0.0,
-            production_per_s=4.0, effective_production_per_s=2.0, endings={"trained": 10}, length_bias_ks=0.5,
+        step_of(
+            0, time_s=2.0, step_s=1.0, samples=10, trainer_wait_s=0.9, generator_wait_ratio=0.0,
+            production_per_s=4.0, effective_production_per_s=2.0, endings={"trained": 10}, length_bias__ks=0.5,
         ),
-        StepRecord(
-            step=1, version=2, time_s=5.0, step_s=3.0, samples=30, trainer_wait_s=0.1, generator_wait_ratio=0.4,
+        step_of(
+            1, time_s=5.0, step_s=3.0, samples=30, trainer_wait_s=0.1, generator_wait_ratio=0.4,
             production_per_s=8.0, effective_production_per_s=6.0, endings={"trained": 30, "failed": 1},
-            length_bias_ks=0.1,
+            length_bias__ks=0.1,
         ),
     ]  # fmt: skip
     summary = summarise(lines)

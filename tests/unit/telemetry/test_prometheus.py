@@ -18,6 +18,7 @@ from test_ledger import ManualClock
 
 from headway.orchestrator.preflight.check import check
 from headway.records.errors import ConfigurationError
+from headway.records.generation import EngineLoad
 from headway.records.ledger import EventRecord, PassAt
 from headway.records.node import GpuConditions, NodeConditions
 from headway.records.trace import Pulse, WorkerState
@@ -85,9 +86,9 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
                 step_record(
                     step,
                     buffered_groups=step,
-                    length_mean=9.0,
-                    length_histogram=lengths,
-                    pass_at={k: PassAt(groups=8, value=0.25 * step, standard_error=0.1) for k in ("4", "8")},
+                    lengths__mean=9.0,
+                    lengths__histogram=lengths,
+                    rewards__pass_at={k: PassAt(groups=8, value=0.25 * step, standard_error=0.1) for k in ("4", "8")},
                 )
             )
         ledger.record(evaluation("during", 3, 0.75, split="validation"))
@@ -113,7 +114,7 @@ def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.Monke
         exports.pulse(
             Pulse(
                 time_s=1, version=3, applied_version=2, open_groups=9, running_groups=5, parked_groups=0,
-                buffered_groups=4, oldest_age_s=1.5, kv_used_tokens=100,
+                buffered_groups=4, oldest_age_s=1.5, engines=EngineLoad(kv_used_tokens=100),
                 workers=(WorkerState(name="generator-0", up=False, restarts=2),),
                 nodes=(
                     NodeConditions(

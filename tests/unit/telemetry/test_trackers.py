@@ -44,7 +44,7 @@ def run_with(tmp_path: Path, *, resume: bool = False, first_step: int = 0, **led
             for step in (first_step, first_step + 1):
                 exports.sample(SAMPLE)
                 lengths = {"8": 60, "16": 4}
-                ledger_file.record(step_record(step, time_s=1.0 * step, length_histogram=lengths))
+                ledger_file.record(step_record(step, time_s=1.0 * step, lengths__histogram=lengths))
             ledger_file.record(evaluation("during", first_step + 2, 0.75, split="validation"))
         lost = [line for line in directory.ledger.read_text().splitlines() if "exporter_" in line]
         assert lost == []
@@ -208,7 +208,7 @@ def test_mlflow_keeps_the_steps_of_a_mixture_named_by_paths(tmp_path: Path, stor
     directory.begin(experiment, resume=False)
     with directory, Ledger(directory.path, ManualClock()) as ledger:
         with start_exports(experiment, directory, ledger, resume=False):
-            ledger.record(step_record(0, by_source={"/data/a.jsonl": score, "../b.jsonl": score}))
+            ledger.record(step_record(0, rewards__by_source={"/data/a.jsonl": score, "../b.jsonl": score}))
         assert "exporter_" not in directory.ledger.read_text()
     (run_id,) = json.loads((directory.path / "trackers.json").read_text()).values()
     metrics = MlflowClient().get_run(run_id).data.metrics

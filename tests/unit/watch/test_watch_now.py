@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from synthetic_run import evaluation, step_record
 
+from headway.records.generation import EngineLoad
 from headway.records.ledger import EventRecord
 from headway.records.stalls import Wait, WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, RolloutTrace, Span, WorkerState
@@ -62,8 +63,8 @@ class LiveRun:
 
     def pulse(self, **changes: Any) -> None:
         fields: dict[str, Any] = {"version": 7, "applied_version": 6, "open_groups": 20, "running_groups": 12,
-                                  "parked_groups": 1, "buffered_groups": 3, "oldest_age_s": 4.5, "slots": 32,
-                                  "running_rollouts": 30, "waiting_rollouts": 9, "workers": WORKERS}  # fmt: skip
+                                  "parked_groups": 1, "buffered_groups": 3, "oldest_age_s": 4.5, "workers": WORKERS,
+                                  "engines": EngineLoad(slots=32, running_rollouts=30, waiting_rollouts=9)}  # fmt: skip
         self.trace.write(Pulse(time_s=self.clock.now(), **fields | changes))
 
     def waits(self, *kinds: tuple[str, str], age_s: float = 0.0) -> None:

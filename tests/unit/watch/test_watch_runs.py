@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -23,6 +24,7 @@ from headway.report.watch import cache, runs
 from headway.report.watch.runs import NoSuchRun, RunTail, WatchedRuns, inside
 from headway.runtime import user_cache
 from headway.runtime.clock import RealClock
+from headway.runtime.run_directory import SCHEMA
 from headway.telemetry.ledger import Ledger
 from headway.telemetry.metrics import scalars
 
@@ -32,7 +34,7 @@ RESUMED: list[LedgerLine] = [  # steps 2 and 3 and an evaluation are recorded tw
     *(step_record(step, time_s=float(step + 1)) for step in range(4)),
     evaluation("during", 4, 0.4, split="validation", time_s=4.0),
     EventRecord(event="resume", time_s=0.5),
-    *(step_record(step, time_s=step + 5.0, reward_mean=7.0) for step in (2, 3)),
+    *(step_record(step, time_s=step + 5.0, rewards__mean=7.0) for step in (2, 3)),
     evaluation("during", 4, 0.5, split="validation", time_s=9.0),
     step_record(4, time_s=11.0, skipped=True, version=4),
     step_record(4, time_s=12.0),
@@ -96,7 +98,7 @@ def test_only_appended_bytes_are_read(tmp_path: Path) -> None:
     with (run / "ledger.jsonl").open("r+b") as file:  # in place: who read it again would find garbage
         file.write(b"x" * (os.path.getsize(run / "ledger.jsonl") - 1))
     with (run / "ledger.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode(step_record(6, reward_mean=0.25)) + b"\n")
+        file.write(msgspec.json.encode(step_record(6, rewards__mean=0.25)) + b"\n")
     tail.refresh()
     assert tail.column("reward/mean").tolist() == [*before, 0.25]
     assert tail.problems == []
@@ -143,7 +145,7 @@ def test_missing_and_foreign_files_are_said(tmp_path: Path) -> None:
     tail = read(tmp_path / "run")
     assert not tail.names()
     assert "lies outside the run's folder" in tail.problems[-1]
-    (run / "config.json").write_text('{"schema": 5, "pipeline": 1}')
+    (run / "config.json").write_text(json.dumps({"schema": SCHEMA, "pipeline": 1}))
     tail = read(run)
     assert "cost and time left aren't known" in tail.problems[0]
     assert tail.cost(1.0) is None

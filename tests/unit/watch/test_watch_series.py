@@ -36,7 +36,7 @@ def test_bins_are_of_equally_many_steps(run: WatchedRun) -> None:
     found = view.series(run, "reward/mean,length/p99_tokens", points=50)
     steps = [step for step in view_run(run.path).steps if not step.skipped]
     versions, rewards = (
-        np.array(column).reshape(40, 3) for column in zip(*((s.version, s.reward_mean) for s in steps), strict=True)
+        np.array(column).reshape(40, 3) for column in zip(*((s.version, s.rewards.mean) for s in steps), strict=True)
     )
     rows = found["series"]["reward/mean"]
     assert (found["per_point"], found["steps"], found["x"]) == (3, 120, versions.mean(axis=1).tolist())
