@@ -231,17 +231,6 @@ class LedgerTail:
         yield number, line, replaced
 
 
-def resolve_replays(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
-    """Keep the last record of each step and of each evaluation, and all other lines, in order (`Replays`)."""
-    kept: dict[int, LedgerLine] = {}  # line number -> line
-    replays = Replays()
-    for number, line in enumerate(lines):
-        for old in replays.take(number, line):
-            del kept[old]
-        kept[number] = line
-    return list(kept.values())
-
-
 def duration_of(lines: Iterable[LedgerLine]) -> float:
     """Time of all sessions of the run that ``lines`` are of, seconds: each restarts its clock."""
     replays = Replays()
