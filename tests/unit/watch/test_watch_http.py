@@ -102,7 +102,7 @@ REFUSED = {
     "now?run=nowhere": (404, "run = 'nowhere': no such run is watched; valid: ended, group/long"),
     "now?run=../runs/ended": (404, "no such run"),
     "stream?run=nowhere": (404, "no such run"),
-    "series?run=ended&names=nonsense": (400, "names = 'nonsense': valid: agents/"),
+    "series?run=ended&names=nonsense": (400, "names = 'nonsense': valid: control/"),
     "series?run=ended&axis=furlongs": (400, "axis = 'furlongs': valid: steps, samples, tokens, hours, dollars"),
     "series?run=ended&points=x": (400, "points: Input should be a valid integer"),
     "series?run=ended&points=1": (400, "points = 1: valid: 2 to 10000"),
