@@ -204,7 +204,8 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _always(kind: type[Any]) -> Any:
-    """Make the default ``kind()`` of a field that stands in every line: a plain one would be left out."""
+    """Make the default ``kind()`` of a field that stands in every line. msgspec leaves out a field whose value is its
+    very default: a float that was measured never is, but a count of 0 is the same object as a plain default of 0."""
     return msgspec.field(default_factory=kind)
 
 
@@ -213,8 +214,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     subject. A section is None, and not in the line, where the run lacks its subject, or nothing of it was measured
     since the last step: absent, not zero.
 
-    Another subject is a struct above and a field here, filled by `orchestrator/meter.py:Meter`; its numbers get their
-    names in `telemetry/metrics.py:STEP_METRICS` ("section.field").
+    To add a subject: a struct above, a field here, which `orchestrator/meter.py:Meter` fills, and the names of its
+    numbers in `telemetry/metrics.py:STEP_METRICS` ("section.field").
     """
 
     step: int  # version before the step

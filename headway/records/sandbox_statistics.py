@@ -140,7 +140,7 @@ class ReaperStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Statistics of a run's sandboxes: the pools of all its workers, the reaper, injected faults. In a step's record
-    (``since``) counts are the step's, except the reaper's. Empty where no environment uses sandboxes."""
+    (``since``) counts are the step's, except the reaper's; it has none where no environment uses sandboxes."""
 
     pool: PoolStatistics = PoolStatistics()
     reaper: ReaperStatistics = ReaperStatistics()

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from headway.records.curriculum import CurriculumStep
@@ -152,10 +152,6 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "control/steps_per_publish", float(line.flow.steps_per_publish)
             yield "control/verifier_workers", float(line.flow.verifier_workers)
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
-        if line.router:
-            yield from router_metrics(line.router)
-        if line.sandboxes:
-            yield from _of_sandboxes(line.sandboxes)
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
         for ending, tokens in line.tokens.ended.items() if line.tokens else ():
@@ -168,12 +164,9 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"group_meta/{_UNUSUAL_OR_SLASH.sub('_', name)}", value
         if line.rewards:
             yield from _of_rewards(line.rewards, sources)
-        if line.curriculum:
-            yield from _of_curriculum(line.curriculum)
-        if line.pruning:
-            yield from _pruning(line)
-        if line.kernels:
-            yield from _of_kernels(line.kernels)
+        for name, metrics_of in _SECTION_METRICS.items():
+            if section := getattr(line, name):
+                yield from metrics_of(section)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
 
@@ -257,8 +250,8 @@ def _of_curriculum(curriculum: CurriculumStep) -> Iterator[tuple[str, float]]:
         yield f"curriculum/{region}_tasks", float(count)
 
 
-def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
-    total = PrunerFigures.total(line.pruning.values())
+def _of_pruning(pruning: Mapping[str, PrunerFigures]) -> Iterator[tuple[str, float]]:
+    total = PrunerFigures.total(pruning.values())
     yield "pruning/rollouts", float(total.rollouts)
     yield "pruning/dropped_rollouts", float(total.dropped)
     yield "pruning/saved_tokens", total.saved_tokens
@@ -266,8 +259,18 @@ def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
     if total.audits:
         yield "pruning/wrong_rate", total.wrong_rate
         yield "pruning/reward_bias", total.reward_bias
-    for pruner, figures in line.pruning.items():
+    for pruner, figures in pruning.items():
         yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
+
+
+# section of a step -> its metrics beside those in STEP_METRICS
+_SECTION_METRICS: dict[str, Callable[[Any], Iterator[tuple[str, float]]]] = {
+    "router": router_metrics,
+    "sandboxes": _of_sandboxes,
+    "curriculum": _of_curriculum,
+    "pruning": _of_pruning,
+    "kernels": _of_kernels,
+}
 
 
 def source_names(labels: Iterable[str]) -> dict[str, str]:
