@@ -435,10 +435,7 @@ def _work_fields(report: StepReport, step_s: float, peak_flops_per_s: float) -> 
 
 def _verification_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """The record's fields on judges and agents: no section of those that weren't used."""
-    judges = JudgeStatistics(
-        tokens=sum(r.judge_tokens for r in rollouts),
-        cost=sum(r.judge_cost for r in rollouts),
-    )
+    judges = JudgeStatistics(tokens=sum(r.judge_tokens for r in rollouts), cost=sum(r.judge_cost for r in rollouts))
     agents = AgentStatistics(
         calls=sum(r.calls for r in rollouts),
         branches=sum(len(r.branches) for r in rollouts),

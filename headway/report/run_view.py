@@ -95,6 +95,7 @@ def as_json(view: RunView) -> dict[str, Any]:
     """Convert a run to one JSON object: RunSummary's fields, the verdict, means over the run. NaN becomes null."""
     steps = view.steps
     trained = [step for step in steps if step.samples and not step.skipped]
+    stale = [step.tokens.staleness for step in trained if step.tokens]
     bias = (steps[-1].length_bias if steps else None) or LengthBiasStatistics()
     tokens = [(step.tokens, step.step_s) for step in steps if step.tokens]
     result = {
@@ -106,11 +107,7 @@ def as_json(view: RunView) -> dict[str, Any]:
         "solve_rate_before_error": _error(view, "before"),
         "solve_rate_after_error": _error(view, "after"),
         "mean_trajectory_staleness": weighted_mean(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
-        "mean_token_staleness": weighted_mean(
-            [step.tokens.staleness for step in trained if step.tokens],
-            lambda found: found.mean,
-            lambda found: sum(found.histogram.values()),
-        ),
+        "mean_token_staleness": weighted_mean(stale, lambda one: one.mean, lambda one: sum(one.histogram.values())),
         "max_optimizer_step_staleness": int(max((step.optimizer_step_staleness.max for step in steps), default=0)),
         "length_bias_scheduling_ks": bias.scheduling_ks,
         "length_bias_filter_ks": bias.filter_ks,
