@@ -37,18 +37,18 @@ def test_a_cancelled_hold_gives_its_segment_back(tmp_path: Path, monkeypatch: py
         payloads = Payloads(ADDRESS, tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(Segment, "write", slow_write)
-            holding = asyncio.ensure_future(payloads.hold(MESSAGE, "", "shared memory"))
+            holding = asyncio.ensure_future(payloads.hold(MESSAGE, ""))
             await asyncio.to_thread(copying.wait, 10)
             holding.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await holding
             going_on.set()
             await asyncio.gather(*payloads._storing)
-        ref = await payloads.hold(MESSAGE, "", "shared memory")
+        ref = await payloads.hold(MESSAGE, "")
         assert left_in(tmp_path) == [ref.segment]
         found = payloads.read(ref)
         assert found is not None
-        assert np.array_equal(found[0], MESSAGE)
+        assert np.array_equal(found.load(), MESSAGE)
         await payloads.close()
         assert not left_in(tmp_path)
 
@@ -59,8 +59,8 @@ def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
     async def main() -> None:
         folder = WorkflowFolder(tmp_path / "headway-flow-x")
         payloads = Payloads(ADDRESS, folder.path)
-        kept, released = [await payloads.hold(MESSAGE, "", "shared memory") for _ in range(2)]
-        alone = await payloads.hold(MESSAGE, "", "shared memory", reader="2")
+        kept, released = [await payloads.hold(MESSAGE, "") for _ in range(2)]
+        alone = await payloads.hold(MESSAGE, "", PeerAddress(name="b", incarnation="2", machine="here", unix=""))
         payloads.release(released.id)
         folder.forget(ADDRESS.incarnation)
         assert left_in(folder.path) == [kept.segment]
