@@ -42,13 +42,12 @@ class Packed(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes that ``write`` fills."""
-        return self._first + sum([len(buffer) + -len(buffer) % ALIGNMENT for buffer in self.buffers])
+        return self._first + sum([_aligned(len(buffer)) for buffer in self.buffers])
 
     @property
     def _first(self) -> int:
         """Place of the first buffer in a flat message."""
-        used = _HEAD.size + 8 * len(self.buffers) + len(self.pickled)
-        return used + -used % ALIGNMENT
+        return _aligned(_HEAD.size + 8 * len(self.buffers) + len(self.pickled))
 
     def write(self, target: memoryview) -> None:
         """Write the message into ``target``, as `flat` reads it."""
@@ -58,7 +57,7 @@ class Packed(NamedTuple):
         at, whole = self._first, np.asarray(target)
         for buffer in self.buffers:
             np.copyto(whole[at : at + len(buffer)], np.asarray(buffer))  # releases the interpreter's lock
-            at += len(buffer) + -len(buffer) % ALIGNMENT
+            at += _aligned(len(buffer))
 
     def copied(self) -> Packed:
         """The message with memory of its own."""
@@ -74,12 +73,15 @@ def flat(content: memoryview) -> Packed:
     pickle_bytes, count = _HEAD.unpack_from(content)
     first = _HEAD.size + 8 * count
     sizes = np.frombuffer(content[_HEAD.size : first], np.uint64).tolist()
-    packed = Packed(bytes(content[first : first + pickle_bytes]), list[Any]())
-    at = first + pickle_bytes + -(first + pickle_bytes) % ALIGNMENT
+    buffers, at = list[memoryview](), _aligned(first + pickle_bytes)
     for size in sizes:
-        packed.buffers.append(content[at : at + size])
-        at += size + -size % ALIGNMENT
-    return packed
+        buffers.append(content[at : at + size])
+        at += _aligned(size)
+    return Packed(bytes(content[first : first + pickle_bytes]), buffers)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT
 
 
 def pack(message: Any, label: str = "") -> Packed:
