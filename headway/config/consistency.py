@@ -143,10 +143,10 @@ def _require_known_advantages(experiment: Experiment) -> None:
             f"algorithm.advantage = {algorithm.advantage!r} compares whole attempts, and algorithm.turn_discount "
             "learns from one return for each turn: leave one of them out"
         )
-    if algorithm.advantage == "pass_at_k" and algorithm.advantage_k >= experiment.smallest_group:
+    if algorithm.advantage == "pass_at_k" and algorithm.parameters.k >= experiment.smallest_group:
         raise ValueError(
-            f"algorithm.advantage_k = {algorithm.advantage_k} of groups of {experiment.smallest_group}: all of a group "
-            f"has one best, so every advantage would be 0; valid: 1 to {experiment.smallest_group - 1}"
+            f"algorithm.parameters.k = {algorithm.parameters.k} of groups of {experiment.smallest_group}: all of a "
+            f"group has one best, so every advantage would be 0; valid: 1 to {experiment.smallest_group - 1}"
         )
     if algorithm.second_moment_limit is not None and hooks.pad_group != "none":
         raise ValueError(

@@ -59,14 +59,8 @@ PRESETS: dict[str, Preset] = {
     "gspo": _method("group_mean_std", "gspo", "seq_mean_token_mean", clip=(3e-4, 4e-4)),
     # GMPO, 2025: log ratios clipped token by token inside the response's geometric mean
     "gmpo": _method("group_mean_std", "gmpo", "seq_mean_token_mean", clip=(0.4, 0.4)),
-    # SAPO, 2025: a soft gate in place of the clip
-    "sapo": _method(
-        "group_mean_std",
-        "sapo",
-        "seq_mean_token_mean",
-        sapo_temperature_positive=1.0,
-        sapo_temperature_negative=1.05,
-    ),
+    # SAPO, 2025: a soft gate in place of the clip, whose defaults are the paper's temperatures
+    "sapo": _method("group_mean_std", "sapo", "seq_mean_token_mean"),
     # MiniMax-M1, 2025: clipped importance weights, no token's gradient is removed; the bound, clip_high's default: ours
     "cispo": _method("group_mean_std", "cispo", "token_mean"),
     # AReaL, 2025: decoupled PPO

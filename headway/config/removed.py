@@ -90,6 +90,13 @@ REMOVED: Mapping[str, Mapping[str, str]] = {
         "overlong_buffer_tokens": "the penalty rises over the last fifth of rollout.max_response_tokens",
         "overlong_penalty": "it is 1 at the limit",
         "kept_set_tokens": "set algorithm.truncation_support_tokens",
+        "advantage_k": "set k in [algorithm.parameters]",
+        "dual_clip": "set dual_clip in [algorithm.parameters]",
+        "sapo_temperature_positive": "set temperature_positive in [algorithm.parameters]",
+        "sapo_temperature_negative": "set temperature_negative in [algorithm.parameters]",
+        "dro_beta": "set beta in [algorithm.parameters]",
+        "divergence": "set divergence in [algorithm.parameters]",
+        "divergence_limit": "set divergence_limit in [algorithm.parameters]",
     },
     "evaluation": {
         "before": 'set evaluation.test = "both", "before", "after" or "never"',

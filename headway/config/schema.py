@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from headway.config.alerts import AlertsConfig
 from headway.config.buffer import BufferConfig
@@ -18,6 +18,7 @@ from headway.config.curriculum import REPEAT_STEPS, CurriculumSection
 from headway.config.endpoint import EndpointSection, EnvironmentConfig
 from headway.config.hooks import HooksConfig
 from headway.config.model import ModelConfig
+from headway.config.objectives import ObjectiveParameters
 from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterSection
@@ -169,14 +170,13 @@ class AlgorithmConfig(Section):
     preset: Preset | None = None  # a published method: fills in keys that aren't given (config/presets.py)
     # Tune: "leave_one_out" or "group_mean" if dividing by the deviation favours too easy and too hard tasks
     advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
-    advantage_k: Positive = 2  # pass_at_k: the best of so many attempts is what counts
     # Tune: "ppo_clip" to begin with; "decoupled_ppo" beyond budget 2, with half the learning rate: docs/learning.md
     loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
+    parameters: ObjectiveParameters = ObjectiveParameters()
     # Tune: narrower where the policy jumps (KL, entropy); wider where many tokens are clipped under staleness
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
     # Tune: above clip_low, so that rare tokens may grow; lower it when entropy explodes
     clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
-    dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative
     # Tune: lower it when ratio_p99 is large and steps are noisy: less variance, more bias
     behaviour_weight_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weight (TIS); 1e9: never truncated
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None  # of rewards by turn, to go; unset: outcome alone
@@ -190,11 +190,6 @@ class AlgorithmConfig(Section):
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
     # Tune: true for a mixture that vLLM samples on GPUs: auto leaves it off there
     routing_replay: Switch = "auto"  # the trainer takes the experts chosen at sampling; auto: with the torch engine
-    sapo_temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
-    sapo_temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
-    dro_beta: Annotated[float, Field(gt=0)] = 0.05  # dro: weight of half the squared log ratio
-    divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
-    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: most of a token (paper: kl 0.05)
     early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
     # Tune: 0.001 to 0.05 when the policy drifts from language or games its reward; costs a reference pass
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
@@ -219,6 +214,15 @@ class AlgorithmConfig(Section):
         if value is not None and value[0] >= value[1]:
             raise ValueError("nothing passes: valid: [lowest, highest], the first below the second")
         return value
+
+    @model_validator(mode="after")
+    def _taken(self) -> AlgorithmConfig:
+        self.parameters.taken_by(self.loss, self.advantage)
+        return self
+
+    @field_serializer("parameters")
+    def _those_taken(self, parameters: ObjectiveParameters) -> dict[str, Any]:
+        return parameters.taken_by(self.loss, self.advantage)
 
 
 class TrainerConfig(Section):

@@ -181,7 +181,7 @@ class Scenario(Experiment):
     run: RunConfig = RunConfig.model_validate(_DEFAULTS["run"])
     model: ModelConfig = ModelConfig(path="simulated")
     tasks: TasksConfig = TasksConfig.model_validate({"train": {"path": "simulated"}})
-    evaluation: EvaluationConfig = EvaluationConfig(before=False, after=False)
+    evaluation: EvaluationConfig = EvaluationConfig(test="never")
     checkpoint: CheckpointConfig = CheckpointConfig.model_validate(_DEFAULTS["checkpoint"])
     ledger: LedgerConfig = LedgerConfig.model_validate(_DEFAULTS["ledger"])
     hardware: Hardware = Hardware()

@@ -129,22 +129,22 @@ def _objective(experiment: Experiment) -> str:
 
 def _bounds(algorithm: AlgorithmConfig) -> list[str]:
     """Describe the limits that the loss reads (all of them for a user's own)."""
-    loss = algorithm.loss
+    loss, parameters = algorithm.loss, algorithm.parameters
     bounds: list[str] = []
     if loss == "cispo":
         return [f"weights at most {1 + algorithm.clip_high:g}"]
     if loss == "dro":
-        return [f"squared log ratio by {algorithm.dro_beta:g}"]
+        return [f"squared log ratio by {parameters.beta:g}"]
     if loss == "gmpo":
         return [f"log ratios clipped to {-algorithm.clip_low:g} to {algorithm.clip_high:g}"]
     if loss == "sapo":
-        return [f"gate {algorithm.sapo_temperature_positive:g} and {algorithm.sapo_temperature_negative:g}"]
+        return [f"gate {parameters.temperature_positive:g} and {parameters.temperature_negative:g}"]
     if loss not in ("reinforce", "dppo"):
         bounds.append(f"clip {1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}")
-        if algorithm.dual_clip is not None:
-            bounds.append(f"dual clip {algorithm.dual_clip:g}")
+        if parameters.dual_clip is not None:
+            bounds.append(f"dual clip {parameters.dual_clip:g}")
     if loss == "dppo":
-        bounds.append(f"{algorithm.divergence} divergence at most {algorithm.divergence_limit:g}")
+        bounds.append(f"{parameters.divergence} divergence at most {parameters.divergence_limit:g}")
     if loss != "gspo":
         bounds.append(f"weights at most {algorithm.behaviour_weight_cap:g}")
     return bounds

@@ -10,13 +10,14 @@ Legend: suffix ``_m`` is one value per token that carries loss; all tensors are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from headway.config.schema import AlgorithmConfig
 from headway.runtime.hooks import Hook, load_hook
 
 # exp(20) = 4.9e8: a log-ratio beyond it is noise, and float32 must neither overflow nor give 0 x inf.
@@ -49,17 +50,31 @@ class TokenTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """The keys of ``[algorithm]`` that losses read."""
+    """The keys of ``[algorithm]`` that losses read, and of ``[algorithm.parameters]``."""
 
     clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28
     dual_clip: float | None = None  # bound c > 1 of the ratio where the advantage is negative
     behaviour_weight_cap: float | None = 2.0  # largest importance weight (TIS); None: not truncated
-    sapo_temperature_positive: float = 1.0  # sapo: steepness of the gate where the advantage is positive
-    sapo_temperature_negative: float = 1.05  # ... where it isn't
-    dro_beta: float = 0.05  # dro: weight of the squared log ratio
+    temperature_positive: float = 1.0  # sapo: steepness of the gate where the advantage is positive
+    temperature_negative: float = 1.05  # ... where it isn't
+    beta: float = 0.05  # dro: weight of the squared log ratio
     divergence: Literal["tv", "kl"] = "tv"  # dppo: how far a token is: |pi_theta - pi_behav|, or `binary_kl` in nats
     divergence_limit: float = 0.15  # dppo: the largest divergence of a token
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of a loss of one's own, as they are given
+
+
+def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+    """What the keys of ``algorithm`` come to for its loss."""
+    given = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage)
+    known = {one.name for one in fields(LossSettings)}
+    return LossSettings(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        behaviour_weight_cap=algorithm.behaviour_weight_cap,
+        parameters={name: value for name, value in given.items() if name not in known},
+        **{name: value for name, value in given.items() if name in known},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +163,10 @@ def sapo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """Soft Adaptive Policy Optimization (Qwen, 2025, arXiv:2511.20347, Eqs. 5 and 6): ``-(4 / t) sigmoid(t (u - 1))
     A``.
 
-    u = pi_theta / pi_behav; t is ``sapo_temperature_positive`` for a positive advantage, ``sapo_temperature_negative``
+    u = pi_theta / pi_behav; t is ``temperature_positive`` for a positive advantage, ``temperature_negative``
     otherwise. On policy the gradient is the policy gradient's; it fades as u leaves 1 either way, and is never removed.
     """
-    positive, negative = settings.sapo_temperature_positive, settings.sapo_temperature_negative
+    positive, negative = settings.temperature_positive, settings.temperature_negative
     temperature_m = torch.where(terms.advantages_m > 0, positive, negative).to(terms.logprobs_m.dtype)
     gate_m = torch.sigmoid(temperature_m * (ratio(terms.logprobs_m, terms.behaviour_m) - 1.0)) * (4.0 / temperature_m)
     return TokenLoss(loss_m=-gate_m * terms.advantages_m, clipped_m=torch.zeros_like(gate_m, dtype=torch.bool))
@@ -183,7 +198,7 @@ def dro(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     pi_behav. No importance weight and no clip: tokens are held to the policy that sampled them by the square, those
     without an advantage too."""
     log_ratio_m = terms.logprobs_m - terms.behaviour_m
-    loss_m = 0.5 * settings.dro_beta * log_ratio_m.square() - terms.advantages_m * terms.logprobs_m
+    loss_m = 0.5 * settings.beta * log_ratio_m.square() - terms.advantages_m * terms.logprobs_m
     return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import adapted_coefficient, kl_estimate
 from headway.trainer.learner import Learner
-from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
+from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, TokenTerms, loss_settings, resolve, token_loss
 from headway.trainer.progress import (
     Prepared,
     Progress,
@@ -76,7 +76,7 @@ class PolicyGradient:
         self.loss = resolve(experiment.algorithm.loss)
         self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
-        self.settings = LossSettings(**{key.name: getattr(self.algorithm, key.name) for key in fields(LossSettings)})
+        self.settings = loss_settings(self.algorithm)
 
     @property
     def recomputes_proximal(self) -> bool:

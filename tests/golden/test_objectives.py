@@ -38,9 +38,9 @@ SETTINGS = LossSettings(
     clip_high=0.28,
     behaviour_weight_cap=1.5,
     divergence_limit=0.25,
-    sapo_temperature_positive=1.0,
-    sapo_temperature_negative=2.0,
-    dro_beta=0.4,
+    temperature_positive=1.0,
+    temperature_negative=2.0,
+    beta=0.4,
 )
 
 

@@ -58,7 +58,7 @@ def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> 
     groups_c = np.array([r.group for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
     credits_c = np.array([credit for own in credits_s for credit in own], dtype=np.float64)
     tokens_c = np.array([_learnt(r) for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
-    rule = resolve(algorithm.advantage, algorithm.advantage_k, tokens_c)
+    rule = resolve(algorithm.advantage, algorithm.parameters.k, tokens_c)
     advantages_c = iter(rule(credits_c, groups_c).tolist())
     return [tuple(next(advantages_c) for _ in own) for own in credits_s]
 

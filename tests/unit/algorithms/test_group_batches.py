@@ -126,4 +126,4 @@ def test_advantages_of_lengths_and_of_the_best_of_k() -> None:
     groups = [finished(0, (1.0, 3), (0.0, 3), (0.0, 3))]
     unit = math.sqrt(2) / 3 + 1e-6
     expected = [(1 / 3) / unit, (1 / 2 - 2 / 3) / unit, (1 / 2 - 2 / 3) / unit]
-    assert advantages(experiment(advantage="pass_at_k", advantage_k=2), *groups) == pytest.approx(expected)
+    assert advantages(experiment(advantage="pass_at_k", parameters={"k": 2}), *groups) == pytest.approx(expected)

@@ -27,8 +27,6 @@ OTHERWISE: dict[str, Any] = {  # a valid value that no preset has
     "kl_estimator": "k3_unbiased",
     "overlong": "mask",
     "proximal": "current",
-    "sapo_temperature_positive": 1.5,
-    "sapo_temperature_negative": 1.5,
 }
 
 
@@ -151,9 +149,37 @@ def test_advantages_of_whole_attempts_are_refused_where_they_say_nothing() -> No
     for advantage in ("length_weighted", "pass_at_k"):
         said = refusal(algorithm={"advantage": advantage, "turn_discount": 1.0}, rollout={"group_size": 8})
         assert f"algorithm.advantage = '{advantage}' compares whole attempts" in said
-    said = refusal(algorithm={"advantage": "pass_at_k", "advantage_k": 8}, rollout={"group_size": 8})
-    assert "algorithm.advantage_k = 8 of groups of 8" in said
-    assert experiment(algorithm={"advantage": "pass_at_k", "advantage_k": 7}, rollout={"group_size": 8})
+    said = refusal(algorithm={"advantage": "pass_at_k", "parameters": {"k": 8}}, rollout={"group_size": 8})
+    assert "algorithm.parameters.k = 8 of groups of 8" in said
+    assert experiment(algorithm={"advantage": "pass_at_k", "parameters": {"k": 7}}, rollout={"group_size": 8})
+
+
+def test_a_loss_takes_its_own_parameters_and_no_others() -> None:
+    assert experiment(algorithm={"loss": "dro", "parameters": {"beta": 0.4}}).algorithm.parameters.beta == 0.4
+    assert refusal(algorithm={"loss": "sapo", "parameters": {"beta": 0.4}}) == (
+        "test: algorithm.parameters.beta = 0.4 is of dro: the loss 'sapo' and the advantage 'group_mean_std' take "
+        "temperature_positive, temperature_negative"
+    )
+    said = refusal(algorithm={"parameters": {"bta": 1}})
+    assert "algorithm.parameters.bta = 1 is unknown" in said
+    assert said.endswith("take dual_clip")
+    assert "algorithm.parameters.beta = 0" in refusal(algorithm={"loss": "dro", "parameters": {"beta": 0}})
+    assert "dro_beta' is gone: set beta in [algorithm.parameters]" in refusal(algorithm={"dro_beta": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "written"),
+    [
+        ({"loss": "reinforce"}, {}),
+        ({"loss": "dppo"}, {"divergence": "tv", "divergence_limit": 0.15}),
+        ({"loss": "dro", "advantage": "pass_at_k", "parameters": {"k": 3}}, {"beta": 0.05, "k": 3}),
+        ({"loss": "mine:loss", "parameters": {"width": [1, 2], "beta": 0.5}}, {"beta": 0.5, "width": [1, 2]}),
+    ],
+)
+def test_a_run_keeps_the_parameters_that_it_takes(algorithm: dict[str, Any], written: dict[str, Any]) -> None:
+    kept = experiment(algorithm=algorithm, rollout={"group_size": 8}).model_dump(mode="json")
+    assert kept["algorithm"]["parameters"] == written
+    assert validate_experiment(kept, "kept").model_dump(mode="json") == kept
 
 
 def test_updates_end_early_only_where_a_batch_has_several() -> None:

@@ -45,7 +45,7 @@ def test_every_key_of_every_section_is_explained():
         section, _, name = key.rpartition(".")
         if section in ("tasks", ""):  # a whole optional section, explained in the list above the table or below a title
             continue
-        if section.endswith((".columns", ".limits")):  # a table inside the section
+        if section.endswith((".columns", ".limits", ".parameters")):  # a table inside the section
             section, _, table = section.rpartition(".")
             name = f"{table}.{name}"
         assert rows_of(section)[name]["meaning"].strip(), f"{key} has no comment in headway/config/schema.py"

@@ -378,7 +378,12 @@ def test_plan_says_what_a_preset_came_to() -> None:
         "preset grpo, ppo_clip, advantage group_mean_std, clip 0.8 to 1.2, weights at most 5, seq_mean_token_mean, "
         "KL 0.04 (k3, in the loss) to m, token weights within 0.5 to 5"
     )
-    masks = {"sequence_mask": [0.99, 1.01], "second_moment_limit": 0.04, "overlong": "mask", "dual_clip": 3.0}
+    masks = {
+        "sequence_mask": [0.99, 1.01],
+        "second_moment_limit": 0.04,
+        "overlong": "mask",
+        "parameters": {"dual_clip": 3.0},
+    }
     assert objective(preset="gspo", clip_high=0.5, **masks) == (
         "preset gspo, gspo, advantage group_mean_std, clip 0.9997 to 1.5, dual clip 3, seq_mean_token_mean, "
         "response weights (mean) within 0.99 to 1.01, second moment at most 0.04, overlong responses: mask, "
