@@ -1,7 +1,8 @@
 """Messages as a pickle and buffers: nested structures of arrays and tensors, whose bytes stay outside of the pickle.
 
-They are copied once: into shared memory, or into a frame of a link (`runtime/framing.py`). torch is used where it is
-loaded, and never imported by packing.
+They are copied once: into shared memory, or into a frame of a link (`runtime/framing.py`). Between two processes of one
+GPU its tensors aren't copied: the pickle has handles of their memory (CUDA IPC). torch is used where it is loaded, and
+never imported by packing.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ class Packed(NamedTuple):
             np.copyto(whole[at : at + len(buffer)], np.asarray(buffer))  # releases the interpreter's lock
             at += _aligned(len(buffer))
 
-    def copied(self) -> Packed:
-        """The message with memory of its own."""
-        return Packed(self.pickled, [bytearray(buffer) for buffer in self.buffers])
+    def written(self) -> bytearray:
+        """What ``write`` writes, in memory of its own."""
+        block = bytearray(self.size_bytes)
+        self.write(memoryview(block))
+        return block
 
     def load(self) -> Any:
         """Rebuild the message, whose arrays share the memory of the buffers."""
@@ -84,11 +87,11 @@ def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def pack(message: Any, label: str = "") -> Packed:
-    """Pack ``message``. Raises ConfigurationError that names what can't be pickled in it; ``label`` says of which call
-    or channel."""
+def pack(message: Any, label: str = "", *, one_gpu: bool = False) -> Packed:
+    """Pack ``message``, for a reader on this process's GPU or for any. Raises ConfigurationError that names what can't
+    be pickled in it; ``label`` says of which call or channel."""
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, one_gpu)
     try:
         pickler.dump(message)
     except Exception as error:  # the boundary of pickling, which runs the objects' own code
@@ -104,8 +107,9 @@ def pack(message: Any, label: str = "") -> Packed:
 class _Pickler(pickle.Pickler):
     """Pickles with all arrays and tensors out of band."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, one_gpu: bool = False) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
+        self._one_gpu = one_gpu
         self._torch: Any = sys.modules.get("torch")
         self._tensor_type: Any = getattr(self._torch, "Tensor", None)
         super().__init__(file, protocol=5, buffer_callback=self.buffers.append)
@@ -113,23 +117,26 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any, /) -> Any:
         kind = cast("type[Any]", type(obj))
         if kind is self._tensor_type:
-            if obj.layout is not self._torch.strided or obj.is_quantized or obj.is_complex():
+            plain = obj.layout is self._torch.strided and not (obj.is_quantized or obj.is_complex())
+            if not plain or not (obj.is_cpu or obj.is_cuda):
                 return NotImplemented  # torch's own way
+            if obj.is_cuda and self._one_gpu:
+                return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(obj)
             part = obj.detach().cpu().resolve_neg().contiguous()
             content = part.as_strided((part.numel(),), (1,)).view(self._torch.uint8)  # single elements: any strides
-            device = "" if obj.is_cpu else str(obj.device)
-            shape = tuple(obj.shape)
-            return _tensor, (pickle.PickleBuffer(content.numpy()), obj.dtype, shape, obj.requires_grad, device)
+            buffer, shape = pickle.PickleBuffer(content.numpy()), tuple(obj.shape)
+            return _tensor, (buffer, obj.dtype, shape, obj.requires_grad, obj.get_device())
         if kind is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
             return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         return NotImplemented
 
 
-def _tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, device: str) -> Any:
-    """A tensor that shares the memory of ``content``, but for one of a GPU."""
+def _tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, gpu: int) -> Any:
+    """A tensor that shares the memory of ``content``, but for one of a GPU: it is on that of its number here, if there
+    is one."""
     torch: Any = importlib.import_module("torch")
     made = torch.frombuffer(content, dtype=dtype).view(shape) if len(content) else torch.empty(shape, dtype=dtype)
-    made = made.to(device) if device and torch.cuda.is_available() else made
+    made = made.to(f"cuda:{gpu}") if 0 <= gpu < torch.cuda.device_count() else made
     return made.requires_grad_(grad)
 
 

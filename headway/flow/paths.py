@@ -9,9 +9,11 @@ from typing import Literal
 import msgspec
 
 from headway.flow.packing import Packed
+from headway.runtime.devices import split_node
 
-PayloadPath = Literal["shared memory", "link"]
-"""Paths of payloads: one copy within a machine, frames over the connection between machines."""
+PayloadPath = Literal["shared memory", "cuda ipc", "link"]
+"""Paths of payloads: one copy within a machine, handles of memory within a GPU, frames over the connection between
+machines."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +25,12 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     unix: str  # path of its socket, for processes of its machine
     tcp: str = ""  # HOST:PORT for the others; empty: the workflow has one machine
     device: str = "cpu:0"
+
+    @property
+    def gpu(self) -> str:
+        """Its GPU's name on its machine; empty: it has none."""
+        name = split_node(self.device)[1]
+        return name if name.startswith("cuda") else ""
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +57,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     reader: str = ""  # incarnation of the only process that may fetch it; empty: any may
     size_bytes: int
     segment: str = ""  # path of the shared memory that it is in
-    content: Packed | None = None  # of a small one, and of one for a process of another machine; then nobody holds it
+    content: bytes | Packed | None = None  # a small one's, written; one's for another machine; nobody holds it
 
 
 def machine_identity() -> str:

@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.flow.packing import Packed, pack
+from headway.flow.packing import Packed, flat, pack
 from headway.flow.paths import PayloadRef, PeerAddress
 from headway.flow.segments import PayloadReleased, Segment, SegmentReader
 
@@ -34,11 +34,12 @@ class Payloads:
     async def hold(self, message: Any, label: str, reader: PeerAddress | None = None) -> PayloadRef:
         """Hold a message for any reader, or for this one alone, whom it reaches in the reference itself where it is
         small, or no memory is shared. Raises ConfigurationError for what can't be pickled."""
-        packed = pack(message, label)
+        near = reader is None or reader.machine == self._address.machine
+        one_gpu = reader is not None and near and reader.gpu == self._address.gpu != ""
+        packed = pack(message, label, one_gpu=one_gpu)
         self._numbers += 1
         number, only = self._numbers, "" if reader is None else reader.incarnation
-        near = reader is None or reader.machine == self._address.machine
-        content, segment = packed.copied() if packed.size_bytes <= INLINE_BYTES else None, ""
+        content, segment = bytes(packed.written()) if packed.size_bytes <= INLINE_BYTES else None, ""
         if content is None and near:
             storing = asyncio.ensure_future(self._store(number, packed, only))
             self._storing.add(storing)
@@ -48,7 +49,7 @@ class Payloads:
             except asyncio.CancelledError:  # the copy can't be interrupted
                 storing.add_done_callback(lambda _: self.release(number))
                 raise
-        path = "shared memory" if near and (content or segment) else "link"
+        path = "link" if not (near and (content or segment)) else "cuda ipc" if one_gpu else "shared memory"
         if only and not segment:
             content = content or packed
         return PayloadRef(
@@ -82,7 +83,7 @@ class Payloads:
             segment = await asyncio.to_thread(written)
         except OSError:
             if not reader:
-                self._held[number] = _Held("", await asyncio.to_thread(packed.copied))
+                self._held[number] = _Held("", flat(memoryview(await asyncio.to_thread(packed.written))))
             return ""
         self._held[number] = _Held(reader, segment)
         return str(segment.path)
@@ -104,11 +105,14 @@ class Payloads:
     def read(self, ref: PayloadRef) -> Packed | None:
         """A payload that is in ``ref``, in shared memory or held here, as memory of the reader's own; None where its
         owner has to be asked. Raises PayloadReleased."""
+        if isinstance(ref.content, bytes):
+            return flat(memoryview(bytearray(ref.content)))
         if ref.content is not None:
-            return ref.content if ref.reader else ref.content.copied()
+            return ref.content
         if ref.segment and ref.machine == self._address.machine:
             return self._reader.read(ref.segment, ref.id, alone=bool(ref.reader))
-        return self.content(ref.id).copied() if ref.incarnation == self._address.incarnation else None
+        own = ref.incarnation == self._address.incarnation
+        return flat(memoryview(self.content(ref.id).written())) if own else None
 
     def content(self, number: int) -> Packed:
         """A payload that is held here. Raises PayloadReleased."""

@@ -318,7 +318,7 @@ class Hub:
     async def fetch(self, ref: PayloadRef) -> Any:
         """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
         with its owner alone, and that has ended."""
-        self._note(ref, ref.path if ref.machine == self.address.machine else "link")
+        await self._note(ref, ref.path if ref.machine == self.address.machine else "link")
         if (found := self._payloads.read(ref)) is None:
             link, address = await self._link(ref.owner)
             if address.incarnation != ref.incarnation:
@@ -326,7 +326,7 @@ class Hub:
             found = await _ask(link, "payload", ref.id)
         return found.load()
 
-    def _note(self, ref: PayloadRef, path: PayloadPath) -> None:
+    async def _note(self, ref: PayloadRef, path: PayloadPath) -> None:
         """Report the path that a payload takes to here, the first time."""
         if ref.incarnation == self.address.incarnation or (ref.incarnation, path) in self._noted:
             return
@@ -335,6 +335,7 @@ class Hub:
             self._on_path(ref.owner, self.name, path)
         elif (link := self._peer(self._driver.name).link) is not None:
             self._spawn(link.call("path", ref.owner, self.name, path))
+            await asyncio.sleep(0)  # it is sent, so known before anything that the payload leads to
 
     def release(self, ref: PayloadRef) -> None:
         """Release a payload, whosever it is; who has fetched it keeps it. No-op for one that is released already."""

@@ -98,6 +98,7 @@ def test_identity_subclasses_and_other_layouts_survive():
     negative = torch.tensor([1 + 2j]).conj().imag  # its bytes have the other sign
     assert negative.is_neg()
     assert torch.equal(there_and_back(negative), torch.tensor([-2.0]))
+    assert pack(torch.empty(2, 3, device="meta")).load().shape == (2, 3)
 
 
 class Holder:
