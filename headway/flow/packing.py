@@ -7,6 +7,7 @@ never imported by packing.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import pickle
@@ -117,27 +118,30 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any, /) -> Any:
         kind = cast("type[Any]", type(obj))
         if kind is self._tensor_type:
-            plain = obj.layout is self._torch.strided and not (obj.is_quantized or obj.is_complex())
-            if not plain or not (obj.is_cpu or obj.is_cuda):
+            dense = obj.layout is self._torch.strided and not (obj.is_quantized or obj.is_complex())
+            if not dense or not (obj.is_cpu or obj.is_cuda):
                 return NotImplemented  # torch's own way
             if obj.is_cuda and self._one_gpu:
                 return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(obj)
-            part = obj.detach().cpu().resolve_neg().contiguous()
-            content = part.as_strided((part.numel(),), (1,)).view(self._torch.uint8)  # single elements: any strides
-            buffer, shape = pickle.PickleBuffer(content.numpy()), tuple(obj.shape)
-            return _tensor, (buffer, obj.dtype, shape, obj.requires_grad, obj.get_device())
+            plain = obj.is_cpu and obj.is_contiguous() and not obj.is_neg()
+            part = obj if plain else obj.detach().cpu().resolve_neg().contiguous()
+            content: Any = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())  # quicker than by NumPy
+            content.owner = part
+            gpu = obj.get_device() if obj.is_cuda else None
+            return _tensor, (pickle.PickleBuffer(content), obj.dtype, tuple(obj.shape), obj.requires_grad, gpu)
         if kind is np.ndarray and not obj.flags.forc and not obj.dtype.hasobject:
             return np.ascontiguousarray(obj).__reduce_ex__(5)  # else NumPy copies it into the pickle
         return NotImplemented
 
 
-def _tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, gpu: int) -> Any:
+def _tensor(content: Any, dtype: Any, shape: tuple[int, ...], grad: bool, gpu: int | None) -> Any:
     """A tensor that shares the memory of ``content``, but for one of a GPU: it is on that of its number here, if there
     is one."""
-    torch: Any = importlib.import_module("torch")
-    made = torch.frombuffer(content, dtype=dtype).view(shape) if len(content) else torch.empty(shape, dtype=dtype)
-    made = made.to(f"cuda:{gpu}") if 0 <= gpu < torch.cuda.device_count() else made
-    return made.requires_grad_(grad)
+    torch: Any = sys.modules.get("torch") or importlib.import_module("torch")
+    made = torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(shape, dtype=dtype)
+    made = made if len(shape) == 1 else made.view(shape)
+    made = made.to(f"cuda:{gpu}") if gpu is not None and gpu < torch.cuda.device_count() else made
+    return made.requires_grad_() if grad else made
 
 
 def _culprit(value: Any, path: str, depth: int = 0) -> tuple[str, Any]:
