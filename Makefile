@@ -21,7 +21,7 @@ $(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) || { test $$? -eq 1 && echo "make $
 	$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) --last-failed --numprocesses 0 --maxfail 2 --verbose; }
 endef
 
-.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-names test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint docs clean
+.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-names test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint house docs clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
@@ -37,6 +37,7 @@ help:
 	@echo "make test-gpu     whole runs on one GPU; skipped without one"
 	@echo "make test-hostile set up, then code that means harm in every kind of sandbox, Docker's too"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
+	@echo "make house        set up, then count lines, keys, options, dependencies and protocols"
 	@echo "make docs         set up, then write the generated pages and outputs, and build site/"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
 
@@ -146,6 +147,9 @@ test-clients: install install-agents install-clients
 
 test-vllm: install-vllm
 	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
+
+house: install
+	$(BIN)/python tests/support/code_figures.py
 
 docs: install
 	mkdir -p build; set -e; for page in configuration cli api; do \

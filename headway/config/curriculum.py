@@ -35,7 +35,7 @@ class CurriculumSection(Section):
 
 
 class CurriculumConfig(CurriculumSection):
-    """What the curriculum is given: the keys of the file, and values that no file sets."""
+    """The curriculum's settings: the keys of the file, and values that no file sets."""
 
     cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
     replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
@@ -48,15 +48,3 @@ class CurriculumConfig(CurriculumSection):
     def of(cls, section: CurriculumSection) -> CurriculumConfig:
         """The keys of ``section``, and the values that no file sets."""
         return cls(**section.model_dump())
-
-    @model_validator(mode="after")
-    def _ordered(self) -> CurriculumConfig:
-        for name in ("min_signal_range", "zero_variance_range"):
-            low, high = getattr(self, name)
-            if low >= high:
-                raise ValueError(f"{name} = [{low:g}, {high:g}]: the first must be below the second")
-        if self.cursor_share + self.replay_share > 1:
-            raise ValueError(
-                f"cursor_share = {self.cursor_share:g} and replay_share = {self.replay_share:g} are more than all draws"
-            )
-        return self

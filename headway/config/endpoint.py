@@ -138,7 +138,7 @@ class EndpointSection(Section):
 
 
 class EndpointConfig(EndpointSection):
-    """What the server is given: the keys of the file, and limits that no file sets."""
+    """Settings of the server: the keys of the file, and limits that no file sets."""
 
     max_messages: Positive = 4096  # in a request: the longest conversations of agents have hundreds
     max_tools: Positive = 256  # in a request: catalogues of tool servers have dozens

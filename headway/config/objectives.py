@@ -22,7 +22,7 @@ PARAMETERS: Mapping[str, Sequence[str]] = {
 
 
 class ObjectiveParameters(Section):
-    """What the chosen loss and advantage take; a loss of your own takes any, in ``settings.parameters``."""
+    """Parameters of the chosen loss and advantage. A loss of your own takes any, in ``settings.parameters``."""
 
     model_config = ConfigDict(extra="allow")
 

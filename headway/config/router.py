@@ -23,7 +23,7 @@ class RouterSection(Section):
 
 
 class RouterConfig(RouterSection):
-    """What router, breakers and limits are given: the keys of the file, and values that no file sets."""
+    """Settings of router, breakers and limits: the keys of the file, and values that no file sets."""
 
     prefix_block_tokens: Positive = 64  # block size for the comparison of prompts: shorter ones save little prefill
     remembered_prefixes: NonNegative = 65536  # blocks whose replicas are kept, by last use: 4 million tokens; 0: none

@@ -448,7 +448,7 @@ def _with_dtype(raw: Any) -> Any:
     model = cast("dict[str, Any]", raw).get("model") if isinstance(raw, dict) else None
     dtype = cast("dict[str, Any]", model).get("dtype") if isinstance(model, dict) else None
     if dtype is None:
-        return raw
+        return cast("Any", raw)
     sections = dict(cast("dict[str, Any]", raw))
     for side in ("generator", "trainer"):
         given = sections.get(side, {})

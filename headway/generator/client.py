@@ -108,8 +108,6 @@ class GeneratorPool:
         self._stopping = False
         self._hopeless: HeadwayError | None = None  # what no restart mends
 
-    # --- the Generator protocol -----------------------------------------------------------------------------
-
     async def start(self) -> None:
         """Start all replicas. If one fails, stop the others and raise the first failure, as its own typed error."""
         try:
@@ -187,10 +185,10 @@ class GeneratorPool:
         """See :class:`headway.records.clients.Generator`."""
         for replica in self._replicas:
             replica.resting = replica.index in resting
-        if any(replica.live and not replica.resting for replica in self._replicas):
-            for replica in self._replicas:
-                if replica.live and replica.resting:
-                    self._router.clear(replica)
+        live = [replica for replica in self._replicas if replica.live]
+        rested = [replica for replica in live if replica.resting]
+        for replica in rested if len(rested) < len(live) else ():
+            self._router.clear(replica)
         self._settle()
 
     async def statistics(self) -> list[EngineStatistics]:
@@ -250,8 +248,6 @@ class GeneratorPool:
         """Process ids of the live replicas, in order."""
         return live_pids([replica.slot for replica in self._replicas if replica.live])
 
-    # --- replicas that join and leave -----------------------------------------------------------------------
-
     async def join(self, device: str) -> str:
         """Start one more replica on ``device``; returns its name. The replica applies the newest version before its
         first request. Raises the typed error of a failed start, after cleaning up. A node that comes back has its
@@ -297,8 +293,6 @@ class GeneratorPool:
             replica.left = True
             self._fail_without_replicas()
             self._on_event("generator_left", name)
-
-    # --- life of a replica ----------------------------------------------------------------------------------
 
     async def _keep(self, replica: Replica, worker: WorkerHandle) -> None:
         """Keep a replica up until it is lost. An error in keeping it loses it too, so that its calls fail."""

@@ -47,7 +47,7 @@ from headway.runtime.run_directory import RunDirectory, placed_as_before, placem
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
-from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger
+from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger, read_whole
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import best_version, evaluations, is_finished, last_step, recorded_steps, summarise
 from headway.telemetry.trace_file import TraceFile
@@ -150,7 +150,8 @@ def _reached(experiment: Experiment, lines: Sequence[LedgerLine]) -> str:
 
 async def _summarise(directory: RunDirectory, ledger: Ledger) -> RunSummary:
     """The summary of a run, which its folder and the best model's card get too."""
-    summary = summarise(read_ledger(directory.path))
+    recorded = read_whole(directory.path)
+    summary = summarise(list(recorded.lines.values()), recorded.duration_s)
     directory.write_json(directory.summary, summary)
     if directory.best.is_dir():
         try:

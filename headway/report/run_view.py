@@ -15,7 +15,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, Ru
 from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
 from headway.runtime.run_directory import RunDirectory, without_schema
-from headway.telemetry.ledger import EVENT_RESUME, read_ledger
+from headway.telemetry.ledger import EVENT_RESUME, LedgerTail, read_whole
 from headway.telemetry.summary import evaluations, held_evaluation, summarise
 
 
@@ -53,17 +53,17 @@ class RunView:
 
 def view_run(run_dir: str | Path) -> RunView:
     """Read the run at ``run_dir``. Raises ConfigurationError when there is no ledger or it is damaged."""
-    return view_of(run_dir, read_ledger(run_dir))
+    return view_of(run_dir, read_whole(run_dir))
 
 
-def view_of(run_dir: str | Path, lines: list[LedgerLine]) -> RunView:
-    """The facts that the ``lines`` of a run's ledger, replays resolved, come to. Report, page and doctor have them from
-    here."""
+def view_of(run_dir: str | Path, ledger: LedgerTail) -> RunView:
+    """The facts that the lines of a run's ledger come to. Report, page and doctor have them from here."""
+    lines = list(ledger.lines.values())
     directory = RunDirectory(run_dir)
     configuration = _configuration(directory)
     queue = configuration.get("queue")
     budget = queue.get("budget") if isinstance(queue, dict) else None
-    summary = summarise(lines)
+    summary = summarise(lines, ledger.duration_s)
     return RunView(
         path=directory.path,
         lines=lines,

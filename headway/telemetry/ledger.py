@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ EVENT_ALERT = "alert"  # a rule of [alerts] holds; data: rule, at (Unix time), h
 EVENT_ALERT_CLEARED = "alert_cleared"  # ... and no longer; data: rule
 EVENT_SIMULATED = "simulated"  # the run is a simulation: detail names the scenario
 
+_BLOCK_BYTES, _LONGEST_BYTES = 1 << 22, 1 << 26  # of what is read at once; of a line
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(LedgerLine)
 
@@ -119,30 +121,126 @@ def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
     an evaluation likewise. A torn last line, from a kill or from reading while the run writes, is left out.
     Raises ConfigurationError when there is no ledger, it is of another schema, or a line inside it is damaged.
     """
+    return list(read_whole(run_dir).lines.values())
+
+
+def read_whole(run_dir: str | Path) -> LedgerTail:
+    """Read ``RUN/ledger.jsonl`` to its end, as `read_ledger` does and with the same errors."""
     path = Path(run_dir) / FILE_NAME
     require_schema(run_dir)
     try:
-        data = path.read_bytes()
+        return _read_to_the_end(path)
     except (FileNotFoundError, NotADirectoryError):
         here = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ConfigurationError(f"{run_dir} holds no run: there is no {path}{here}") from None
-    whole, _ = _parse(data, path)
-    return resolve_replays(whole)
 
 
-def resolve_replays(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
-    """Keep the last record of each step and of each evaluation, and all other lines, in order (`Replays`)."""
-    kept: dict[int, LedgerLine] = {}  # line number -> line
+def _read_to_the_end(path: Path) -> LedgerTail:
+    tail = LedgerTail(path)
+    tail.read()
+    # The last line may be damaged: after a power failure its length may be on disk but not its bytes.
+    if tail.damaged and (tail.first_damaged < tail.read_lines - 1 or tail.torn.strip()):
+        number = tail.first_damaged + 1
+        raise ConfigurationError(
+            f"{path}, line {number} is damaged: {tail.damage}; remove it (sed -i {number}d {path}): reports and "
+            "--resume need none of the lines, and are without what this one said"
+        )
+    return tail
+
+
+class LedgerTail:
+    """The lines of a ledger so far, replays resolved. `refresh` reads what was appended, and counts lines that can't be
+    read. ``most_bytes``: only what stands so near the file's end is read at first."""
+
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self.path, self._most_bytes = path, most_bytes
+        self.lines: dict[int, LedgerLine] = {}  # by number, from 0
+        self.read_lines = 0
+        self.damaged, self.first_damaged, self.damage = 0, -1, ""  # lines, the first one's number, what is wrong there
+        self.torn = b""  # begin of what follows the last line's end, half-written or damaged
+        self.whole_bytes = 0  # of the file, up to the end of the last line that could be read
+        self.written_unix_s: float | None = None
+        self._inode, self._offset, self._size = -1, 0, -1
+        self._replays = Replays()
+
+    @property
+    def duration_s(self) -> float:
+        """Time of all sessions so far, seconds: each restarts its clock."""
+        return self._replays.duration_s
+
+    @property
+    def earlier_s(self) -> float:
+        """Time of the sessions before the present one, seconds."""
+        return self._replays.earlier_s
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what couldn't be read."""
+        found = [f"{self.path.name}: {self.damaged} damaged lines, the first: {self.damage}"] if self.damaged else []
+        if self.torn:
+            cut = self.torn.startswith(b"{")
+            what = "the last line is half-written" if cut else "what follows the last line is damaged"
+            found.append(f"{self.path.name}: {what}")
+        return found
+
+    def replaced(self) -> bool:
+        """Whether another file stands in the place of the one that was read, or it was cut. Raises OSError."""
+        found = self.path.stat()
+        return self._inode >= 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+
+    def read(self) -> None:
+        """Read on. Raises OSError when the file can't be read."""
+        deque(self.refresh(), maxlen=0)
+
+    def refresh(self) -> Iterator[tuple[int, LedgerLine, list[int]]]:
+        """Read on; yields each line with its number and the numbers of earlier ones that it replaces. Raises OSError
+        when the file can't be read."""
+        with self.path.open("rb") as file:
+            found, rest = os.fstat(file.fileno()), b""
+            if found.st_size == self._size:
+                return
+            if self._most_bytes and self._size < 0 and found.st_size > self._most_bytes:
+                file.seek(found.st_size - self._most_bytes)
+                file.readline()  # a part of a line
+            else:
+                file.seek(self._offset)
+            position = file.tell()
+            while block := file.read(_BLOCK_BYTES):
+                *texts, rest = (rest + block).split(b"\n")
+                if len(rest) > _LONGEST_BYTES:  # no line of a ledger
+                    texts, rest = [*texts, rest], b""
+                for text in texts:
+                    position += len(text) + 1
+                    yield from self._take(text, position)
+            self.written_unix_s, self.torn = found.st_mtime, rest[:64]
+            self._inode, self._size, self._offset = found.st_ino, found.st_size, file.tell() - len(rest)
+
+    def _take(self, text: bytes, position: int) -> Iterator[tuple[int, LedgerLine, list[int]]]:
+        number, self.read_lines = self.read_lines, self.read_lines + 1
+        try:
+            line = decode_line(text)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            if not self.damaged:
+                self.first_damaged, self.damage = number, str(error)[:120]
+            self.damaged += 1
+            return
+        replaced = self._replays.take(number, line)
+        for old in replaced:
+            del self.lines[old]
+        self.lines[number], self.whole_bytes = line, position
+        yield number, line, replaced
+
+
+def duration_of(lines: Iterable[LedgerLine]) -> float:
+    """Time of all sessions of the run that ``lines`` are of, seconds: each restarts its clock."""
     replays = Replays()
     for number, line in enumerate(lines):
-        for old in replays.take(number, line):
-            del kept[old]
-        kept[number] = line
-    return list(kept.values())
+        replays.take(number, line)
+    return replays.duration_s
 
 
 class Replays:
-    """Finds the lines that later ones replace.
+    """Finds the lines that later ones replace, and how long all sessions took, the replaced lines' time included.
 
     Several records of one step are one history when all but the last were skipped (a skipped step makes no version
     and is tried again); the same step after a resume, or after a later step, is a replay and replaces it.
@@ -152,12 +250,20 @@ class Replays:
         self._of_step: dict[int, tuple[int, list[int]]] = {}  # step -> (session, line numbers)
         self._of_evaluation: dict[tuple[str, str, int], int] = {}
         self._session, self._version = 0, -1
+        self.earlier_s = self._session_s = 0.0  # time of the sessions before this one; of this one
+
+    @property
+    def duration_s(self) -> float:
+        """Time of all sessions so far, seconds: each restarts its clock."""
+        return self.earlier_s + self._session_s
 
     def take(self, number: int, line: LedgerLine) -> list[int]:
         """Numbers of the earlier lines that ``line`` replaces; ``number``: its own."""
         replaced: list[int] = []
         if isinstance(line, EventRecord):
-            self._session += line.event in (EVENT_START, EVENT_RESUME)
+            if line.event in (EVENT_START, EVENT_RESUME):
+                self._session += 1
+                self.earlier_s, self._session_s = self.duration_s, 0.0
         elif isinstance(line, EvaluationRecord):
             key = (line.split, line.phase, line.step)
             replaced = [self._of_evaluation[key]] if key in self._of_evaluation else []
@@ -169,26 +275,8 @@ class Replays:
             if recorded_in != self._session:
                 replaced, numbers = numbers, []
             self._of_step[line.step] = (self._session, [*numbers, number])
+        self._session_s = max(self._session_s, line.time_s)
         return replaced
-
-
-def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
-    """Parse the lines of ``data``; return them and the number of bytes they take: the rest is a torn end."""
-    lines: list[LedgerLine] = []
-    position = 0
-    while (end := data.find(b"\n", position)) >= 0:
-        try:
-            lines.append(decode_line(data[position:end]))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if data.find(b"\n", end + 1) < 0 and not data[end + 1 :].strip():
-                break  # the last line: after a power failure its length may be on disk but not its bytes
-            number = len(lines) + 1
-            raise ConfigurationError(
-                f"{path}, line {number} is damaged: {error}; remove it (sed -i {number}d {path}): reports and --resume "
-                "need none of the lines, and are without what this one said"
-            ) from None
-        position = end + 1
-    return lines, position
 
 
 def decode_line(text: bytes) -> LedgerLine:
@@ -209,7 +297,6 @@ def _nulls_to_nan(value: Any) -> Any:
 
 def _truncate_torn_end(path: Path) -> None:
     """Cut off a torn last line. Raises ConfigurationError when a line before it is damaged."""
-    data = path.read_bytes()
-    _, length = _parse(data, path)
-    if length < len(data):
+    length = _read_to_the_end(path).whole_bytes
+    if length < path.stat().st_size:
         os.truncate(path, length)

@@ -17,13 +17,15 @@ from headway.telemetry.ledger import (
     EVENT_RESUME,
     EVENT_SIMULATED,
     EVENT_START,
+    duration_of,
 )
 
 _COUNTING = (EVENT_BOOKS, EVENT_COUNTED, EVENT_NO_PROGRESS)  # events that may have the books' counts
 
 
-def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
-    """Summarise the lines of a run (as `read_ledger` returns them: replays resolved).
+def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> RunSummary:
+    """Summarise the lines of a run (as `read_ledger` returns them: replays resolved). ``duration_s``: time of all
+    sessions, replaced lines included; None: of these lines.
 
     Wait ratios are weighted by the time of each step; rates are over the time of all steps, waits included, but
     for the consumption rate, which leaves the trainer's wait out. The books count as balanced only when the run
@@ -43,7 +45,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         steps=recorded_steps(steps),
         untimed_steps=recorded_steps(steps) - len({step.version for step in timed}),
         samples_trained=max(sum(step.samples for step in steps if not step.skipped), ended.get("trained", 0)),
-        duration_s=duration_s(lines),
+        duration_s=duration_of(lines) if duration_s is None else duration_s,
         solve_rate_before=_solve_rate(lines, "before"),
         solve_rate_after=_solve_rate(lines, "after"),
         version_after=None if (after := held_evaluation(lines, "after")) is None else after.last_version,
@@ -113,16 +115,6 @@ def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
     """The event that closed the books, if the run closed them and wasn't resumed since."""
     last = last_event(lines, EVENT_BOOKS, EVENT_START, EVENT_RESUME)
     return last if last is not None and last.event == EVENT_BOOKS else None
-
-
-def duration_s(lines: Sequence[LedgerLine]) -> float:
-    """Total time of all sessions of the run, seconds: each restarts its clock."""
-    total, session = 0.0, 0.0
-    for line in lines:
-        if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
-            total, session = total + session, 0.0
-        session = max(session, line.time_s)
-    return total + session
 
 
 def evaluations(lines: Sequence[LedgerLine]) -> list[EvaluationRecord]:

@@ -65,7 +65,7 @@ class LossSettings:
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
-    """What the keys of ``algorithm`` come to for its loss."""
+    """The settings of the loss that ``algorithm`` names."""
     given = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage)
     known = {one.name for one in fields(LossSettings)}
     return LossSettings(

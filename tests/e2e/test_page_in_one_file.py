@@ -91,6 +91,28 @@ def test_a_file_finds_rollouts_by_text_and_ending(run: Path, folder: Path, chrom
         page.close()
 
 
+def test_hostile_names_and_configurations_are_shown_over_each_other_and_inert(
+    run: Path, folder: Path, chromium: Any
+) -> None:
+    attack = "<img src=x onerror='window.__pwned=1'>"
+    other = folder / "more" / attack
+    watch_runs.copy_recorded("other", other)
+    write_compared_page([run, other], folder / "hostile.html")
+    page = open_page(chromium, folder / "hostile.html")
+    try:
+        text = page.open("compare", runs=f"hostile,{attack}")
+        page.require_sound(text)
+        found = page.page.evaluate(watch_browser.INERT)
+        assert {name: found[name] for name in ("pwned", "made", "handlers")} == {
+            "pwned": None,
+            "made": 0,
+            "handlers": 0,
+        }
+        assert text.count("window.__pwned") > 1, "the run's name and the configuration are to be read"
+    finally:
+        page.close()
+
+
 def test_a_file_shows_runs_over_each_other(folder: Path, chromium: Any) -> None:
     runs = [folder / "runs" / name for name in ("ended", "other")]
     for path in runs:

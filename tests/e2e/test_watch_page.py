@@ -190,16 +190,6 @@ def test_a_run_that_is_not_there_is_said_not_to_be(server: WatchServer, opened: 
 
 # --- hostile text ----------------------------------------------------------------------------------------
 
-INERT = """() => ({
-  pwned: window.__pwned ?? null,
-  made: document.querySelectorAll('main script, main iframe, main img, main style, main object, main embed').length,
-  links: [...document.querySelectorAll('a, form, area')].map((a) => a.href ?? a.action)
-    .filter((href) => !href.startsWith(location.origin)),
-  handlers: [...document.querySelectorAll('*')].filter((node) =>
-    [...node.attributes].some((attribute) => /^on/i.test(attribute.name))).length,
-})"""
-NOTHING = {"pwned": None, "made": 0, "links": [], "handlers": 0}
-
 
 def test_hostile_text_is_shown_and_inert(server: WatchServer, opened: Callable[..., WatchedPage]) -> None:
     page = opened(server)
@@ -208,13 +198,13 @@ def test_hostile_text_is_shown_and_inert(server: WatchServer, opened: Callable[.
         for view in VIEWS:
             text = page.open(view, **parameters_of(view, run))
             page.require_sound(text, where=f"{run}, {view}")
-            assert page.page.evaluate(INERT) == NOTHING, f"{run}, {view}"
+            assert page.page.evaluate(watch_browser.INERT) == watch_browser.NOTHING, f"{run}, {view}"
             if view in ("now", "rollouts", "rollout", "tasks"):
                 assert "window.__pwned" in text, f"{view}: the text itself is to be read"
     for attack in range(len(watch_runs.HOSTILE)):
         row = 4 * attack + attack % 2  # every second one in a rollout that failed
         page.require_sound(page.open("rollout", run=HOSTILE_RUN, row=row), where=f"row {row}")
-        assert page.page.evaluate(INERT) == NOTHING, f"row {row}"
+        assert page.page.evaluate(watch_browser.INERT) == watch_browser.NOTHING, f"row {row}"
     page.open("rollout", run=HOSTILE_RUN, row=1)
     content = page.page.locator("main").text_content() or ""
     assert watch_runs.HOSTILE[0] in content, "token by token, and whole"
@@ -225,14 +215,14 @@ def test_a_search_for_hostile_text_is_inert_too(server: WatchServer, opened: Cal
     for text in (watch_runs.HOSTILE[0], watch_runs.HOSTILE[1]):
         shown = page.open("rollouts", run=HOSTILE_RUN, text=text)
         page.require_sound(shown, where=text)
-        assert page.page.evaluate(INERT) == NOTHING, text
+        assert page.page.evaluate(watch_browser.INERT) == watch_browser.NOTHING, text
         assert "window.__pwned" in shown
     search = page.page.locator("#main input[type=search]").first
     search.fill("<b>nowhere</b>")
     search.press("Enter")
     page.page.wait_for_timeout(500)
     page.require_sound(page.settled("rollouts"))
-    assert page.page.evaluate(INERT) == NOTHING
+    assert page.page.evaluate(watch_browser.INERT) == watch_browser.NOTHING
 
 
 def test_a_rollout_of_a_million_tokens_opens_in_a_moment(

@@ -1,12 +1,17 @@
-"""Figures of the package's source: lines of code, sizes of files and functions, public classes, docstrings."""
+"""Figures of the package's source: lines of code, sizes of files and functions, public classes, docstrings.
+
+``python tests/support/code_figures.py`` (`make house`) prints what the house's limits are about, and one JSON object.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import io
+import json
 import re
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +99,43 @@ def elliptic_docstrings() -> list[str]:
         for _, text in docstrings(tree)
         if _ELLIPTIC.match(str(text.value))
     ]
+
+
+def lines_of_page_and_templates() -> int:
+    """Lines that aren't blank of the page's own JavaScript, CSS and HTML and of the templates' files."""
+    static = PACKAGE / "services" / "watch" / "static"
+    page = [
+        file for file in static.rglob("*") if file.suffix in (".js", ".css", ".html") and "vendor" not in file.parts
+    ]
+    texts = [file for file in TEMPLATES.rglob("*") if file.is_file() and file.suffix not in (".pyc", ".png")]
+    return sum(bool(line.strip()) for file in [*page, *texts] for line in file.read_text(encoding="utf-8").splitlines())
+
+
+def protocols() -> list[str]:
+    """Names of the classes that are protocols."""
+    return sorted(
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+    )
+
+
+def figures() -> dict[str, int]:
+    """The counts that `make house` prints."""
+    docs = PACKAGE.parent / "docs"
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {
+        "lines": lines_of_code(),
+        "page_and_templates": lines_of_page_and_templates(),
+        "keys": len(re.findall(r"^\| `", (docs / "configuration.md").read_text(encoding="utf-8"), re.M)),
+        "options": len(re.findall(r"^\| `--", (docs / "cli.md").read_text(encoding="utf-8"), re.M)),
+        "dependencies": len(project["dependencies"]),
+        "protocols": len(protocols()),
+    }
+
+
+if __name__ == "__main__":
+    for name, count in figures().items():
+        print(f"{name.replace('_', ' '):20} {count:7,}")
+    print(json.dumps(figures()))

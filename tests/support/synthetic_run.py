@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 
 from headway.records.ledger import Distribution, EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.runtime.run_directory import SCHEMA
+from headway.telemetry.ledger import Replays
 
 
 def step_record(step: int, **changes: object) -> StepRecord:
@@ -125,6 +127,17 @@ def synthetic_lines(steps: int = 120) -> list[LedgerLine]:
     lines.append(EventRecord(event="books", step=steps, data=books))
     lines.append(EventRecord(event="end", step=steps, time_s=steps * 1.05 + 3))
     return lines
+
+
+def resolved(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
+    """What a reader of the ledger keeps of ``lines``: without those that later ones replace."""
+    kept: dict[int, LedgerLine] = {}
+    replays = Replays()
+    for number, line in enumerate(lines):
+        for old in replays.take(number, line):
+            del kept[old]
+        kept[number] = line
+    return list(kept.values())
 
 
 def write_run(folder: Path, lines: list[LedgerLine], budget: int | None = 4) -> Path:

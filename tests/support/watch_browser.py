@@ -24,6 +24,16 @@ document.addEventListener('securitypolicyviolation', (event) => {
   window.__violations.push(`${event.violatedDirective} ${event.blockedURI}`);
 });
 """
+# What hostile text would leave behind in a page where it isn't inert.
+INERT = """() => ({
+  pwned: window.__pwned ?? null,
+  made: document.querySelectorAll('main script, main iframe, main img, main style, main object, main embed').length,
+  links: [...document.querySelectorAll('a, form, area')].map((a) => a.href ?? a.action)
+    .filter((href) => !href.startsWith(location.origin)),
+  handlers: [...document.querySelectorAll('*')].filter((node) =>
+    [...node.attributes].some((attribute) => /^on/i.test(attribute.name))).length,
+})"""
+NOTHING = {"pwned": None, "made": 0, "links": [], "handlers": 0}
 
 
 def lacking() -> str:

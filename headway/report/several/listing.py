@@ -28,8 +28,8 @@ from headway.report.live import WINDOW
 from headway.report.progress import OnDone, unheard
 from headway.report.show import visible
 from headway.runtime.run_directory import RunDirectory, require_schema
-from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START, decode_line, resolve_replays
-from headway.telemetry.summary import duration_s, last_event
+from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START, LedgerTail
+from headway.telemetry.summary import last_event
 
 TAIL_BYTES = 1 << 18  # of a ledger that are read: the last 50 steps or so
 _DEPTH = 4  # folders below a given one in which runs are looked for
@@ -102,14 +102,20 @@ def _listed(path: Path, price: float | None) -> ListedRun:
     directory, problems = RunDirectory(path), list[str]()
     raw = _object(directory.config, problems)
     # All sessions count in its hours: of a run that was resumed, as the epoch's number says, the whole ledger is read.
-    lines = _lines(directory.ledger, TAIL_BYTES if any(path.glob("epoch/1-*")) else None, problems)
+    ledger = LedgerTail(directory.ledger, TAIL_BYTES if any(path.glob("epoch/1-*")) else None)
+    try:
+        ledger.read()
+    except OSError as error:
+        problems.append(f"{directory.ledger.name} can't be read: {error.strerror}")
+    problems += ledger.problems
+    lines = list(ledger.lines.values())
     holder = holder_of(directory)
     state = state_of(lines, holder)
     if holder and state != "running":
         problems.append("it is being started or resumed: this session has recorded nothing yet")
     steps = [line for line in lines if isinstance(line, StepRecord)]
     recent = [step for step in steps[-WINDOW:] if math.isfinite(step.measured_solve_rate)]
-    seconds, hours = duration_s(lines), None
+    seconds, hours = ledger.duration_s, None
     if lines and not (path / "scenario.json").exists():
         try:
             hours = costs_of([], directory.read_experiment(), None).devices * seconds / 3600
@@ -147,29 +153,6 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
     except (OSError, msgspec.DecodeError) as error:
         problems.append(f"{path.name} can't be read: {getattr(error, 'strerror', None) or error}")
         return {}
-
-
-def _lines(path: Path, most_bytes: int | None, problems: list[str]) -> list[LedgerLine]:
-    """The lines of a ledger's end that can be read, replays resolved."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes) if most_bytes else 0)
-            first = min(1, file.tell())  # a part of a line
-            texts = file.read().split(b"\n")
-    except OSError as error:
-        problems.append(f"{path.name} can't be read: {error.strerror}")
-        return []
-    lines, damaged = list[LedgerLine](), list[str]()
-    for text in texts[first:-1]:
-        try:
-            lines.append(decode_line(text))
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            damaged.append(str(error)[:120])
-    if damaged:
-        problems.append(f"{path.name}: {len(damaged)} damaged lines, the first: {damaged[0]}")
-    if texts[-1]:
-        problems.append(f"{path.name}: the last line is half-written")
-    return resolve_replays(lines)
 
 
 def state_of(lines: Sequence[LedgerLine], holder: str) -> RunState:

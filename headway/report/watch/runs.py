@@ -31,7 +31,6 @@ from headway.telemetry import ledger
 from headway.telemetry.metrics import scalars
 
 RECENT = 60  # steps that rates are drawn of
-_BLOCK_BYTES, _LONGEST_BYTES = 1 << 22, 1 << 26  # of what is read at once; of a line
 _RESCAN_S, _RELIST_S = 3.0, 60.0  # folders are searched again; what a run takes of the disk is counted again
 _LISTING_SHARE = 20  # a run isn't listed again before this many times what that took have passed
 _WRITTEN = (ledger.FILE_NAME, "config.json")
@@ -58,31 +57,27 @@ def within(name: str, value: int, least: int, most: int) -> int:
 
 
 class RunTail:
-    """A run as the lines of its ledger tell it so far. Only appended bytes are read, replays are resolved, lines that
-    can't be read are counted. Of a step its numbers are kept, as columns with a row for each recorded step."""
+    """A run as the lines of its ledger (`LedgerTail`) tell it so far. The numbers of steps are kept as columns, with a
+    row for each recorded step."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._wide = path, False
-        self._restart(-1)
+        self._restart()
 
-    def _restart(self, inode: int) -> None:
-        self._inode, self._offset, self._size, self._number = inode, 0, -1, 0
-        self._replays = ledger.Replays()
+    def _restart(self) -> None:
+        self._ledger = ledger.LedgerTail(self.path / ledger.FILE_NAME)
         self._numbers, self._dropped = array("q"), set[int]()  # of the steps' lines; rows that were replaced
         self._columns: dict[str, array[float]] = {}
-        self._damaged, self._first, self._torn, self._unread = 0, "", b"", ""
-        self._earlier_s = self._session_s = 0.0
+        self._unread = ""
         self._derived: dict[str, tuple[int, Any]] = {}
         self._sessions: list[tuple[int, float | None]] = []  # first line, Unix time at which its clock began
         self._lost_h, self._configuration_problem = Counter[str](), ""
-        self.lines: dict[int, LedgerLine] = {}  # by line number, replays resolved
         self.experiment = self._experiment()
         self.evaluations: dict[int, EvaluationRecord] = {}  # by line
         self.events: dict[int, EventRecord] = {}
         self.at_s: dict[int, float] = {}  # of those, by line: time of all sessions until then
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self.last: LedgerLine | None = None
-        self.written_unix_s: float | None = None
         self.stalls: dict[str, tuple[int, EventRecord]] = {}  # worker -> its stall, while it lasts
         self.alerts: dict[str, tuple[int, EventRecord]] = {}  # rule -> what it found, while it holds
 
@@ -100,80 +95,61 @@ class RunTail:
     def problems(self) -> list[str]:
         """Sentences about what couldn't be read."""
         found = [f"{ledger.FILE_NAME} can't be read: {self._unread}"] if self._unread else []
-        if self._damaged:
-            found.append(f"{ledger.FILE_NAME}: {self._damaged} damaged lines, the first: {self._first}")
-        if self._torn:
-            what = "the last line is half-written" if self._torn == b"{" else "what follows the last line is damaged"
-            found.append(f"{ledger.FILE_NAME}: {what}")
-        return found + [self._configuration_problem] * bool(self._configuration_problem)
+        return found + self._ledger.problems + [self._configuration_problem] * bool(self._configuration_problem)
 
     def refresh(self, *, wide: bool = False) -> None:
         """Read what was appended since the last call. ``wide``: with all series, not only those of the view of now; the
         first such call reads everything once more."""
         if wide and not self._wide:
-            self._wide, self._inode = True, -1
+            self._wide = True
+            self._restart()
         try:
-            if not inside(self.path / ledger.FILE_NAME, self.path):
+            if not inside(self._ledger.path, self.path):
                 raise FileNotFoundError(0, "there is no such file in the run's folder")
-            with (self.path / ledger.FILE_NAME).open("rb") as file:
-                self._read(file)
+            if self._ledger.replaced():
+                self._restart()
+            read = self._ledger.read_lines
+            steps = [step for line in self._ledger.refresh() for step in self._take_line(*line)]
         except OSError as error:
             self._unread = error.strerror or str(error)
-
-    def _read(self, file: Any) -> None:
-        found, rest = os.fstat(file.fileno()), b""
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self._restart(found.st_ino)
-        if found.st_size == self._size:
             return
-        file.seek(self._offset)
-        while block := file.read(_BLOCK_BYTES):
-            *texts, rest = (rest + block).split(b"\n")
-            self._take(texts)
-            if len(rest) > _LONGEST_BYTES:  # no line of a ledger
-                self._take([rest])
-                rest = b""
-        self.written_unix_s = found.st_mtime
-        self._size, self._offset, self._torn, self._unread = found.st_size, file.tell() - len(rest), rest[:1], ""
-        if self._sessions and self.last is not None:
-            began_s = found.st_mtime - self.last.time_s
+        self._unread = ""
+        if steps and self.experiment is not None:  # a step that was replayed took its devices twice
+            self._lost_h.update(costs_of(steps, self.experiment, None).lost_h)
+        if self._sessions and self.last and self.written_unix_s is not None and self._ledger.read_lines > read:
+            began_s = self.written_unix_s - self.last.time_s
             if len(self._sessions) == 1:
                 began_s = traced_s(self.path, began_s)
             first, known_s = self._sessions[-1]
             self._sessions[-1] = (first, began_s if known_s is None else min(known_s, began_s))
 
-    def _take(self, texts: Sequence[bytes]) -> None:
-        steps = list[StepRecord]()
-        for text in texts:
-            try:
-                line = ledger.decode_line(text)
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                self._damaged, self._first = self._damaged + 1, self._first or str(error)[:120]
-            else:
-                steps += self._take_line(self._number, line)
-            self._number += 1
-        if steps and self.experiment is not None:  # a step that was replayed took its devices twice
-            self._lost_h.update(costs_of(steps, self.experiment, None).lost_h)
+    @property
+    def lines(self) -> dict[int, LedgerLine]:
+        """The ledger's lines by number, replays resolved."""
+        return self._ledger.lines
 
-    def _take_line(self, number: int, line: LedgerLine) -> list[StepRecord]:
-        for old in self._replays.take(number, line):
-            del self.lines[old]
+    @property
+    def written_unix_s(self) -> float | None:
+        """When the ledger was last written, as far as it was read; None: it wasn't."""
+        return self._ledger.written_unix_s
+
+    def _take_line(self, number: int, line: LedgerLine, replaced: Sequence[int]) -> list[StepRecord]:
+        for old in replaced:
             if self.evaluations.pop(old, None) is None:
                 self._dropped.add(bisect_left(self._numbers, old))
-        self.last = self.lines[number] = line
+        self.last = line
         if isinstance(line, EventRecord):
             self._take_event(number, line)
-        self._session_s = max(self._session_s, line.time_s)
         if isinstance(line, EvaluationRecord):
             self.evaluations[number] = line
         if not isinstance(line, StepRecord):
-            self.at_s[number] = self._earlier_s + line.time_s
+            self.at_s[number] = self._ledger.earlier_s + line.time_s
             return []
         self.recent.append(line)
         row = len(self._numbers)
         self._numbers.append(number)
         more = {"version": line.version, "skipped": line.skipped, "samples": line.samples, "clock_s": line.time_s}
-        more |= {"time_s": self._earlier_s + self._session_s, "tokens": line.flow.trained_tokens}
+        more |= {"time_s": self.duration_s, "tokens": line.flow.trained_tokens}
         for name, value in (more | (scalars(line) if self._wide else _narrow(line))).items():
             if (column := self._columns.get(name)) is None:
                 column = self._columns[name] = array("d")
@@ -185,7 +161,6 @@ class RunTail:
     def _take_event(self, number: int, line: EventRecord) -> None:
         self.events[number] = line
         if line.event in (ledger.EVENT_START, ledger.EVENT_RESUME):
-            self._earlier_s, self._session_s = self._earlier_s + self._session_s, 0.0
             self._sessions.append((number, None))
             self.stalls.clear()
         if line.event == ledger.EVENT_STALLED:
@@ -234,7 +209,7 @@ class RunTail:
     @property
     def duration_s(self) -> float:
         """Time of all sessions so far."""
-        return self._earlier_s + self._session_s
+        return self._ledger.duration_s
 
     def state(self, holder: str) -> RunState:
         """State of the run, as `headway runs` has it; ``holder``: the process that runs it."""
@@ -253,13 +228,13 @@ class RunTail:
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """``make()``, made again when a line has been read since."""
-        if name not in self._derived or self._derived[name][0] != self._number:
-            self._derived[name] = (self._number, make())
+        if name not in self._derived or self._derived[name][0] != self._ledger.read_lines:
+            self._derived[name] = (self._ledger.read_lines, make())
         return self._derived[name][1]
 
     def view(self) -> RunView:
         """The facts of the run as `headway report` has them, of the lines that have been read."""
-        found = self.once("view", lambda: view_of(self.path, list(self.lines.values())))
+        found = self.once("view", lambda: view_of(self.path, self._ledger))
         return replace(found, holder=RunDirectory(self.path).holder())
 
     def cost(self, price: float | None) -> LiveCost | None:

@@ -31,7 +31,7 @@ NEVER = 10**9
 class Replay:
     """A run whose ledger is replayed into its alert watch, with its clock and its disk."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, rules: Any = None, **limits: float) -> None:
         self.now_s, self._look_s = 0.0, 15.0
         self.full_from_s, self.full_until_s = NEVER, NEVER
         self.recorded: list[EventRecord] = []
@@ -39,7 +39,7 @@ class Replay:
         self.fails = False
         self.nodes: list[NodeConditions] = []
         run = SimpleNamespace(
-            experiment=SimpleNamespace(alerts=AlertsConfig()),
+            experiment=SimpleNamespace(alerts=AlertsConfig() if rules is None else AlertsConfig(rules=rules)),
             time_s=lambda: self.now_s,
             state=self.state,
             nodes=lambda: self.nodes,

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_run import resolved
 
 from headway.control.staleness import OpenGroups
 from headway.orchestrator import collect
@@ -21,7 +22,6 @@ from headway.records.ledger import EventRecord, StepRecord
 from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
-from headway.telemetry.ledger import resolve_replays
 from headway.telemetry.summary import endings, failures, summarise
 from headway.trainer.fake import FakeTrainer
 from tests.support.simulated_run import Outcome, experiment_of, simulate
@@ -114,7 +114,7 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
     outcome = run_of(kills_s=(2.0,), checkpoint_steps=100)
     restored = outcome.event("records_restored")
     assert restored.data["steps"] >= 2
-    steps = [line for line in resolve_replays(outcome.lines) if isinstance(line, StepRecord)]
+    steps = [line for line in resolved(outcome.lines) if isinstance(line, StepRecord)]
     assert [(step.step, step.version) for step in steps] == [(v, v + 1) for v in range(8)]
     assert {(step.samples, step.groups) for step in steps} == {(8, 2)}
     rebuilt = [step for step in steps if step.step_s == 0]

@@ -239,14 +239,10 @@ def test_beside_an_adapter_the_model_has_no_gradients_and_no_optimiser(tmp_path:
         parts = uses["trainer-0 memory"].parts
         assert (parts["weights"], parts["gradients"], parts["AdamW"]) == (weights, 4 * count, 8 * count)
         assert parts["reference"] == reference
-    several = uses_of(
-        tmp_path,
-        model={"path": str(tmp_path), "adapter": adapter},
-        queue={"budget": 3},
-        generator={"update_mode": "finish"},
-    )
+    finish, budget = {"update_mode": "finish"}, {"budget": 3}
+    several = uses_of(tmp_path, model={"path": str(tmp_path), "adapter": adapter}, queue=budget, generator=finish)
     revisions = [uses["generator-0 memory"].parts["adapter"] for uses in (full, apart, several)]
-    assert revisions == [0, 2 * 12 * trained, 5 * 4 * trained]
+    assert revisions == [0, 2 * 12 * trained, 5 * 12 * trained]
     activations = [uses["trainer-0 memory"].parts["activations"] for uses in (full, apart)]
     assert activations[0] == activations[1]
     files = {use.name: use for use in apart.values()}

@@ -168,7 +168,7 @@ def test_what_is_recommended_is_what_its_settings_give() -> None:
     fewer = built({"concurrent_rollouts": 8}, queue__max_concurrent_rollouts="8")
     assert fewer is not None
     assert fewer.change["concurrent_rollouts"] == 16
-    assert built({}, rollout__max_response_tokens="200") is None
+    assert built({}, rollout__group_size="1") is None
 
 
 def test_more_rollouts_in_environments_get_room_there_too() -> None:

@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
 def test_one_that_doesnt_fit_isnt_kept_and_takes_nothing(tmp_path: Path):
     folder = SnapshotFolder(tmp_path / "snapshots", 1000)
     put(folder, "a", 400)
-    with pytest.raises(SandboxError, match=r"1000 bytes; half of what was free; make room in") as raised:
+    with pytest.raises(SandboxError, match=r"1000 bytes, half of what was free; make room in") as raised:
         put(folder, "b", 700)
     assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
     assert names(tmp_path / "snapshots") == ["a.tar"]
@@ -186,7 +186,7 @@ def test_those_of_other_workers_that_came_meanwhile_count_too(tmp_path: Path):
             await a.append(bytes(600))
             await b.append(bytes(600))
             await a.keep()
-            with pytest.raises(SandboxError, match=r"1000 bytes; half of what was free; make room in"):
+            with pytest.raises(SandboxError, match=r"1000 bytes, half of what was free; make room in"):
                 await b.keep()
 
     asyncio.run(main())

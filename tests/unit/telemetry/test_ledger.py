@@ -11,14 +11,16 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_run import evaluation, step_record, synthetic_lines
+from synthetic_run import evaluation, resolved, step_record, synthetic_lines, write_run
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.report.run_view import view_run
 from headway.report.tables import summary_rows
+from headway.report.watch.runs import RunTail
 from headway.runtime import line_file
 from headway.runtime.line_file import LineFile
-from headway.telemetry.ledger import Ledger, read_ledger, resolve_replays
+from headway.telemetry.ledger import Ledger, read_ledger, read_whole
 from headway.telemetry.summary import summarise
 
 
@@ -187,14 +189,28 @@ def test_subscribers_get_every_line_and_a_failing_one_is_dropped_with_an_event(t
 def test_a_replayed_step_keeps_its_last_record_and_later_ones_stay() -> None:
     first = [step_record(step, samples=1) for step in range(5)]
     again = [step_record(step, samples=2) for step in (2, 3)]
-    kept = resolve_replays([*first, EventRecord(event="resume"), *again])
+    kept = resolved([*first, EventRecord(event="resume"), *again])
     found = {line.step: line.samples for line in kept if isinstance(line, StepRecord)}
     assert found == {0: 1, 1: 1, 4: 1, 2: 2, 3: 2}
 
 
+def test_time_of_a_session_counts_whole_though_its_steps_were_trained_again(tmp_path: Path) -> None:
+    """Report and page say the same of a resumed run."""
+    lines: list[LedgerLine] = [EventRecord(event="start", time_s=0.5)]
+    lines += [step_record(step, time_s=10.0 * (step + 1)) for step in range(3)]
+    lines += [EventRecord(event="resume", time_s=1.0), step_record(2, time_s=5.0), EventRecord(event="end", time_s=7.0)]
+    run = write_run(tmp_path / "run", lines)
+    assert len(read_ledger(run)) == len(lines) - 1
+    assert read_whole(run).duration_s == 37.0
+    assert view_run(run).summary.duration_s == 37.0
+    tail = RunTail(run)
+    tail.refresh()
+    assert (tail.duration_s, tail.view().summary.duration_s) == (37.0, 37.0)
+
+
 def test_a_replay_shows_without_a_resume_event_too() -> None:
     lines = [step_record(step, samples=1) for step in range(4)] + [step_record(2, samples=2), step_record(3, samples=2)]
-    kept = [line for line in resolve_replays(lines) if isinstance(line, StepRecord)]
+    kept = [line for line in resolved(lines) if isinstance(line, StepRecord)]
     assert [(line.step, line.samples) for line in kept] == [(0, 1), (1, 1), (2, 2), (3, 2)]
 
 
@@ -205,17 +221,17 @@ def test_skipped_tries_of_a_step_are_one_history_and_are_replaced_together() -> 
         step_record(1, version=1, skipped=True),
         step_record(1),
     ]
-    assert resolve_replays(tried) == tried
+    assert resolved(tried) == tried
     replay = [step_record(1, version=1, skipped=True, samples=7), step_record(1, samples=7)]
-    kept = resolve_replays([*tried, EventRecord(event="resume"), *replay])
+    kept = resolved([*tried, EventRecord(event="resume"), *replay])
     assert [line for line in kept if isinstance(line, StepRecord)] == [tried[0], *replay]
 
 
 def test_an_evaluation_recorded_again_counts_once() -> None:
     lines = [evaluation("during", 20, 0.5, "validation"), evaluation("during", 20, 0.6, "validation")]
-    assert resolve_replays(lines) == lines[1:]
+    assert resolved(lines) == lines[1:]
     both = [evaluation("before", 0, 0.5, "validation"), evaluation("before", 0, 0.5, "test")]
-    assert resolve_replays(both) == both
+    assert resolved(both) == both
 
 
 @settings(deadline=None, max_examples=60)
@@ -233,7 +249,7 @@ def test_after_any_kills_every_step_stands_once_and_comes_from_the_last_session(
             lines.append(StepRecord(step=step, version=step + 1, samples=session))
             newest[step] = session
         reached = max(0, reached + more - back)
-    kept = [line for line in resolve_replays(lines) if isinstance(line, StepRecord)]
+    kept = [line for line in resolved(lines) if isinstance(line, StepRecord)]
     assert {line.step: line.samples for line in kept} == newest
     assert len(kept) == len(newest)
 

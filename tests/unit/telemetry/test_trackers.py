@@ -123,7 +123,7 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
 def test_wandb_offline_holds_what_the_ledger_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    settings = {"trackers": ["wandb"], "project": "p", "name": "n", "group": "g", "tags": ["a", "b"]}
+    settings = {"trackers": ["wandb"], "project": "p", "name": "n", "tags": ["a", "b"]}
     ids = run_with(tmp_path, **settings)
     again = run_with(tmp_path, resume=True, first_step=2, **settings)
     assert ids == again
@@ -133,7 +133,7 @@ def test_wandb_offline_holds_what_the_ledger_said(tmp_path: Path, monkeypatch: p
     assert second.name.endswith((ids["wandb"], ids["wandb"] + "-1"))  # so it is called within the first one's second
     (file,) = first.glob("*.wandb")
     (run,) = [r.run for r in wandb_records(file) if r.WhichOneof("record_type") == "run"][:1]
-    assert (run.project, run.display_name, run.run_group, list(run.tags)) == ("p", "n", "g", ["a", "b"])
+    assert (run.project, run.display_name, list(run.tags)) == ("p", "n", ["a", "b"])
     rows = wandb_rows(first)
     steps = [row for row in rows if "rates/consumption_samples_per_s" in row]
     assert [row["step"] for row in steps] == [0, 1]
@@ -180,7 +180,7 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_mlflow_holds_what_the_ledger_said(tmp_path: Path, store: Path) -> None:
     from mlflow import MlflowClient
 
-    settings = {"trackers": ["mlflow"], "project": "p", "name": "n", "group": "g", "tags": ["a"]}
+    settings = {"trackers": ["mlflow"], "project": "p", "name": "n", "tags": ["a"]}
     ids = run_with(tmp_path, **settings)
     assert run_with(tmp_path, resume=True, first_step=2, **settings) == ids
     client = MlflowClient()
@@ -188,7 +188,6 @@ def test_mlflow_holds_what_the_ledger_said(tmp_path: Path, store: Path) -> None:
     assert run.info.run_name == "n"
     assert run.info.status == "FINISHED"
     assert client.get_experiment(run.info.experiment_id).name == "p"
-    assert run.data.tags["group"] == "g"
     assert run.data.tags["a"] == "true"
     assert run.data.params["run.steps"] == "12"
     history = client.get_metric_history(ids["mlflow"], "rates/consumption_samples_per_s")
@@ -252,7 +251,7 @@ def test_trackio_holds_what_the_ledger_said(tmp_path: Path, monkeypatch: pytest.
 
     said = io.StringIO()
     monkeypatch.setattr(sys, "stdout", said)
-    settings = {"trackers": ["trackio"], "project": "p", "name": "n", "group": "g", "tags": ["a"]}
+    settings = {"trackers": ["trackio"], "project": "p", "name": "n", "tags": ["a"]}
     ids = run_with(tmp_path, **settings)
     assert run_with(tmp_path, resume=True, first_step=2, **settings) == ids == {"trackio": "n"}
     assert said.getvalue() == ""  # standard output is the command's
