@@ -62,7 +62,7 @@ class Packed(NamedTuple):
             at += _aligned(len(buffer))
 
     def written(self) -> bytearray:
-        """What ``write`` writes, in memory of its own."""
+        """Write the message into memory of its own, as `flat` reads it."""
         block = bytearray(self.size_bytes)
         self.write(memoryview(block))
         return block
