@@ -10,6 +10,10 @@ it takes from the navigation to the frame after the first useful paint: of *Now*
 text index is complete: a common word, one in three rollouts, one in none, a piece of code. `zoom_frames_per_s`: the
 lanes are zoomed by the wheel from the whole trace to a decode step and back, an event a frame.
 
+`file_open_s` is the run's page as one file (`headway report --html`) from file://, `file_mb` its size, `file_write_s`
+the time to write it, `file_serious` what axe finds on its views, `file_problems` the sentences there about what isn't
+in it.
+
 Last line, one JSON object: `recording_cost` (`recording.py`), `open_s` (the worse view's median) and `open_now_s`,
 `open_rollouts_s`; `rss_mb` (the most a server had resident), `cost_of_20_viewers` (`watch_viewers.py`), `search_s`
 with `searches` by kind, `index_mb_per_s` (of the record, until the index is complete), `zoom_frames_per_s` and
@@ -35,7 +39,9 @@ import recording
 import watch_run
 import watch_trace
 import watch_viewers
-from parts.watch_processes import WatchServer, browser, lacking, watch
+from parts.watch_processes import WatchServer, browser, lacking, open_page, watch
+
+from headway.services.watch.page_file import write_run_page
 
 TARGETS = {
     "recording_cost": "<= 0.02",
@@ -45,6 +51,9 @@ TARGETS = {
     "search_s": "<= 1",
     "index_mb_per_s": ">= 50",
     "zoom_frames_per_s": ">= 30",
+    "file_open_s": "<= 3",
+    "file_mb": "<= 15",
+    "file_serious": "0",
 }
 USEFUL = {  # what a view shows first that says something
     "now": "main.view-now .sentence p",
@@ -52,7 +61,8 @@ USEFUL = {  # what a view shows first that says something
 }
 OPENED = ("open_s", *(f"open_{view}_s" for view in USEFUL))
 ZOOMED = ("zoom_frames_per_s", "zoom_slowest_ms", "lanes_open_s")
-PARTS = ("recording", "viewers", "open", "search", "zoom")
+FILED = ("file_open_s", "file_mb", "file_write_s", "file_serious", "file_problems")
+PARTS = ("recording", "viewers", "open", "search", "zoom", "file")
 INDEX_LIMIT_S = 1800.0
 PAINTED = """
 const look = () => {
@@ -168,6 +178,32 @@ def measure_zoom(run: Path, seconds: float, memory_mb: list[float]) -> dict[str,
     return dict(zip(ZOOMED, [round(rate, 1), round(slowest_ms, 1), round(opened_s, 2)], strict=True))
 
 
+def measure_file(run: Path, rounds: int) -> dict[str, Any]:
+    """The run's page as one file: seconds from navigation to the verdict's paint, its size, seconds to write it,
+    serious findings of axe over its views, and its sentences about what isn't inside."""
+    with tempfile.TemporaryDirectory(prefix="headway-watch-") as folder:
+        began_s = time.monotonic()
+        path = write_run_page(run, Path(folder) / "page.html")
+        written_s, opened_s = time.monotonic() - began_s, list[float]()
+        for _ in range(rounds):
+            with browser() as chromium:
+                page = chromium.new_page()
+                page.add_init_script(PAINTED % json.dumps("main.view-report h1"))
+                page.goto(path.as_uri())
+                page.wait_for_function("() => window.__painted_s", timeout=120_000)
+                opened_s.append(page.evaluate("() => window.__painted_s"))
+        serious, problems = list[str](), list[str]()
+        with browser() as chromium:
+            page = open_page(chromium, path)
+            for view in ("report", "now", "run", "rollouts", "tasks", "devices"):
+                page.require_sound(page.open(view, run=run.resolve().name))
+                serious += page.accessibility()
+                problems += page.page.locator("main .problem").all_inner_texts()
+        print(f"file: {', '.join(f'{s:.2f}' for s in opened_s)} s", *serious, *problems, sep="\n", flush=True)
+        figures = statistics.median(opened_s), path.stat().st_size / 1e6, written_s
+    return dict(zip(FILED, [*(round(figure, 2) for figure in figures), len(serious), len(problems)], strict=True))
+
+
 def measure_recording(quick: bool) -> float:
     """The record's share of the orchestrator's and the trainer's CPU, the larger."""
     trainer = recording.measure_trainer(1 if quick else 10, 64)
@@ -195,12 +231,14 @@ def main(arguments: list[str]) -> None:
     if "viewers" in parts:
         found |= watch_viewers.measure(chosen.seconds)
         memory_mb.append(found["live_rss_mb"])
-    if {"open", "search"} & set(parts):
+    if {"open", "search", "file"} & set(parts):
         run = watch_run.write_once(chosen.directory / f"run-{chosen.rollouts}", chosen.rollouts)
         if "open" in parts:
             found |= dict.fromkeys(OPENED) if reason else measure_opening(run, chosen.rounds, memory_mb)
         if "search" in parts:
             found |= measure_searching(run, chosen.rounds, memory_mb)
+        if "file" in parts:
+            found |= dict.fromkeys(FILED) if reason else measure_file(run, chosen.rounds)
     if "zoom" in parts:
         traced = watch_trace.write_once(chosen.directory / f"trace-{chosen.events}", chosen.events)
         seconds = 1.0 if chosen.quick else 8.0

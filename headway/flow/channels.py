@@ -188,7 +188,7 @@ class Channels:
     def _outlives_owner(self, item: Item) -> bool:
         """Whether an item can be fetched though its producer is dead."""
         ref: PayloadRef = item.payload
-        return bool(ref.inline) or (bool(ref.segment) and ref.machine == self.hub.address.machine)
+        return ref.content is not None or (bool(ref.segment) and ref.machine == self.hub.address.machine)
 
     def _release(self, refs: Sequence[PayloadRef]) -> None:
         """Nobody needs these payloads any more."""

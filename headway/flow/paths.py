@@ -1,24 +1,19 @@
-"""Paths of payloads between two processes: which there are, which one a pair takes, and process groups of pairs."""
+"""Addresses of a workflow's processes, and references to payloads that one of them holds."""
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from headway.flow.packing import aligned_bytes, as_bytes, slices
-from headway.runtime.addresses import split_address
+from headway.flow.packing import Packed
+from headway.runtime.devices import split_node
 
-_JOINED = timedelta(seconds=60)
-_PATIENCE = timedelta(hours=1)  # a dead peer is noticed by its connection, not here
-PayloadPath = Literal["reference", "shared memory", "cuda ipc", "nccl", "gloo", "link"]
-"""Paths: the object itself within a process; one copy within a machine; handles of a GPU's memory within a GPU; process
-groups of torch.distributed, between GPUs and where they are asked for; frames over the connection."""
+PayloadPath = Literal["shared memory", "cuda ipc", "link"]
+"""Paths of payloads: one copy within a machine, handles of memory within a GPU, frames over the connection between
+machines."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +25,12 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     unix: str  # path of its socket, for processes of its machine
     tcp: str = ""  # HOST:PORT for the others; empty: the workflow has one machine
     device: str = "cpu:0"
+
+    @property
+    def gpu(self) -> str:
+        """Its GPU's name on its machine; empty: it has none."""
+        name = split_node(self.device)[1]
+        return name if name.startswith("cuda") else ""
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +44,10 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str = ""  # of encrypted connections
     orphan_s: float = 60.0  # outages of the network that connections outlast
     machine: str = ""  # in the place of the machine's identity
-    forced_path: PayloadPath | None = None  # of payloads, in the place of what placement says
 
 
 class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A payload that its owner holds until it is released; small, picklable, and good in every process."""
+    """A payload that its owner holds until it is released; picklable, and good in every process."""
 
     owner: str  # name of the process that holds it
     incarnation: str  # of that process
@@ -55,78 +55,12 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     id: int  # number of the payload in that process
     path: PayloadPath  # that it takes to a process of that machine
     reader: str = ""  # incarnation of the only process that may fetch it; empty: any may
-    size_bytes: int  # of header and block
-    segment: str = ""  # path of the shared memory that it is in; empty: with the owner alone, or inline
-    inline: bytes = b""  # header and block of a small one
+    size_bytes: int
+    segment: str = ""  # path of the shared memory that it is in
+    content: bytes | Packed | None = None  # a small one's, written; one's for another machine; nobody holds it
 
 
 def machine_identity() -> str:
     """Identity of this machine as shared memory sees it: containers with a /dev/shm of their own are others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/dev/shm').st_dev}"
-
-
-def choose_path(sender: PeerAddress, receiver: PeerAddress, forced: PayloadPath | None = None) -> PayloadPath:
-    """The path of payloads between two processes by where they are."""
-    if sender.incarnation == receiver.incarnation:
-        return "reference"
-    if forced is not None:
-        return forced
-    here = sender.machine == receiver.machine
-    devices = [address.device.rpartition("/")[2] for address in (sender, receiver)]
-    if all(device.startswith("cuda") for device in devices):
-        return "cuda ipc" if here and devices[0] == devices[1] else "nccl"
-    return "shared memory" if here else "link"
-
-
-class PairGroup:
-    """A process group of two that carries tensors one way: rank 0 sends, rank 1 receives.
-
-    Between machines neither proves the run's key nor encrypts: for networks that one trusts, as all that NCCL has. The
-    same code for gloo and NCCL, which needs two GPUs and is not yet run. ``send`` and ``receive`` block, and belong
-    into a thread.
-    """
-
-    def __init__(self, backend: Literal["gloo", "nccl"], rank: int, rendezvous: str, host: str) -> None:
-        """``rendezvous``: path of a file that both can write, or HOST:PORT where rank 1 listens (port 0 takes any).
-        ``host``: address of this machine for the other; empty: both are on it."""
-        self._torch: Any = importlib.import_module("torch")
-        self._distributed: Any = importlib.import_module("torch.distributed")
-        self._backend, self._rank, self._host = backend, rank, host or "127.0.0.1"
-        self.rendezvous = rendezvous
-        self._device = "cpu" if backend == "gloo" else f"cuda:{self._torch.cuda.current_device()}"
-        self._group: Any = None  # until the other rank has joined
-        if rendezvous.startswith("/"):
-            self._store = self._distributed.FileStore(rendezvous, 2)
-        else:
-            name, port = split_address(rendezvous)
-            self._store = self._distributed.TCPStore(name, port, 2, rank == 1, _JOINED, wait_for_workers=False)
-            self.rendezvous = f"{name}:{self._store.port}"
-
-    def send(self, tensors: Sequence[Any]) -> None:
-        """Send tensors as one of bytes."""
-        torch = self._torch
-        sizes = [tensor.nbytes for tensor in tensors]
-        flat = torch.empty(aligned_bytes(sizes), dtype=torch.uint8, device=self._device)
-        for place, tensor in zip(slices(sizes, flat), tensors, strict=True):
-            place.copy_(as_bytes(tensor))
-        self._joined().send([flat], 1, 0).wait(_PATIENCE)
-
-    def receive(self, sizes: Sequence[int]) -> list[Any]:
-        """Receive tensors of bytes of these sizes."""
-        flat = self._torch.empty(aligned_bytes(sizes), dtype=self._torch.uint8, device=self._device)
-        self._joined().recv([flat], 0, 0).wait(_PATIENCE)
-        return slices(sizes, flat)
-
-    def _joined(self) -> Any:
-        """The group, which is made when both ranks are there."""
-        if self._group is None:
-            if self._backend == "nccl":
-                self._group = self._distributed.ProcessGroupNCCL(self._store, self._rank, 2, _PATIENCE)
-            else:
-                gloo = self._distributed.ProcessGroupGloo
-                options = gloo._Options()
-                options._timeout = _JOINED
-                options._devices = [gloo.create_device(hostname=self._host)]
-                self._group = gloo(self._store, self._rank, 2, options)
-        return self._group

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.flow.packing import Packed, Tensors, load, pack, split
-from headway.flow.paths import PayloadPath, PayloadRef, PeerAddress
+from headway.flow.packing import Packed, flat, pack
+from headway.flow.paths import PayloadRef, PeerAddress
 from headway.flow.segments import PayloadReleased, Segment, SegmentReader
 
 INLINE_BYTES = 64 << 10  # smaller messages always go in a frame of the link
 _SPARE = 8  # released segments that are kept for the next payloads
-_TENSORS: dict[PayloadPath, Tensors] = {"cuda ipc": "ipc", "nccl": "cuda", "gloo": "cpu"}
 
 
 class _Held(NamedTuple):
     reader: str  # incarnation of the only process that may fetch it; empty: any
-    content: Segment | Packed | bytearray  # a bytearray as `Packed.write` fills it
+    content: Segment | Packed
 
 
 class Payloads:
-    """The payloads of a process, by number: in shared memory, or as views of the message's own memory."""
+    """The payloads of a process, by number: in shared memory, or in its own where that is full."""
 
     def __init__(self, address: PeerAddress, folder: Path) -> None:
         self._address, self._folder = address, folder
@@ -33,17 +31,17 @@ class Payloads:
         self._reader = SegmentReader()
         self._numbers = 0
 
-    async def hold(self, message: Any, label: str, path: PayloadPath, reader: str = "") -> PayloadRef:
-        """Hold a message for the readers of a path. Raises ConfigurationError for what can't be pickled."""
-        packed = pack(message, label, _TENSORS.get(path, "copy"))
+    async def hold(self, message: Any, label: str, reader: PeerAddress | None = None) -> PayloadRef:
+        """Hold a message for any reader, or for this one alone, whom it reaches in the reference itself where it is
+        small, or no memory is shared. Raises ConfigurationError for what can't be pickled."""
+        near = reader is None or reader.machine == self._address.machine
+        one_gpu = reader is not None and near and reader.gpu == self._address.gpu != ""
+        packed = pack(message, label, one_gpu=one_gpu)
         self._numbers += 1
-        number, inline, segment = self._numbers, b"", ""
-        if packed.flat_bytes <= INLINE_BYTES:
-            inline = bytes(_flat(pack(message, label) if packed.aside else packed))
-        elif path != "shared memory":
-            self._held[number] = _Held(reader, packed)
-        else:
-            storing = asyncio.ensure_future(self._store(number, packed, reader))
+        number, only = self._numbers, "" if reader is None else reader.incarnation
+        content, segment = bytes(packed.written()) if packed.size_bytes <= INLINE_BYTES else None, ""
+        if content is None and near:
+            storing = asyncio.ensure_future(self._store(number, packed, only))
             self._storing.add(storing)
             storing.add_done_callback(self._storing.discard)
             try:
@@ -51,22 +49,24 @@ class Payloads:
             except asyncio.CancelledError:  # the copy can't be interrupted
                 storing.add_done_callback(lambda _: self.release(number))
                 raise
-            path = path if segment else "link"
+        path = "link" if not (near and (content or segment)) else "cuda ipc" if one_gpu else "shared memory"
+        if only and not segment:
+            content = content or packed
         return PayloadRef(
             owner=self._address.name,
             incarnation=self._address.incarnation,
             machine=self._address.machine,
             id=number,
             path=path,
-            reader=reader,
-            size_bytes=packed.flat_bytes,
+            reader=only,
+            size_bytes=packed.size_bytes,
             segment=segment,
-            inline=inline,
+            content=content,
         )
 
     async def _store(self, number: int, packed: Packed, reader: str) -> str:
-        """Copy into shared memory, and return the segment's path; empty where there is no room: then it is copied into
-        this process's memory, and fetched over the link."""
+        """Copy into shared memory, and return the segment's path; empty where there is no room: what any reader may
+        fetch is then copied into this process's memory."""
         size = Segment.size_for(packed)
         fitting = sorted((one for one in self._spare if size <= one.size <= 2 * size), key=lambda one: one.size)
         spare = next((one for one in fitting if one.claim()), None)
@@ -82,7 +82,8 @@ class Payloads:
         try:
             segment = await asyncio.to_thread(written)
         except OSError:
-            self._held[number] = _Held(reader, await asyncio.to_thread(_flat, packed))
+            if not reader:
+                self._held[number] = _Held("", flat(memoryview(await asyncio.to_thread(packed.written))))
             return ""
         self._held[number] = _Held(reader, segment)
         return str(segment.path)
@@ -101,33 +102,25 @@ class Payloads:
         for number in [number for number, held in self._held.items() if held.reader == reader]:
             self.release(number)
 
-    def read(self, ref: PayloadRef) -> tuple[Any] | None:
-        """The message of a payload that is in ``ref``, in shared memory or held here; None where its owner has to be
-        asked. Raises PayloadReleased."""
-        if ref.inline:
-            return (load(*split(memoryview(bytearray(ref.inline)))),)
+    def read(self, ref: PayloadRef) -> Packed | None:
+        """A payload that is in ``ref``, in shared memory or held here, as memory of the reader's own; None where its
+        owner has to be asked. Raises PayloadReleased."""
+        if isinstance(ref.content, bytes):
+            return flat(memoryview(bytearray(ref.content)))
+        if ref.content is not None:
+            return ref.content
         if ref.segment and ref.machine == self._address.machine:
-            return (load(*self._reader.read(ref.segment, ref.id, alone=bool(ref.reader))),)
-        if ref.incarnation != self._address.incarnation:
-            return None
-        header, block, _ = self.parts(ref.id)  # there was no room in shared memory
-        return (load(header, memoryview(bytearray(block))),)
+            return self._reader.read(ref.segment, ref.id, alone=bool(ref.reader))
+        own = ref.incarnation == self._address.incarnation
+        return flat(memoryview(self.content(ref.id).written())) if own else None
 
-    def parts(self, number: int) -> tuple[Any, Any, list[Any]]:
-        """Header and content (see `load`) as they can be put in a frame, and the tensors that travel by themselves.
-        Raises PayloadReleased."""
+    def content(self, number: int) -> Packed:
+        """A payload that is held here. Raises PayloadReleased."""
         held = self._held.get(number)
         if held is None:
             raise PayloadReleased(f"payload {number} of {self._address.name} was released before it was fetched")
         content = held.content
-        if isinstance(content, Packed):
-            aside = content.tensors if content.aside else []
-            return content.header, list(map(pickle.PickleBuffer, content.memory())), aside
-        if isinstance(content, Segment):
-            header, block = self._reader.read(str(content.path), number, alone=False)
-        else:
-            header, block = split(memoryview(content))
-        return pickle.PickleBuffer(header), pickle.PickleBuffer(block), []
+        return content if isinstance(content, Packed) else self._reader.read(str(content.path), number, alone=False)
 
     async def close(self) -> None:
         """Forget all."""
@@ -136,9 +129,3 @@ class Payloads:
             self.release(number)
         while self._spare:
             self._spare.pop().remove()
-
-
-def _flat(packed: Packed) -> bytearray:
-    flat = bytearray(packed.flat_bytes)
-    packed.write(memoryview(flat))
-    return flat

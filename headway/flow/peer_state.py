@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from headway.flow.paths import PairGroup, PeerAddress
+from headway.flow.paths import PeerAddress
 from headway.records.errors import WorkerDied
 from headway.runtime.link import Link
 
@@ -65,9 +65,6 @@ class PeerState:
         self.link: Link | None = None
         self.gone: dict[str, str] = {}  # cause of the end, by incarnation
         self.connecting = asyncio.Lock()
-        self.collecting = asyncio.Lock()
-        self.group: PairGroup | None = None  # that carries tensors from it to here
-        self.groups: dict[str, PairGroup] = {}  # that carry tensors to it, by rendezvous
         self._joined = asyncio.Event()  # set when it is there, or there again
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # at the end of an incarnation
         self._inboxes: dict[str, Inbox] = {}
@@ -98,8 +95,7 @@ class PeerState:
 
     def fail(self) -> None:
         """End all that waits for the incarnation that has just ended."""
-        self.address = self.link = self.group = None
-        self.groups.clear()
+        self.address = self.link = None
         self._lost.set_result(None)
         self._lost = asyncio.get_running_loop().create_future()
 

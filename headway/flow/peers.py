@@ -9,20 +9,12 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from headway.flow.packing import Arguments, load
-from headway.flow.paths import (
-    PairGroup,
-    PayloadPath,
-    PayloadRef,
-    PeerAddress,
-    PeerSettings,
-    choose_path,
-    machine_identity,
-)
+from headway.flow.packing import Arguments, Packed
+from headway.flow.paths import PayloadPath, PayloadRef, PeerAddress, PeerSettings, machine_identity
 from headway.flow.payloads import Payloads
 from headway.flow.peer_state import PeerState
 from headway.flow.segments import WorkflowFolder
@@ -78,22 +70,16 @@ class _Connection:
         """Run a method of the user's services."""
         hub = self._hub
         result = await hub._run(method, await hub.fetch(ref))
-        return await hub._hold_for(self._other, result, f"result of {hub.name}.{method}")
+        return await hub._payloads.hold(result, f"result of {hub.name}.{method}", self._other)
 
     async def deliver(self, tag: str, ref: PayloadRef) -> None:
         """Take a message; returns when there is room for it."""
         inbox = self._hub._peer(self._other.name).inbox(tag)
         await inbox.accept(ref.size_bytes, lambda: self._hub.fetch(ref))
 
-    async def payload(self, number: int, backend: Literal["gloo", "nccl"], meeting: str) -> tuple[Any, Any, list[int]]:
-        """Header and content of a payload, and the bytes of its tensors that follow by a process group."""
-        header, content, aside = self._hub._payloads.parts(number)
-        if aside:
-            groups = self._hub._peer(self._other.name).groups
-            if meeting not in groups:
-                groups[meeting] = PairGroup(backend, 0, meeting, self._hub._settings.host)
-            self._hub._spawn(asyncio.to_thread(groups[meeting].send, aside))
-        return header, content, [tensor.nbytes for tensor in aside]
+    async def payload(self, number: int) -> Packed:
+        """A payload that is held here."""
+        return self._hub._payloads.content(number)
 
     async def release(self, number: int) -> None:
         """Release a payload that is held here."""
@@ -301,7 +287,7 @@ class Hub:
         if peer == self.name:
             return await self._run(method, Arguments(args, named))
         link, address = await self._link(peer)
-        ref = await self._hold_for(address, Arguments(args, named), f"call of {peer}.{method}")
+        ref = await self._payloads.hold(Arguments(args, named), f"call of {peer}.{method}", address)
         try:
             answer: PayloadRef = await link.call("run", method, ref)
         except RemoteError as error:
@@ -327,43 +313,20 @@ class Hub:
         """Hold a message until it is released, for any number of fetches by any process: in shared memory, where it
         outlasts this process. Raises ConfigurationError that names what can't be pickled; ``label``: of which call or
         channel."""
-        return await self._payloads.hold(message, label, "shared memory")
-
-    async def _hold_for(self, reader: PeerAddress, message: Any, label: str) -> PayloadRef:
-        path = choose_path(self.address, reader, self._settings.forced_path)
-        return await self._payloads.hold(message, label, path, reader.incarnation)
+        return await self._payloads.hold(message, label)
 
     async def fetch(self, ref: PayloadRef) -> Any:
         """The message of a payload, whose arrays are this process's own. Raises PayloadReleased, WorkerDied when it was
         with its owner alone, and that has ended."""
-        away = ref.path == "shared memory" and ref.machine != self.address.machine
-        self._note(ref, "link" if away else ref.path)
-        if (found := self._payloads.read(ref)) is not None:
-            return found[0]
-        link, address = await self._link(ref.owner)
-        if address.incarnation != ref.incarnation:
-            raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
-        if ref.path in ("gloo", "nccl"):
-            return await self._collect(link, address, ref, ref.path)
-        header, content, _ = await _ask(link, "payload", ref.id, "", "")
-        return load(header, content)
+        await self._note(ref, ref.path if ref.machine == self.address.machine else "link")
+        if (found := self._payloads.read(ref)) is None:
+            link, address = await self._link(ref.owner)
+            if address.incarnation != ref.incarnation:
+                raise WorkerDied(ref.owner, "ended before a payload of its was fetched")
+            found = await _ask(link, "payload", ref.id)
+        return found.load()
 
-    async def _collect(self, link: Link, owner: PeerAddress, ref: PayloadRef, backend: Literal["gloo", "nccl"]) -> Any:
-        """Fetch a payload whose tensors come by a process group."""
-        state = self._peer(owner.name)
-        async with state.collecting:
-            group, state.group = state.group, None  # a transfer that is cut off leaves it in no known state
-            if group is None:
-                file = str(self._folder.path / f"{self.address.incarnation}-{secrets.token_hex(4)}.store")
-                meeting = file if owner.machine == self.address.machine else f"{self._settings.host}:0"
-                group = PairGroup(backend, 1, meeting, self._settings.host)
-            header, parts, sizes = await _ask(link, "payload", ref.id, backend, group.rendezvous)
-            if sizes:
-                parts += await state.unless_lost(asyncio.to_thread(group.receive, sizes))
-                state.group = group
-        return load(header, parts)
-
-    def _note(self, ref: PayloadRef, path: PayloadPath) -> None:
+    async def _note(self, ref: PayloadRef, path: PayloadPath) -> None:
         """Report the path that a payload takes to here, the first time."""
         if ref.incarnation == self.address.incarnation or (ref.incarnation, path) in self._noted:
             return
@@ -372,12 +335,13 @@ class Hub:
             self._on_path(ref.owner, self.name, path)
         elif (link := self._peer(self._driver.name).link) is not None:
             self._spawn(link.call("path", ref.owner, self.name, path))
+            await asyncio.sleep(0)  # it is sent, so known before anything that the payload leads to
 
     def release(self, ref: PayloadRef) -> None:
         """Release a payload, whosever it is; who has fetched it keeps it. No-op for one that is released already."""
         if ref.incarnation == self.address.incarnation:
             self._payloads.release(ref.id)
-        elif not ref.inline:
+        elif ref.content is None:
             self._spawn(self._release(ref))
 
     async def _release(self, ref: PayloadRef) -> None:
@@ -402,7 +366,7 @@ class Hub:
             return await inbox.accept(0, lambda: _as_is(message))
         async with inbox.sending:
             link, address = await self._link(peer)
-            ref = await self._hold_for(address, message, f"send to {peer}{f' ({tag})' if tag else ''}")
+            ref = await self._payloads.hold(message, f"send to {peer}{f' ({tag})' if tag else ''}", address)
             try:
                 await _ask(link, "deliver", tag, ref)
             finally:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.flow.packing import ALIGNMENT, Packed, split
+from headway.flow.packing import Packed, flat
 from headway.records.errors import ConfigurationError, HeadwayError
+from headway.runtime.framing import ALIGNMENT
 from headway.runtime.scratch import remove_unlocked
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -89,7 +90,7 @@ class Segment:
     @staticmethod
     def size_for(packed: Packed) -> int:
         """Bytes of a segment for a payload: at least a little more than needed, as the next one may be larger."""
-        needed = ALIGNMENT + packed.flat_bytes
+        needed = ALIGNMENT + packed.size_bytes
         step = max(mmap.PAGESIZE, 1 << (needed.bit_length() - 3))
         return -(-needed // step) * step
 
@@ -125,17 +126,16 @@ class SegmentReader:
     def __init__(self) -> None:
         self._mapped: dict[str, mmap.mmap] = {}  # of segments that were read by this process alone, and come again
 
-    def read(self, path: str, number: int, *, alone: bool) -> tuple[memoryview, memoryview]:
-        """Header and block of a payload, whose segment isn't used again while a part of it lives. They are this
-        process's own: for a payload that it reads ``alone`` the segment itself, else memory that is copied where it is
-        written to. Raises PayloadReleased."""
+    def read(self, path: str, number: int, *, alone: bool) -> Packed:
+        """A payload, whose segment isn't used again while a part of it lives. It is this process's own: where it reads
+        ``alone`` the segment itself, else memory that is copied where it is written to. Raises PayloadReleased."""
         with suppress(FileNotFoundError, BlockingIOError), open(path, "r+b") as file:  # removed, or written anew
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             mapped = self._kept(path) if alone else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             if _STATE.unpack_from(mapped)[0] == number:
                 content = np.frombuffer(mapped, np.uint8)
                 weakref.finalize(content, os.close, os.dup(file.fileno())).atexit = False  # with it goes the lock
-                return split(content.data[ALIGNMENT:])
+                return flat(content.data[ALIGNMENT:])
         raise PayloadReleased(f"payload {number} of {Path(path).name} was released before it was fetched")
 
     def _kept(self, path: str) -> mmap.mmap:

@@ -53,13 +53,14 @@ def test_calls_go_both_ways_and_carry_remote_tracebacks():
     run(main)
 
 
-@pytest.mark.parametrize("settings", [{}, {"forced_path": "gloo"}, {"forced_path": "link"}], ids=str)
-def test_messages_of_many_tensors_arrive_equal_and_in_order(settings: dict[str, Any]):
+@pytest.mark.parametrize("path", ["shared memory", "link"])
+def test_messages_of_many_tensors_arrive_equal_and_in_order(path: str):
     async def main() -> None:
         paths: list[Any] = []
-        noted = {"on_path": lambda *pair: paths.append(pair)}
-        async with workflow("a", "b", driver=noted, **settings) as (hub, workers, _):
-            a, b = workers["a"], workers["b"]
+        noted = {"on_path": lambda *pair: paths.append(pair), "host": "127.0.0.1"}
+        elsewhere = {"machine": "another", "host": "127.0.0.1"} if path == "link" else {}
+        async with workflow("a", driver=noted, host="127.0.0.1") as (hub, workers, start):
+            a, b = workers["a"], await start("b", **elsewhere)
             sent = [await a.call("make", name, 1, *shape) for name, shape in (("many", (1000, 26214)), ("big", BIG))]
             await a.call("keep", "small", {"x": torch.ones(3, dtype=torch.bfloat16)})
             sending = asyncio.gather(*(a.call("send", "b", name) for name in ("many", "small", "big", "many")))
@@ -70,18 +71,16 @@ def test_messages_of_many_tensors_arrive_equal_and_in_order(settings: dict[str, 
             for _ in range(3):
                 assert digest(await hub.call("b", "echo", nested)) == digest(nested)
             pairs = [("a", "b"), ("b", "driver"), ("driver", "b")]
-            assert sorted(paths) == [(*pair, settings.get("forced_path", "shared memory")) for pair in pairs]
+            assert sorted(paths) == [(*pair, path) for pair in pairs]
 
     run(main)
 
 
-@pytest.mark.parametrize("way", ["link", "tls", "gloo"])
+@pytest.mark.parametrize("way", ["link", "tls"])
 def test_two_machines_use_the_link_with_the_runs_key(way: str):
     async def main() -> None:
         elsewhere = {"machine": "another", "host": "127.0.0.1"}
-        common: dict[str, Any] = {"tls": {"certificate": make_certificate()}, "gloo": {"forced_path": "gloo"}}.get(
-            way, {}
-        )
+        common: dict[str, Any] = {"certificate": make_certificate()} if way == "tls" else {}
         paths: list[Any] = []
         driver = {"host": "127.0.0.1", "on_path": lambda *pair: paths.append(pair)}
         async with workflow("a", driver=driver, **common) as (hub, _, start):
@@ -89,7 +88,7 @@ def test_two_machines_use_the_link_with_the_runs_key(way: str):
             assert await hub.call("a", "echo", 1) == 1
             big = tensors(0, *BIG)
             assert digest(await hub.call("b", "echo", big)) == digest(big)
-            assert ("driver", "b", "gloo" if way == "gloo" else "link") in paths
+            assert ("driver", "b", "link") in paths
             ref = await hub.hold(big)
             assert await b.call("fetch", ref) == digest(big)
             settings: dict[str, Any] = {"folder": new_folder(), "machine": "third"}

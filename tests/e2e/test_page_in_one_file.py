@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import watch_browser
 import watch_runs
-from watch_browser import WatchedPage
+from watch_browser import open_page
 
 from headway.services.watch.page_file import write_compared_page, write_run_page
 
@@ -23,16 +22,6 @@ pytestmark = [
     pytest.mark.skipif(bool(watch_browser.lacking()), reason=watch_browser.lacking()),
 ]
 VIEWS = ("now", "run", "rollouts", "tasks", "devices")
-
-
-class PageFile:
-    """A page that is a file, in the place of a server."""
-
-    def __init__(self, path: Path) -> None:
-        self.address = path.as_uri()
-
-    def page(self, view: str, **parameters: Any) -> str:
-        return f"{self.address}#/{view}?{urlencode(parameters)}"
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +40,6 @@ def run(folder: Path) -> Path:
 def chromium() -> Iterator[Any]:
     with watch_browser.browser() as started:
         yield started
-
-
-def open_page(chromium: Any, path: Path) -> WatchedPage:
-    server: Any = PageFile(path)
-    return WatchedPage(chromium, server)
 
 
 def test_a_file_shows_every_view_of_a_run_without_a_server(run: Path, folder: Path, chromium: Any) -> None:

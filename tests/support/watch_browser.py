@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 from watch_server import WatchServer
 
@@ -55,6 +56,22 @@ def browser() -> Iterator[Any]:
             yield chromium
         finally:
             chromium.close()
+
+
+class PageFile:
+    """A page that is a file, in the place of a server."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = path.as_uri()
+
+    def page(self, view: str, **parameters: Any) -> str:
+        return f"{self.address}#/{view}?{urlencode(parameters)}"
+
+
+def open_page(chromium: Any, path: Path) -> WatchedPage:
+    """A user's page on a file that `headway report --html` wrote."""
+    server: Any = PageFile(path)
+    return WatchedPage(chromium, server)
 
 
 class WatchedPage:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.flow.packing import Packed
+from headway.flow.packing import Packed, pack
 from headway.flow.paths import PeerAddress
 from headway.flow.payloads import Payloads
 from headway.flow.segments import PayloadReleased, Segment, WorkflowFolder
@@ -37,18 +37,18 @@ def test_a_cancelled_hold_gives_its_segment_back(tmp_path: Path, monkeypatch: py
         payloads = Payloads(ADDRESS, tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(Segment, "write", slow_write)
-            holding = asyncio.ensure_future(payloads.hold(MESSAGE, "", "shared memory"))
+            holding = asyncio.ensure_future(payloads.hold(MESSAGE, ""))
             await asyncio.to_thread(copying.wait, 10)
             holding.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await holding
             going_on.set()
             await asyncio.gather(*payloads._storing)
-        ref = await payloads.hold(MESSAGE, "", "shared memory")
+        ref = await payloads.hold(MESSAGE, "")
         assert left_in(tmp_path) == [ref.segment]
         found = payloads.read(ref)
         assert found is not None
-        assert np.array_equal(found[0], MESSAGE)
+        assert np.array_equal(found.load(), MESSAGE)
         await payloads.close()
         assert not left_in(tmp_path)
 
@@ -59,8 +59,8 @@ def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
     async def main() -> None:
         folder = WorkflowFolder(tmp_path / "headway-flow-x")
         payloads = Payloads(ADDRESS, folder.path)
-        kept, released = [await payloads.hold(MESSAGE, "", "shared memory") for _ in range(2)]
-        alone = await payloads.hold(MESSAGE, "", "shared memory", reader="2")
+        kept, released = [await payloads.hold(MESSAGE, "") for _ in range(2)]
+        alone = await payloads.hold(MESSAGE, "", PeerAddress(name="b", incarnation="2", machine="here", unix=""))
         payloads.release(released.id)
         folder.forget(ADDRESS.incarnation)
         assert left_in(folder.path) == [kept.segment]
@@ -71,6 +71,50 @@ def test_of_a_dead_process_only_what_others_may_fetch_is_left(tmp_path: Path):
         await payloads.close()
         folder.close()
         assert not folder.path.exists()
+
+    asyncio.run(main())
+
+
+def test_a_payload_takes_the_path_of_its_reader(tmp_path: Path):
+    async def main() -> None:
+        own = PeerAddress(name="a", incarnation="1", machine="here", unix="", device="x/cuda:1")
+        payloads = Payloads(own, tmp_path)
+        readers = {
+            ("here", "cuda:1"): "cuda ipc",
+            ("here", "x/cuda:1"): "cuda ipc",
+            ("here", "cuda:0"): "shared memory",
+            ("here", "cpu:0"): "shared memory",
+            ("there", "cuda:1"): "link",
+        }
+        for (machine, device), path in readers.items():
+            reader = PeerAddress(name="b", incarnation="2", machine=machine, unix="", device=device)
+            for message in (MESSAGE[:10], MESSAGE):
+                ref = await payloads.hold(message, "", reader)
+                assert (ref.path, bool(ref.segment)) == (path, machine == "here" and message is MESSAGE)
+                found = payloads.read(ref)
+                assert found is not None
+                assert np.array_equal(found.load(), message)
+        assert (await payloads.hold(MESSAGE, "")).path == "shared memory"
+        await payloads.close()
+
+    asyncio.run(main())
+
+
+def test_a_small_payload_is_its_references_own(tmp_path: Path):
+    """What a channel keeps of many small items holds no memory that they came in."""
+
+    async def main() -> None:
+        payloads = Payloads(ADDRESS, tmp_path)
+        message = np.arange(5000)
+        ref = await payloads.hold(message, "")
+        message[:] = 0
+        assert not pack(ref).buffers
+        mine, other = payloads.read(ref), payloads.read(pack(ref).load())
+        assert mine is not None
+        assert other is not None
+        mine.load()[:] = 0
+        assert np.array_equal(other.load(), np.arange(5000))
+        assert not left_in(tmp_path)
 
     asyncio.run(main())
 
