@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli.printing import print_result
+from headway.cli.printing import print_result, print_rows
 
 if TYPE_CHECKING:
     from headway.planner.catalogue.read import Catalogue
@@ -38,7 +38,6 @@ def tco(
     """Total cost of an hour of an owned device: capital as an annuity, power, colocation, hands, internet."""
     from headway.planner.cost_tables import owned_rows
     from headway.planner.costs import owned_cost
-    from headway.report.printing import print_rows
 
     found = owned_cost(read_catalogue(catalogue), server)
     print_result(found, as_json, lambda: print_rows(owned_rows(found)))
@@ -54,7 +53,6 @@ def run(
     """Dollars of a run's steps, and of a million tokens: all devices are paid for the whole step, whoever waits."""
     from headway.planner.cost_tables import print_steps, run_rows
     from headway.planner.costs import priced_run
-    from headway.report.printing import print_rows
 
     found = priced_run(read_catalogue(catalogue), name, price, service)
     print_result(found, as_json, lambda: (print_steps(found), print_rows(run_rows(found))))
@@ -76,7 +74,6 @@ def service(
     from headway.control.backfill import TenantLoad
     from headway.planner.cost_tables import service_rows
     from headway.planner.costs import service_comparison
-    from headway.report.printing import print_rows
 
     load = TenantLoad(slots=64, rollouts=64, mean_s=1.0, spread=spread, train_s=train, steps=30)
     found = service_comparison(
@@ -100,7 +97,6 @@ def live(
 ) -> None:
     """Dollars of a run so far, and of its waits; while it runs or afterwards."""
     from headway.planner.costs import price_of
-    from headway.report.printing import print_rows
     from headway.report.run_cost import cost_of_run, cost_rows
     from headway.report.run_view import view_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import print_json, print_result
+from headway.cli.printing import print_json, print_result, print_rows
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -96,7 +96,6 @@ def sft(
     """
     experiment = experiments.load(context, config)
     from headway.orchestrator.jobs.sft import run_sft
-    from headway.report.printing import print_rows
     from headway.report.progress import SftProgress
     from headway.report.tables import sft_rows
 

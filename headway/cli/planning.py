@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import print_json, print_result
+from headway.cli.printing import print_json, print_result, print_rows
 
 if TYPE_CHECKING:
     from headway.planner.from_run import RunScenario
@@ -66,7 +66,6 @@ def _simulate_run(
 ) -> None:
     from headway.planner.agreement import agreement, print_agreement
     from headway.planner.from_run import read_run, scenario_from, window
-    from headway.report.printing import print_rows
     from headway.telemetry.ledger import read_ledger
 
     recorded = read_run(path)
@@ -90,9 +89,9 @@ def _simulate_run(
 
 def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:
     from headway.planner.table import outcome_rows
-    from headway.report.printing import print_rows
+    from headway.report.tables import summary_rows
 
-    print_rows(outcome_rows(outcome))
+    print_rows(summary_rows(outcome.summary) | outcome_rows(outcome))
     typer.echo(f"simulated: headway report {run_dir}   judges the run")
 
 
@@ -199,7 +198,6 @@ def plan(
         from headway.config.load import load_experiment
         from headway.planner.plan_files import PlanOutputs, plan_for, require_places, write_outputs
         from headway.report.plans.run_plan import draw_plan, plan_rows
-        from headway.report.printing import print_rows
         from headway.report.progress import ProgressBar
         from headway.runtime.run_directory import write_whole
 
@@ -226,7 +224,6 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
     from headway.planner.profile import measure_profile
     from headway.records.errors import ConfigurationError
     from headway.report.plans.run_plan import profile_rows
-    from headway.report.printing import print_rows
     from headway.report.progress import CalibrationProgress
     from headway.runtime.run_directory import write_whole
 
@@ -247,7 +244,6 @@ def _profile(config: str, overrides: list[str], seconds: float, output: str, as_
 def _compare(paths: tuple[str, str], as_json: bool) -> None:
     from headway.planner.plan_files import read_plan
     from headway.report.plans.run_plan import plan_rows
-    from headway.report.printing import print_rows
 
     first, second = map(read_plan, paths)
     if as_json:
@@ -264,7 +260,6 @@ def _place(graph: str, objective: Objective, tolerance: float, expansions: int, 
     from headway.control.placement.reasons import explain
     from headway.planner.graph_file import read_problem
     from headway.records.errors import ConfigurationError
-    from headway.report.printing import print_rows
 
     problem = read_problem(graph)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
@@ -20,6 +20,13 @@ def print_json(value: Any) -> None:
     import msgspec
 
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def print_rows(rows: Mapping[str, str], title: str = "", *, gap: int = 3) -> None:
+    """Print ``rows`` as `tables.print_rows` does."""
+    from headway.report import tables
+
+    tables.print_rows(rows, title, gap=gap)
 
 
 def print_result(found: Any, as_json: bool, show: Callable[[], object]) -> None:

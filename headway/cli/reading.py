@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
 from headway.records.curriculum import CurriculumExplanation
 from headway.records.errors import ConfigurationError
 
@@ -87,7 +87,6 @@ def report(
     if as_json:
         print_json(to_json(view))
         return
-    from headway.report.printing import print_rows
 
     print_rows(view.verdict.sentences, gap=2)
     if view.verdict.pages:

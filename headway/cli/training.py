@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result
+from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -54,7 +54,6 @@ def train(
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
         from headway.report.dry_run import dry_run_rows
-        from headway.report.printing import print_rows
         from headway.rollout.hosting.service import scores_itself
 
         print_rows(dry_run_rows(experiment, scores_itself(experiment.environment)))

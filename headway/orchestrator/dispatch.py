@@ -108,7 +108,7 @@ class Dispatch:
         run.meter.admitted(group)
         state.admitted += 1
         entry = RunningGroup(group=group, unfinished=group.size)
-        state.open_group(entry, group.admitted_s)
+        state.open_group(entry)
         self._start(entry)
 
     def _start(self, entry: RunningGroup) -> None:

@@ -157,7 +157,7 @@ def reopen_groups(run: RunContext) -> None:
                 oldest_version=min([run.buffer.completed_steps, *begun]),
                 partials={parked.member: parked for parked in record.parked},
             )
-            state.open_group(entry, run.clock.now())
+            state.open_group(entry)
         else:
             state.finish_group(finished, run.clock.now())
     run.parking.reopen([parked for entry in state.running.values() for parked in entry.partials.values()])

@@ -117,7 +117,7 @@ class RunState:
         """Running, parked and buffered: what N counts beside the groups already trained."""
         return len(self.running) + len(self.finished)
 
-    def open_group(self, entry: RunningGroup, now_s: float) -> None:
+    def open_group(self, entry: RunningGroup) -> None:
         """Add a group that starts to generate."""
         index = entry.group.index
         self.running[index] = entry

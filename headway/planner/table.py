@@ -1,4 +1,4 @@
-"""The table that `headway simulate` prints."""
+"""Rows that `headway simulate` prints below those of any run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from headway.planner.outcome import SimulationOutcome
 
 def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
-    summary, counts = outcome.summary, outcome.environment
+    counts = outcome.environment
     found = {
-        "steps": f"{summary.steps:,} in {_hours(summary.duration_s)}, {outcome.step_s:,.1f} s each",
-        "trained samples": f"{summary.samples_trained:,}, {outcome.samples_per_s:.4g}/s",
-        "waits": f"trainer {outcome.trainer_wait:.1%}, generator {outcome.generator_wait:.1%}",
-        "rates, samples/s": (
-            f"consumption {summary.consumption_per_s:.4g}, production {summary.production_per_s:.4g}, "
-            f"effective {summary.effective_production_per_s:.4g}"
-        ),
-        "staleness, versions": f"mean {outcome.staleness_mean:.2f}, worst {outcome.staleness_max}",
+        "mean staleness": f"{outcome.staleness_mean:.2f} versions",
         "tokens": (
             f"{outcome.generated_tokens:,} generated, {outcome.wasted_share:.1%} of them not trained; "
             f"{outcome.prefilled_tokens:,} prefilled, {outcome.preemptions:,} preemptions"
@@ -25,7 +18,6 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
             f"{outcome.length_bias_ks:.4f}: scheduling {outcome.length_bias_scheduling_ks:.4f}, "
             f"filter {outcome.length_bias_filter_ks:.4f}, pruning {outcome.length_bias_pruning_ks:.4f}"
         ),
-        "endings": ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none",
     }
     if outcome.mfu_step:
         found["MFU"] = f"{outcome.mfu_step:.1%} of the step, {outcome.mfu_compute:.1%} while computing"
@@ -43,10 +35,6 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
         )
     cost = f"{outcome.device_hours:,.2f} device-hours"
     if outcome.dollars:
-        per_sample = outcome.dollars / max(1, summary.samples_trained)
+        per_sample = outcome.dollars / max(1, outcome.summary.samples_trained)
         cost += f", ${outcome.dollars:,.2f}, ${per_sample:.3g} a sample"
     return found | {"cost": cost}
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds:.1f} s"

@@ -22,8 +22,8 @@ from headway.report.formats import duration, percent, quantity
 from headway.report.incidents import described
 from headway.report.kernels import kernel_sentences
 from headway.report.preview import BINDS
-from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
+from headway.report.tables import print_rows
 from headway.runtime.devices import alike, parse_device, sharing
 from headway.runtime.run_directory import RunDirectory, placed_as_before
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_SIMULATED

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headway.config.schema import AlgorithmConfig, Experiment
 from headway.config.sources import TaskSource
 from headway.report.formats import duration
-from headway.report.printing import Rows
+from headway.report.tables import Rows
 
 
 def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Rows:

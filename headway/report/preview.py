@@ -9,7 +9,7 @@ from rich.text import Text
 from headway.config.schema import Experiment
 from headway.records.check_report import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
 from headway.report.formats import duration, quantity
-from headway.report.printing import Rows, print_rows
+from headway.report.tables import Rows, print_rows
 
 BINDS = {
     "generator": "the generator",

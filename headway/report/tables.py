@@ -6,11 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from headway.records.ledger import RunSummary
 from headway.report.formats import duration, percent, quantity, score, shown_kernels
-from headway.report.printing import Rows, print_rows
+
+Rows = dict[str, str]  # label -> text
+
+
+def print_rows(rows: Mapping[str, str], title: str = "", console: Console | None = None, *, gap: int = 3) -> None:
+    """Print ``rows`` under each other, labels bold, below a ``title`` where there is one. ``gap``: blanks between label
+    and text."""
+    console = console or Console(highlight=False)
+    table = Table.grid(padding=(0, gap))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, text in rows.items():
+        table.add_row(Text(label), Text(text))
+    if title:
+        console.print(Text(f"\n{title}", style="bold underline"))
+    console.print(table)
 
 
 def print_summary(summary: RunSummary, run_dir: str, console: Console | None = None) -> None:

@@ -35,8 +35,8 @@ from headway.records.training import OptimiserSettings
 from headway.runtime.devices import native_kernels_wanted
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
-from headway.trainer.adamw import AdamW
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
+from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.

@@ -31,11 +31,11 @@ from headway.runtime.devices import native_kernels_wanted
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
+from headway.trainer.optimizer import learning_rate
 from headway.trainer.peak import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
 from headway.trainer.progress import Progress
 from headway.trainer.ranks import Ranks
-from headway.trainer.schedules import learning_rate
 from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.shared_memory import Publisher
 

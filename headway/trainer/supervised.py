@@ -22,7 +22,7 @@ from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.training import MOST_SKIPPED_IN_A_ROW
 from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Update
-from headway.trainer.schedules import learning_rate
+from headway.trainer.optimizer import learning_rate
 from headway.trainer.service import ModelService
 
 

@@ -36,9 +36,10 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
             "audit_share": 0.2,
             "pruners": [
                 {"kind": "repetition", "repeats": 10, "repeated_share": 1.0},
-                {"kind": "verifier", "verifier": "tiny_verifiers:odd_is_wrong"},
+                {"kind": "verifier", "verifier": "odd"},
             ],
         },
+        **{"verifiers.odd": {"name": "tiny_verifiers:odd_is_wrong"}},
     )
     ended = train(config)
     assert ended.process.returncode == 0, ended.output
@@ -78,7 +79,8 @@ def test_a_judge_that_is_not_there_is_refused(inputs: Path, tmp_path: Path) -> N
         model={"path": str(inputs / "model")},
         **{
             "tasks.train": {"path": str(inputs / "tasks.jsonl")},
-            "pruning": {"pruners": [{"kind": "value", "verifier": "no_such:judge"}]},
+            "pruning": {"pruners": [{"kind": "value", "verifier": "judge"}]},
+            "verifiers.judge": {"name": "no_such:judge"},
             "rollout": {"max_response_tokens": 100},
         },
     )

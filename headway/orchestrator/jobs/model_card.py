@@ -13,11 +13,10 @@ from typing import Any
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.records.ledger import EvaluationRecord
 from headway.report.formats import duration
-from headway.report.printing import Rows
 from headway.report.run_cost import cost_of_run
 from headway.report.run_view import RunView, view_run
 from headway.report.several.axes import AXES, places_of
-from headway.report.tables import mapping_rows
+from headway.report.tables import Rows, mapping_rows
 from headway.runtime.run_directory import write_whole
 from headway.trainer.checkpoints import CARD_FILE, CARD_MARK, has_own_card, read_state
 

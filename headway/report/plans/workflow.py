@@ -11,7 +11,7 @@ from rich.console import Console
 from headway.records.execution import WORKFLOW_FILE, FlowLine, FlowStep, StageStep
 from headway.records.ledger import EventRecord
 from headway.report.formats import duration, percent
-from headway.report.printing import Rows, print_rows
+from headway.report.tables import Rows, print_rows
 from headway.telemetry.trace_file import decoded_lines
 
 

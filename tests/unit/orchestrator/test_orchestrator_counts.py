@@ -42,7 +42,7 @@ def test_counts_of_rollouts_and_parked_groups_equal_a_scan(events: list[tuple[st
         entry = entries[which % len(entries)] if entries else None
         if event == "open" or entry is None:
             entries.append(RunningGroup(group=group(index), unfinished=SIZE))
-            state.open_group(entries[-1], float(now_s))
+            state.open_group(entries[-1])
             index += 1
         elif event == "done" and entry.unfinished > entry.parked:
             state.member_done(entry)
@@ -52,15 +52,13 @@ def test_counts_of_rollouts_and_parked_groups_equal_a_scan(events: list[tuple[st
             state.member_parked(entry, -1)
         elif event == "finish" and entry.group.index in state.running:
             state.finish_group(FinishedGroup(group=entry.group, rollouts=()), float(now_s))
-        elif event == "close" and entry.group.index in state.opened_s:
+        elif event == "close" and entry.group.index in state.running.keys() | state.finished.keys():
             ended = state.close_group(entry.group.index)
             assert ended is entry or isinstance(ended, FinishedGroup)
         assert state.running_rollouts == sum(one.unfinished - one.parked for one in state.running.values())
         assert state.parked_groups == sum(1 for one in state.running.values() if one.parked)
-        assert state.opened_s.keys() == state.running.keys() | state.finished.keys()
         assert state.finished_at_s.keys() == state.finished.keys()
-        for times in (state.opened_s, state.finished_at_s):
-            assert list(times.values()) == sorted(times.values())
+        assert list(state.finished_at_s.values()) == sorted(state.finished_at_s.values())
 
 
 def test_a_signal_wakes_those_that_have_something_to_do() -> None:

@@ -160,7 +160,7 @@ def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_unde
     group = Group(
         index=7, task=Task(task_id="t", prompt="p"), prompt_ids=(1,), size=4, admitted_version=9, admitted_s=0.0
     )
-    state.open_group(RunningGroup(group=group, unfinished=4, oldest_version=11), 0.0)
+    state.open_group(RunningGroup(group=group, unfinished=4, oldest_version=11))
     assert state.selectable.unfinished([11]) == (7,)
     assert not state.selectable.select(13).overdue
     assert state.selectable.select(14).overdue == (7,)

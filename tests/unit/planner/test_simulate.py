@@ -392,7 +392,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     directory = f"--run.directory={tmp_path / 'run'}"
     assert headway(["simulate", scenario, "--run.steps=3", directory]) == 0
     printed = capsys.readouterr().out
-    assert "trained samples" in printed
+    assert "samples trained" in printed
     assert "device-hours" in printed
     assert headway(["simulate", scenario, "--run.steps=3", directory, "--json"]) == 0
     import msgspec

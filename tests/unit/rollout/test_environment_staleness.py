@@ -60,7 +60,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, episode: Any, begun: A
             group=GROUP.index, member=1, response=RESPONSE, resumes=0, environment_version=1, episode=episode
         )
         entry = RunningGroup(group=GROUP, unfinished=2, partials={1: parked})
-        state.open_group(entry, 0.0)
+        state.open_group(entry)
         await Dispatch(cast("Any", run), generated)._generate(entry)
         return (await generated.get())[1]
 

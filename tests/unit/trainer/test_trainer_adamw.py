@@ -10,7 +10,7 @@ import torch
 from tiny_trainer import make_model
 
 from headway.records.training import OptimiserSettings
-from headway.trainer.adamw import AdamW
+from headway.trainer.optimizer import AdamW
 
 SETTINGS = [
     OptimiserSettings(learning_rate=1e-2),

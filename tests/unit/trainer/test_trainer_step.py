@@ -20,8 +20,8 @@ from headway.records.errors import HookFailed
 from headway.records.training import TrainBatch
 from headway.trainer import losses
 from headway.trainer.learner import token_logprobs
+from headway.trainer.optimizer import learning_rate
 from headway.trainer.progress import Progress
-from headway.trainer.schedules import learning_rate
 from headway.trainer.service import TrainerService
 
 torch.set_num_threads(1)

@@ -1,18 +1,22 @@
-"""AdamW without torch's compiler: ``torch.optim.AdamW`` imports it when it is built, in seconds of every start."""
+"""The optimiser: AdamW, and the learning rate of each step as a pure function of the version, so that a resumed run
+needs no scheduler state."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from headway.config.schema import SftConfig, TrainerConfig
 from headway.records.training import OptimiserSettings
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, 2019): the numbers of ``torch.optim.AdamW(fused=True)``, bit for bit."""
+    """AdamW (Loshchilov & Hutter, 2019): the numbers of ``torch.optim.AdamW(fused=True)``, bit for bit, without torch's
+    compiler, which ``torch.optim.AdamW`` imports when it is built, in seconds of every start."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -48,3 +52,20 @@ class AdamW:
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
         return self.state[parameter]
+
+
+def learning_rate(step: int, settings: TrainerConfig | SftConfig, total_steps: int) -> float:
+    """Learning rate of the step that follows ``step`` completed ones.
+
+    Warm-up is linear and reaches its peak at the last of ``warmup_steps``; a linear or cosine decay reaches 0 at
+    ``total_steps`` and stays there.
+    """
+    peak, warmup_steps = settings.learning_rate, settings.warmup_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if settings.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if settings.schedule == "linear":
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
