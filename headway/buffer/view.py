@@ -1,4 +1,4 @@
-"""Reading a run's finished groups and their counts from outside, also while the run is in progress."""
+"""Reading a run's groups and their counts from outside, also while the run is in progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from headway.buffer.database import reading, require_readable
-from headway.buffer.rows import read_group, read_parked, read_rollouts
+from headway.buffer.rows import read_drawn_groups, read_group, read_parked, read_rollouts
+from headway.records.curriculum import DrawnGroup
 from headway.records.rollout import FinishedGroup, Rollout
 
 
@@ -20,6 +21,12 @@ def read_waiting(path: Path, most: int) -> list[FinishedGroup]:
         found = connection.execute(query, (most,)).fetchall()
         groups = [(read_group(connection, index), read_rollouts(connection, index)) for (index,) in found]
         return [FinishedGroup(group=group, rollouts=rollouts) for group, rollouts in groups]
+
+
+def read_history(path: Path) -> list[DrawnGroup]:
+    """Every drawn group of the buffer at ``path``, by index. Raises as above."""
+    with _opened(path) as connection:
+        return read_drawn_groups(connection)
 
 
 def read_rollout_counts(path: Path) -> tuple[int, int, int]:

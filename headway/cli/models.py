@@ -50,7 +50,7 @@ def init_model(
     as_json: bool = typer.Option(False, "--json", help="Print its sizes as one JSON object."),
 ) -> None:
     """Write a small, randomly initialised model with its own tokenizer, so that no network is needed."""
-    from headway.cli.texts import read_texts
+    from headway.tasks.rows import read_texts
 
     corpus = read_texts(texts)  # before torch is loaded: a wrong path shows at once
     from headway.models.initialise import initialise_model

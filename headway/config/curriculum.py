@@ -43,8 +43,3 @@ class CurriculumConfig(CurriculumSection):
     min_signal_range: tuple[Probability, Probability] = _MIN_SIGNAL_RANGE  # in which min_signal is adjusted ...
     zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in here
     member_gain: Probability = 0.02  # a group grows while another member raises the signal's probability by this much
-
-    @classmethod
-    def of(cls, section: CurriculumSection) -> CurriculumConfig:
-        """The keys of ``section``, and the values that no file sets."""
-        return cls(**section.model_dump())

@@ -37,8 +37,3 @@ class RouterConfig(RouterSection):
     successes_to_close: Positive = 2  # successful requests in a row that close the breaker
     burst_s: Seconds = 2.0  # burst allowed at once: the rates times this
     overcommit: Rate = 2.0  # foreign callers' open requests have this many times the KV: most end before their limit
-
-    @classmethod
-    def of(cls, section: RouterSection) -> RouterConfig:
-        """The keys of ``section``, and the values that no file sets."""
-        return cls(**section.model_dump())

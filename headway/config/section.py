@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -19,6 +19,11 @@ ANY_NODE = "*"  # begins the node's name of a device that has no node yet
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, section: Section) -> Self:
+        """The keys of ``section``, of which this class is an extension, and its own values, which no file sets."""
+        return cls(**section.model_dump())
 
 
 def require_named(value: str, known: Collection[str]) -> str:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
@@ -189,3 +189,23 @@ def short(value: object) -> str:
     """Text of a value for error messages: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_texts(paths: Sequence[str]) -> list[str]:
+    """Return every string value of every object of the files, nested ones too. Raises ConfigurationError with file and
+    line; also when there is no text at all."""
+    texts = [text for path in paths for _, raw in read_objects(Path(path)) for text in _strings(raw) if text]
+    if not texts:
+        raise ConfigurationError(f"no text in {', '.join(paths)}")
+    return texts
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)

@@ -8,7 +8,7 @@ from typing import Any
 from headway.records.errors import ConfigurationError
 from headway.report.formats import duration, quantity, score
 from headway.report.several.axes import AXES
-from headway.report.several.configurations import differences
+from headway.report.several.compare import differences
 from headway.report.several.listing import holder_of
 from headway.report.tables import summary_rows
 from headway.report.watch.runs import RunTail, WatchedRun, within

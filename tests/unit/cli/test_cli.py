@@ -15,8 +15,8 @@ from synthetic_run import evaluation, synthetic_lines, write_run
 
 from headway.cli import main as cli
 from headway.cli.experiment_options import overrides
-from headway.cli.texts import read_texts
 from headway.records.errors import ConfigurationError, Interrupted, WorkerDied
+from headway.tasks.rows import read_texts
 from headway.telemetry.summary import summarise
 
 COMMANDS = ("init-model", "sft", "train", "check", "eval", "report", "show", "trace")
