@@ -150,8 +150,3 @@ class EndpointConfig(EndpointSection):
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
     stream_ping_s: Seconds = 15.0  # between comments in a stream without tokens: proxies cut silent ones after 30 s
     connections: Positive = 4096  # open at the same time, where the process may open as many files; others are closed
-
-    @classmethod
-    def of(cls, section: EndpointSection, **limits: Any) -> EndpointConfig:
-        """The keys of ``section`` with ``limits`` other than these."""
-        return cls(**section.model_dump(), **limits)

@@ -21,9 +21,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @classmethod
-    def of(cls, section: Section) -> Self:
-        """The keys of ``section``, of which this class is an extension, and its own values, which no file sets."""
-        return cls(**section.model_dump())
+    def of(cls, section: Section, **values: Any) -> Self:
+        """The keys of ``section``, of which this class is an extension, and its own values, which no file sets: their
+        defaults, or ``values``."""
+        return cls(**section.model_dump(), **values)
 
 
 def require_named(value: str, known: Collection[str]) -> str:

@@ -116,7 +116,9 @@ def test_the_public_door_opens_without_torch_and_names_everything():
     assert static == set(names)
 
 
-MOST_LINES = 79_300  # 46,000 is the aim
+# Falls with every change that needs less; 46,000 is the aim. What it may grow by is named by the budget of a feature.
+BUDGETS: dict[str, int] = {}  # feature -> lines
+MOST_LINES = 79_291 + sum(BUDGETS.values())
 
 
 def test_planted_faults_find_their_places():
