@@ -100,6 +100,20 @@ def test_a_dead_worker_is_an_event_and_its_items_are_delivered_again(tmp_path: P
     assert "double_restarted" in events
 
 
+def test_items_in_a_channel_outlive_the_worker_that_put_them(tmp_path: Path):
+    """Small ones are in the channel itself, large ones in shared memory, which is the machine's."""
+
+    async def workflow(flow: Flow) -> None:
+        group, channel = await flow.workers("double", Doubles, restarts=1), flow.channel("items")
+        died = str(tmp_path / "died")
+        await group.leave(channel, ["small", np.arange(10**6)], died)
+        assert Path(died).exists()
+        assert await channel.get() == "small"
+        assert (await channel.get()).sum() == 10**6 * (10**6 - 1) // 2
+
+    run(workflow, ONE)
+
+
 def test_a_restarted_worker_goes_on_from_the_state_of_the_last_step(tmp_path: Path):
     async def workflow(flow: Flow) -> list[int]:
         group = await flow.workers("double", Remembers, restarts=1)
