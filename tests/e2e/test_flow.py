@@ -105,13 +105,12 @@ def test_items_in_a_channel_outlive_the_worker_that_put_them(tmp_path: Path):
 
     async def workflow(flow: Flow) -> None:
         group, channel = await flow.workers("double", Doubles, restarts=1), flow.channel("items")
-        died = str(tmp_path / "died")
-        await group.leave(channel, ["small", np.arange(10**6)], died)
-        assert Path(died).exists()
+        await group.leave(channel, ["small", np.arange(10**6)], str(tmp_path / "died"))
         assert await channel.get() == "small"
         assert (await channel.get()).sum() == 10**6 * (10**6 - 1) // 2
 
     run(workflow, ONE)
+    assert (tmp_path / "died").exists()
 
 
 def test_a_restarted_worker_goes_on_from_the_state_of_the_last_step(tmp_path: Path):
