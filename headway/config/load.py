@@ -103,9 +103,11 @@ def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, .
     for position, part in enumerate(location):
         table = cast("dict[object, object]", node) if isinstance(node, dict) else None
         items = cast("list[object]", node) if isinstance(node, list) else None
-        if isinstance(part, int) and items is None:
+        if items is None and (table is None or isinstance(part, int)):
             continue
-        if table is not None and part not in table and position < len(location) - 1:
+        last = position == len(location) - 1
+        of_kind = bool(parts) and isinstance(parts[-1], int) and table is not None and table.get("kind") == part
+        if table is not None and not last and (part not in table or of_kind):
             continue
         parts.append(part)
         if table is not None:
@@ -201,7 +203,9 @@ def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str
     model: type[BaseModel] = schema
     kinds: list[type[BaseModel]] = []  # of the table that is looked into, where it may be of several
     for part in location:
-        model = next((kind for kind in kinds if kind.model_fields["kind"].default == part), model)
+        if chosen := [kind for kind in kinds if kind.model_fields["kind"].default == part]:
+            model, kinds = chosen[0], []
+            continue
         field = model.model_fields.get(str(part))
         if field is None:
             continue  # an item of a list, its kind, or a name of one's own
@@ -245,6 +249,7 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     """Flatten, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume that trains for
     longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
+    del flat["model.dtype"]  # what it comes to stands in both sides' own
     if experiment.trainer.schedule == "constant":
         flat["trainer.schedule_steps"] = None
     elif experiment.trainer.schedule_steps is None:

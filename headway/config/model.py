@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import model_validator
 
@@ -50,3 +50,18 @@ class ModelConfig(Section):
         if self.trust_remote_code and self.implementation == "headway":
             raise ValueError("trust_remote_code with implementation = 'headway', which runs no code of a folder's")
         return self
+
+
+def apply_dtype(raw: Any) -> Any:
+    """The mapping ``raw`` of an experiment file with ``model.dtype`` as that of the sides that have none. Invalid parts
+    are returned as they are, for validation to report."""
+    model = cast("dict[str, Any]", raw).get("model") if isinstance(raw, dict) else None
+    dtype = cast("dict[str, Any]", model).get("dtype") if isinstance(model, dict) else None
+    if dtype not in ("float32", "bfloat16"):
+        return cast("Any", raw)
+    sections = dict(cast("dict[str, Any]", raw))
+    for side in ("generator", "trainer"):
+        given = sections.get(side, {})
+        if isinstance(given, dict):
+            sections[side] = {"dtype": dtype} | cast("dict[str, Any]", given)
+    return sections

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, PrivateAttr, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 
 from headway.config.section import Positive, Section
 
@@ -24,8 +25,6 @@ PARAMETERS: Mapping[str, Sequence[str]] = {
 class ObjectiveParameters(Section):
     """Parameters of the chosen loss and advantage. A loss of your own takes any, in ``settings.parameters``."""
 
-    model_config = ConfigDict(extra="allow")
-
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # PPO's, GSPO: bound of the ratio where A < 0
     temperature_positive: Annotated[float, Field(gt=0)] = 1.0  # sapo: steepness of its gate if A > 0
     temperature_negative: Annotated[float, Field(gt=0)] = 1.05  # sapo: the same otherwise; higher fades sooner
@@ -33,16 +32,38 @@ class ObjectiveParameters(Section):
     divergence: Literal["tv", "kl"] = "tv"  # dppo: of a token, |difference in probability| or binary KL in nats
     divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: most of a token (paper: kl 0.05)
     k: Positive = 2  # pass_at_k: the best of so many attempts is what counts
+    _own: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])  # of a loss of one's own, as they are given
+
+    @classmethod
+    def of_own_loss(cls, given: Mapping[str, Any], advantage: str) -> ObjectiveParameters:
+        """Parameters for a loss of the user's own, beside the ``advantage``'s. Raises ValueError for a value that isn't
+        JSON's, which couldn't be kept with the run."""
+        try:
+            json.dumps(given, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"valid: texts, finite numbers, booleans, lists and tables of them ({error})") from None
+        taken = PARAMETERS.get(advantage, ())
+        made = cls(**{name: value for name, value in given.items() if name in taken})
+        made._own.update((name, value) for name, value in given.items() if name not in taken)
+        return made
 
     def taken_by(self, loss: str, advantage: str) -> dict[str, Any]:
         """The parameters that ``loss`` and ``advantage`` take, by name: the defaults of those that aren't given, too.
-        Raises ValueError where another's is given, or one that only a loss of the user's own (module:function) could
-        take."""
+        Raises ValueError where another's is given."""
         taken = [*PARAMETERS.get(loss, ()), *PARAMETERS.get(advantage, ())]
-        for name in sorted(self.model_fields_set.difference(taken) if ":" not in loss else ()):
+        for name in sorted(self.model_fields_set.difference(taken)):
             others = ", ".join(of for of, names in PARAMETERS.items() if name in names)
             raise ValueError(
-                f"algorithm.parameters.{name} = {getattr(self, name)!r} is {f'of {others}' if others else 'unknown'}: "
-                f"the loss {loss!r} and the advantage {advantage!r} take {', '.join(taken) or 'none'}"
+                f"algorithm.parameters.{name} = {getattr(self, name)!r} is of {others}: the loss {loss!r} and the "
+                f"advantage {advantage!r} take {', '.join(taken) or 'none'}"
             )
-        return {name: getattr(self, name) for name in dict.fromkeys([*taken, *sorted(self.model_fields_set)])}
+        return {name: getattr(self, name) for name in taken} | self._own
+
+
+def _checked(value: Any, validated: ValidatorFunctionWrapHandler, info: ValidationInfo) -> ObjectiveParameters:
+    if ":" not in info.data.get("loss", "") or not isinstance(value, dict):
+        return validated(value)
+    return ObjectiveParameters.of_own_loss(cast("dict[str, Any]", value), info.data.get("advantage", ""))
+
+
+CheckedParameters = Annotated[ObjectiveParameters, WrapValidator(_checked)]  # by the section's loss, which comes first

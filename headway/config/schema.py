@@ -8,7 +8,13 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from headway.config.alerts import AlertsConfig
 from headway.config.buffer import BufferConfig
@@ -17,8 +23,8 @@ from headway.config.control import ControlConfig
 from headway.config.curriculum import REPEAT_STEPS, CurriculumSection
 from headway.config.endpoint import EndpointSection, EnvironmentConfig
 from headway.config.hooks import HooksConfig
-from headway.config.model import ModelConfig
-from headway.config.objectives import ObjectiveParameters
+from headway.config.model import ModelConfig, apply_dtype
+from headway.config.objectives import CheckedParameters, ObjectiveParameters
 from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterSection
@@ -172,7 +178,7 @@ class AlgorithmConfig(Section):
     advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
     # Tune: "ppo_clip" to begin with; "decoupled_ppo" beyond budget 2, with half the learning rate: docs/learning.md
     loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
-    parameters: ObjectiveParameters = ObjectiveParameters()
+    parameters: CheckedParameters = ObjectiveParameters()
     # Tune: narrower where the policy jumps (KL, entropy); wider where many tokens are clipped under staleness
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
     # Tune: above clip_low, so that rare tokens may grow; lower it when entropy explodes
@@ -375,7 +381,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, raw: Any) -> Any:
-        return _with_dtype(apply_preset(raw))
+        return apply_dtype(apply_preset(raw))
 
     @property
     def surplus_groups(self) -> int:
@@ -440,21 +446,6 @@ class Experiment(Section):
             return max(self.queue.max_concurrent_rollouts, self.largest_group)
         slots = self.generator.slots * len(self.generator.devices)
         return max(slots, self.largest_group) + self.generator.prefetch_groups * self.rollout.group_size
-
-
-def _with_dtype(raw: Any) -> Any:
-    """The mapping ``raw`` of an experiment file with ``model.dtype`` as that of the sides that have none. Invalid parts
-    are returned as they are, for validation to report."""
-    model = cast("dict[str, Any]", raw).get("model") if isinstance(raw, dict) else None
-    dtype = cast("dict[str, Any]", model).get("dtype") if isinstance(model, dict) else None
-    if dtype is None:
-        return cast("Any", raw)
-    sections = dict(cast("dict[str, Any]", raw))
-    for side in ("generator", "trainer"):
-        given = sections.get(side, {})
-        if isinstance(given, dict):
-            sections[side] = {"dtype": dtype} | cast("dict[str, Any]", given)
-    return sections
 
 
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is

@@ -199,7 +199,8 @@ class LedgerTail:
             found, rest = os.fstat(file.fileno()), b""
             if found.st_size == self._size:
                 return
-            if self._most_bytes and self._size < 0 and found.st_size > self._most_bytes:
+            self._inode = found.st_ino
+            if self._most_bytes and not self._offset and found.st_size > self._most_bytes:
                 file.seek(found.st_size - self._most_bytes)
                 file.readline()  # a part of a line
             else:
@@ -207,13 +208,15 @@ class LedgerTail:
             position = file.tell()
             while block := file.read(_BLOCK_BYTES):
                 *texts, rest = (rest + block).split(b"\n")
-                if len(rest) > _LONGEST_BYTES:  # no line of a ledger
-                    texts, rest = [*texts, rest], b""
                 for text in texts:
-                    position += len(text) + 1
+                    position = self._offset = position + len(text) + 1  # whoever breaks off goes on from here
                     yield from self._take(text, position)
+                if len(rest) > _LONGEST_BYTES:  # no line of a ledger
+                    position = self._offset = position + len(rest)
+                    yield from self._take(rest, position)
+                    rest = b""
             self.written_unix_s, self.torn = found.st_mtime, rest[:64]
-            self._inode, self._size, self._offset = found.st_ino, found.st_size, file.tell() - len(rest)
+            self._size = found.st_size
 
     def _take(self, text: bytes, position: int) -> Iterator[tuple[int, LedgerLine, list[int]]]:
         number, self.read_lines = self.read_lines, self.read_lines + 1

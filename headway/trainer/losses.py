@@ -66,14 +66,14 @@ class LossSettings:
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
     """The settings of the loss that ``algorithm`` names."""
-    given = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage)
+    given, own = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage), algorithm.loss not in LOSSES
     known = {one.name for one in fields(LossSettings)}
     return LossSettings(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         behaviour_weight_cap=algorithm.behaviour_weight_cap,
-        parameters={name: value for name, value in given.items() if name not in known},
-        **{name: value for name, value in given.items() if name in known},
+        parameters=given if own else {},
+        **({} if own else {name: value for name, value in given.items() if name in known}),
     )
 
 

@@ -14,7 +14,7 @@ PAGE = ROOT / "docs/tutorial.md"
 MOST_S = 20 * 60
 # Fewer steps, smaller batches, less measuring: the commands, not what comes of them.
 _BATCHES = ("--queue.groups_per_step=2", "--rollout.group_size=4")
-_UNTESTED = "--evaluation.test=never"
+_UNTESTED = ("--evaluation.test=never",)
 SHORT = {
     "headway quickstart": ("--sft.steps=5", "--run.steps=2", "--queue.filter_zero_variance=false", *_UNTESTED),
     "headway sft": ("--sft.steps=40",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
@@ -64,6 +64,7 @@ class Prometheus(Exporter, Collector):
             raise ConfigurationError(f"ledger.prometheus: {error}") from None
         host, port = split_address(address)
         self._gauges: dict[str, float] = {}
+        self._of_step: Collection[str] = ()  # names of the last step's values
         self._counts: dict[str, Counter[str]] = {"endings": Counter(), "failures": Counter(), "events": Counter()}
         self._shapes: dict[str, Counter[int]] = {}
         self._sums: dict[str, float] = defaultdict(float)
@@ -85,6 +86,9 @@ class Prometheus(Exporter, Collector):
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         gauges = dict(self._gauges)
+        if "time/step_s" in values:  # what the step before had and this one lacks is measured no longer
+            gauges = {name: value for name, value in gauges.items() if name not in self._of_step}
+            self._of_step = values.keys()
         for name, value in values.items():
             counted = _COUNTED.match(name)
             if counted:

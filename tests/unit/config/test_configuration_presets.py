@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from headway.config import schema
-from headway.config.load import load_experiment, validate_experiment
+from headway.config.load import load_experiment, require_resumable, validate_experiment
 from headway.config.presets import PRESETS, apply_preset
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
+from headway.trainer.losses import loss_settings
 
 RAW: dict[str, Any] = {"run": {"directory": "r"}, "model": {"path": "m"}, "tasks": {"train": {"path": "t.jsonl"}}}
 KEYS = [(name, section, key) for name, keys in PRESETS.items() for section in keys for key in keys[section]]
@@ -160,9 +162,9 @@ def test_a_loss_takes_its_own_parameters_and_no_others() -> None:
         "test: algorithm.parameters.beta = 0.4 is of dro: the loss 'sapo' and the advantage 'group_mean_std' take "
         "temperature_positive, temperature_negative"
     )
-    said = refusal(algorithm={"parameters": {"bta": 1}})
-    assert "algorithm.parameters.bta = 1 is unknown" in said
-    assert said.endswith("take dual_clip")
+    assert "unknown key 'algorithm.parameters.bta'; did you mean 'beta'?" in refusal(
+        algorithm={"parameters": {"bta": 1}}
+    )
     assert "algorithm.parameters.beta = 0" in refusal(algorithm={"loss": "dro", "parameters": {"beta": 0}})
     assert "dro_beta' is gone: set beta in [algorithm.parameters]" in refusal(algorithm={"dro_beta": 0.1})
 
@@ -173,13 +175,46 @@ def test_a_loss_takes_its_own_parameters_and_no_others() -> None:
         ({"loss": "reinforce"}, {}),
         ({"loss": "dppo"}, {"divergence": "tv", "divergence_limit": 0.15}),
         ({"loss": "dro", "advantage": "pass_at_k", "parameters": {"k": 3}}, {"beta": 0.05, "k": 3}),
-        ({"loss": "mine:loss", "parameters": {"width": [1, 2], "beta": 0.5}}, {"beta": 0.5, "width": [1, 2]}),
+        (
+            {"loss": "mine:loss", "parameters": {"width": [1, 2], "beta": -1, "copy": 3}},
+            {"width": [1, 2], "beta": -1, "copy": 3},
+        ),
+        ({"loss": "mine:loss", "advantage": "pass_at_k", "parameters": {"clip_low": "x"}}, {"k": 2, "clip_low": "x"}),
     ],
 )
 def test_a_run_keeps_the_parameters_that_it_takes(algorithm: dict[str, Any], written: dict[str, Any]) -> None:
-    kept = experiment(algorithm=algorithm, rollout={"group_size": 8}).model_dump(mode="json")
+    chosen = experiment(algorithm=algorithm, rollout={"group_size": 8})
+    kept = chosen.model_dump(mode="json")
     assert kept["algorithm"]["parameters"] == written
-    assert validate_experiment(kept, "kept").model_dump(mode="json") == kept
+    assert validate_experiment(kept, "kept") == chosen
+    own = loss_settings(chosen.algorithm)
+    assert own.parameters == (written if ":" in chosen.algorithm.loss else {})
+    assert own.clip_low == 0.2
+
+
+def test_what_a_run_cannot_keep_is_refused() -> None:
+    for value in (math.nan, math.inf, {1, 2}):
+        said = refusal(algorithm={"loss": "mine:loss", "parameters": {"width": value}})
+        assert "algorithm.parameters" in said
+        assert "finite numbers" in said
+
+
+def test_keys_that_went_from_a_pruner_are_told_by_their_place() -> None:
+    pruner = {"kind": "verifier", "verifier": "m", "timeout_s": 3}
+    said = refusal(pruning={"pruners": [pruner]}, verifiers={"m": {"name": "math"}})
+    assert "the key 'pruning.pruners.0.timeout_s' is gone: " in said
+    said = refusal(pruning={"pruners": [{"kind": "verifier", "verifier": "m", "blow": 3}]})
+    assert "unknown key 'pruning.pruners.0.blow'; did you mean 'below'?" in said
+    assert "pruning.pruners.0.verifier = 3" in refusal(pruning={"pruners": [{"kind": "verifier", "verifier": 3}]})
+    assert refusal(environment={"agent": 5}).count("environment.agent = 5") == 2
+    assert refusal(model={"path": "m", "dtype": "bf16"}).count("bf16") == 1
+
+
+def test_a_run_may_be_resumed_with_a_models_dtype_in_place_of_both_sides() -> None:
+    sides = {"trainer": {"dtype": "bfloat16"}, "generator": {"dtype": "bfloat16"}}
+    require_resumable(experiment(**sides), experiment(model={"path": "m", "dtype": "bfloat16"}))
+    with pytest.raises(ConfigurationError, match=r"trainer\.dtype"):
+        require_resumable(experiment(), experiment(model={"path": "m", "dtype": "bfloat16"}))
 
 
 def test_updates_end_early_only_where_a_batch_has_several() -> None:

@@ -21,7 +21,7 @@ from headway.report.tables import summary_rows
 from headway.report.watch.runs import RunTail
 from headway.runtime import line_file
 from headway.runtime.line_file import LineFile
-from headway.telemetry.ledger import Ledger, read_ledger, read_whole
+from headway.telemetry.ledger import Ledger, LedgerTail, read_ledger, read_whole
 from headway.telemetry.summary import summarise
 
 
@@ -207,6 +207,18 @@ def test_time_of_a_session_counts_whole_though_its_steps_were_trained_again(tmp_
     tail = RunTail(run)
     tail.refresh()
     assert (tail.duration_s, tail.view().summary.duration_s) == (37.0, 37.0)
+
+
+def test_a_reader_that_broke_off_goes_on_with_the_next_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", synthetic_lines(steps=6))
+    whole, tail = read_ledger(run), LedgerTail(run / "ledger.jsonl")
+    seen = []
+    for _, line, _ in tail.refresh():
+        seen.append(line)
+        if len(seen) == 3:
+            break
+    seen += [line for _, line, _ in tail.refresh()]
+    assert seen == whole == list(tail.lines.values())
 
 
 def test_a_replay_shows_without_a_resume_event_too() -> None:

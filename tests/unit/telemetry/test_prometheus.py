@@ -159,6 +159,28 @@ def told_of_stalls(ledger: Ledger, events: Any, url: str) -> None:
     assert seen["headway_stalls_total", (("wait", "event loop"), ("worker", "orchestrator"))] == 1
 
 
+def test_what_a_step_did_not_measure_is_not_repeated_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = told(monkeypatch, "event")
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    with Ledger(directory.path, ManualClock()) as ledger, serving(tmp_path, ledger, directory):
+        ledger.record(step_record(0, agents__calls=7, lengths__mean=30.0))
+        ledger.record(EventRecord(event="one"))
+        while events.get(timeout=5.0).event != "one":
+            pass
+        names = {name for name, _ in scrape(url_of(directory.path))}
+        assert "headway_agents_calls" in names
+        ledger.record(step_record(1, lengths__mean=31.0))
+        ledger.record(EventRecord(event="two"))
+        while events.get(timeout=5.0).event != "two":
+            pass
+        seen = scrape(url_of(directory.path))
+        assert ("headway_agents_calls", ()) not in seen
+        assert seen["headway_length_mean_tokens", ()] == 31.0
+
+
 def test_a_taken_port_is_said_before_the_run_starts(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
