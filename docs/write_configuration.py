@@ -175,7 +175,7 @@ def valid_values(annotation: Any, metadata: list[Any]) -> str:
     if origin is Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(valid_values(a, metadata) for a in arguments if a is not type(None))
+        return " or ".join(dict.fromkeys(valid_values(a, metadata) for a in arguments if a is not type(None)))
     if origin is tuple and arguments[-1] is not Ellipsis:
         return f"[{', '.join(valid_values(argument, []) for argument in arguments)}]"
     if origin is tuple:

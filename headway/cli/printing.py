@@ -23,7 +23,7 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(rows: Mapping[str, str], title: str = "", *, gap: int = 3) -> None:
-    """Print ``rows`` as `tables.print_rows` does."""
+    """Print ``rows``, each a label and a text, below a ``title`` where there is one; ``gap``: blanks between."""
     from headway.report import tables
 
     tables.print_rows(rows, title, gap=gap)

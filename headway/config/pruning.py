@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headway.config.section import Positive, Probability, Section
 
@@ -92,6 +92,16 @@ Pruner = Annotated[
 Kind = TypeVar("Kind", bound=Section)
 
 
+def _require_kinds(value: Any) -> Any:
+    """Check that ``value`` is a list of tables that say their kind, by which they are then validated."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError('valid: a list of tables, [[pruning.pruners]], each with a kind, say kind = "repetition"')
+    for table in cast("Sequence[Any]", value):
+        if isinstance(table, dict) and (kind := cast("dict[str, Any]", table).get("kind")) not in PRUNERS:
+            raise ValueError(f"kind = {kind!r}: valid: {', '.join(PRUNERS)}")
+    return cast("Any", value)
+
+
 def _once(pruners: tuple[Pruner, ...]) -> tuple[Pruner, ...]:
     kinds = [pruner.kind for pruner in pruners]
     if len(set(kinds)) < len(kinds):
@@ -99,43 +109,21 @@ def _once(pruners: tuple[Pruner, ...]) -> tuple[Pruner, ...]:
     return pruners
 
 
+Pruners = Annotated[tuple[Pruner, ...], BeforeValidator(_require_kinds), AfterValidator(_once)]
+
+
 class PruningConfig(Section):
     """Pruners, which stop rollouts early: docs/pruning.md."""
 
     audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of prunable rollouts left to finish, as an audit
     # Tune: repetition first, where truncated responses loop; read its audits before the next
-    pruners: Annotated[tuple[Pruner, ...], AfterValidator(_once)] = ()  # tables { kind = "repetition", ... }, each once
+    pruners: Annotated[
+        tuple[Pruner, ...], BeforeValidator(_require_kinds), AfterValidator(_once)
+    ] = ()  # tables { kind = "repetition", ... }, each once
 
-    def _of(self, kind: type[Kind]) -> Kind | None:
+    def pruner(self, kind: type[Kind]) -> Kind | None:
+        """The pruner of this kind; None: it is off."""
         return next((pruner for pruner in self.pruners if isinstance(pruner, kind)), None)
-
-    @property
-    def length(self) -> LengthCap | None:
-        return self._of(LengthCap)
-
-    @property
-    def relative_length(self) -> RelativeLengthCap | None:
-        return self._of(RelativeLengthCap)
-
-    @property
-    def budget(self) -> BudgetCap | None:
-        return self._of(BudgetCap)
-
-    @property
-    def repetition(self) -> RepetitionCap | None:
-        return self._of(RepetitionCap)
-
-    @property
-    def value(self) -> ValueBound | None:
-        return self._of(ValueBound)
-
-    @property
-    def verifier(self) -> PartialVerifier | None:
-        return self._of(PartialVerifier)
-
-    @property
-    def group(self) -> GroupBound | None:
-        return self._of(GroupBound)
 
     @property
     def on(self) -> tuple[str, ...]:
@@ -149,40 +137,40 @@ class PruningConfig(Section):
     @property
     def needs_rewards(self) -> bool:
         """Whether members are verified as they finish, not with their group: siblings' rewards decide on the others."""
-        return self.group is not None or (self.value is not None and not self.value.verifier)
+        value = self.pruner(ValueBound)
+        return self.pruner(GroupBound) is not None or (value is not None and not value.verifier)
 
     @property
-    def judges(self) -> dict[str, str]:
-        """Kind of a pruner -> the name of the verifier that it calls with partial responses."""
-        chosen = {"value": self.value, "verifier": self.verifier}
-        return {kind: judge.verifier for kind, judge in chosen.items() if judge is not None and judge.verifier}
+    def judges(self) -> dict[str, ValueBound | PartialVerifier]:
+        """Kind -> pruner, of those that call a verifier with partial responses."""
+        chosen = (self.pruner(ValueBound), self.pruner(PartialVerifier))
+        return {judge.kind: judge for judge in chosen if judge is not None and judge.verifier}
 
     def require_possible(self, *, longest_tokens: int, group_size: int, deterministic: bool) -> None:
         """Raise ValueError for pruners that could never prune in an experiment with these limits, or must not."""
         if deterministic and self.on:
             raise ValueError(
-                f"run.deterministic = true excludes pruning.{self.on[0]}: when a rollout is stopped depends on when "
-                "its tokens arrive"
+                f"run.deterministic = true excludes pruning.pruners: {self.on[0]}: when a rollout is stopped depends "
+                "on when its tokens arrive"
             )
         tokens = {
-            "length": self.length and self.length.tokens,
-            "relative_length": self.relative_length and LEAST_TOKENS,
-            "budget": self.budget and LEAST_TOKENS,
-            "repetition": self.repetition and min(LOOP_TOKENS, WINDOW_TOKENS),
+            "relative_length": LEAST_TOKENS,
+            "budget": LEAST_TOKENS,
+            "repetition": min(LOOP_TOKENS, WINDOW_TOKENS),
             **dict.fromkeys(self.judges, JUDGED_EVERY_TOKENS),
         }
-        what = "looks at responses of that many tokens"
-        _require_below("rollout.max_response_tokens", longest_tokens, tokens, what)
+        if (length := self.pruner(LengthCap)) is not None:
+            tokens["length"] = length.tokens
+        self._require_below(
+            "rollout.max_response_tokens", longest_tokens, tokens, "looks at responses of that many tokens"
+        )
         self._require_reachable(group_size)
-        finished = {
-            "group": self.group and LEAST_AGREEING,
-            "relative_length": self.relative_length and LEAST_OWN_ENDS,
-        }
-        _require_below("rollout.group_size", group_size, finished, "wants that many finished members")
+        finished = {"group": LEAST_AGREEING, "relative_length": LEAST_OWN_ENDS}
+        self._require_below("rollout.group_size", group_size, finished, "wants that many finished members")
 
     def _require_reachable(self, group_size: int) -> None:
         """Raise ValueError for bounds that no group reaches, not even with a single member left to finish."""
-        value, group, others = self.value, self.group, group_size - 1
+        value, group, others = self.pruner(ValueBound), self.pruner(GroupBound), group_size - 1
         if value is not None and not value.verifier:
             least = PRIOR / (2 * PRIOR + others)
             if least >= value.below:
@@ -198,12 +186,12 @@ class PruningConfig(Section):
                     f"{others} of a group agree, all but one, the last one does with probability {most:.3g}"
                 )
 
-
-def _require_below(limit_key: str, limit: int, given: Mapping[str, int | None], what: str) -> None:
-    """Raise ValueError for a pruner whose number isn't below the limit; None: it is off. ``what`` it does with it."""
-    for kind, value in given.items():
-        if value is not None and value >= limit:
-            raise ValueError(
-                f"pruning.pruners: {kind} {what}, {value}, and never prunes anything: it must be below {limit_key} = "
-                f"{limit}"
-            )
+    def _require_below(self, limit_key: str, limit: int, numbers: Mapping[str, int], use: str) -> None:
+        """Raise ValueError for a pruner that is on and whose number, of ``numbers`` by kind, isn't below the limit;
+        ``use``: of the number, in words."""
+        for kind in self.on:
+            if kind in numbers and numbers[kind] >= limit:
+                raise ValueError(
+                    f"pruning.pruners: {kind} {use}, {numbers[kind]}, and never prunes anything: it must be below "
+                    f"{limit_key} = {limit}"
+                )

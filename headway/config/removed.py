@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_SETTING_OF_NAME = "name a verifier of [verifiers.NAME], whose parameters and timeout_s it has"
+_NAMED_VERIFIER = "set verifier to a NAME of [verifiers.NAME], whose name, parameters and timeout_s it has"
 
 # section -> key of it that went -> what stands in its place; a part that is * stands for one name. A name of a table
 # stands for all keys inside it.
@@ -135,9 +135,9 @@ REMOVED: Mapping[str, Mapping[str, str]] = {
         "pruners.window_tokens": "the last 256 tokens are compared",
         "pruners.every_tokens": "a verifier is asked every 64 tokens",
         "pruners.prior": "it is 0.5",
-        "pruners.name": _SETTING_OF_NAME.replace("name", "set pruners.verifier:", 1),
-        "pruners.parameters": _SETTING_OF_NAME.replace("name", "set pruners.verifier:", 1),
-        "pruners.timeout_s": _SETTING_OF_NAME.replace("name", "set pruners.verifier:", 1),
+        "pruners.name": _NAMED_VERIFIER,
+        "pruners.parameters": _NAMED_VERIFIER,
+        "pruners.timeout_s": _NAMED_VERIFIER,
     },
     "generator": {
         "native_kernels": "they are on where they can be built; HEADWAY_NATIVE_KERNELS=0 in the environment: off",

@@ -30,7 +30,6 @@ from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Pruned, Rollout, Verdict
 from headway.rollout.verification.scored_text import ScoredText
 from headway.rollout.verification.verdicts import apply_verdict
-from headway.rollout.verification.verifiers import PRUNER_KEY
 
 _LENGTHS = 2048  # newest lengths that estimates are made of
 _FRESH = 32  # ... made again after so many more
@@ -105,7 +104,7 @@ class Pruner:
 
     def watch_of(self, group: Group, member: int) -> Watch:
         """The watch that observes this member's tokens while they are sampled."""
-        rule = self._settings.repetition
+        rule = self._settings.pruner(rules.RepetitionCap)
         window = None
         if rule is not None and rule.repeated_share < 1:
             window = NgramWindow(rules.WINDOW_TOKENS, rules.NGRAM)
@@ -172,12 +171,12 @@ class Pruner:
             self._run.rollouts.stop(group, member, entry.hit)
 
     def _too_long(self, entry: _Member) -> str:
-        rule = self._settings.length
+        rule = self._settings.pruner(rules.LengthCap)
         hit = rule is not None and entry.tokens >= rule.tokens
         return f"{entry.tokens} tokens, capped at {rule.tokens}" if hit and rule is not None else ""
 
     def _too_long_for_its_group(self, entry: _Member) -> str:
-        rule = self._settings.relative_length
+        rule = self._settings.pruner(rules.RelativeLengthCap)
         assert rule is not None
         own_ends = self._groups[entry.group.index].own_ends
         cap = relative_cap_tokens(
@@ -191,7 +190,7 @@ class Pruner:
         return f"{entry.tokens} tokens, capped at {cap}: {rule.times_median:g} x the median of {len(own_ends)} siblings"
 
     def _too_late(self, entry: _Member) -> str:
-        rule, run = self._settings.budget, self._run
+        rule, run = self._settings.pruner(rules.BudgetCap), self._run
         assert rule is not None
         (began_s, began_tokens), (now_s, tokens) = entry.looks[0], entry.looks[-1]
         step_s = run.meter.typical_step_s
@@ -213,7 +212,7 @@ class Pruner:
         return f"its group is due {when}; at {rate:.1f} tokens/s it would end in time with probability {chance:.2g}"
 
     def _goes_round(self, entry: _Member) -> str:
-        rule = self._settings.repetition
+        rule = self._settings.pruner(rules.RepetitionCap)
         assert rule is not None
         period = loop_period(
             entry.response.ids,
@@ -229,7 +228,7 @@ class Pruner:
         return f"{share:.0%} of the {rules.NGRAM}-token runs in the last {rules.WINDOW_TOKENS} tokens are repeated"
 
     def _hopeless(self, entry: _Member) -> str:
-        rule = self._settings.value
+        rule = self._settings.pruner(rules.ValueBound)
         assert rule is not None
         siblings = self._groups[entry.group.index]
         if rule.verifier or not siblings.rewards:
@@ -250,7 +249,8 @@ class Pruner:
                 entry.judge = asyncio.create_task(self._ask(entry, pruner, entry.response.ids), name=name)
 
     async def _ask(self, entry: _Member, pruner: str, ids: Sequence[int]) -> None:
-        task = msgspec.structs.replace(entry.group.task, verifier=PRUNER_KEY + pruner)
+        judge = self._settings.judges[pruner]
+        task = msgspec.structs.replace(entry.group.task, verifier=judge.verifier)
         try:
             [verdict] = await self._run.verifier.verify(task, [self._run.tokenizer.decode(ids)])
         except HeadwayError as error:  # the pool is stopped, or lost its processes: then it fails the run by itself
@@ -258,25 +258,24 @@ class Pruner:
             return
         finally:
             entry.judge = None
-        below: float = getattr(self._settings, pruner).below
         if verdict.failure is not None:
             self._record_failure(pruner, verdict.failure.cause)
         elif pruner == "value" and not 0 <= verdict.reward <= 1:
             self._record_failure(pruner, f"it returned {verdict.reward:g}, not a probability")
-        elif verdict.reward < below and entry.hit is None:
+        elif verdict.reward < judge.below and entry.hit is None:
             what = "probability of solving" if pruner == "value" else "reward"
-            self._hit(entry, pruner, f"{what} {verdict.reward:.3g} below {below:g} at {len(ids)} tokens")
+            self._hit(entry, pruner, f"{what} {verdict.reward:.3g} below {judge.below:g} at {len(ids)} tokens")
 
     def _record_failure(self, pruner: str, cause: str) -> None:
         if pruner not in self._failed:
             self._failed.add(pruner)
-            self._run.event("pruner_failed", f"pruning.{pruner}: {cause}; said once, its rollouts go on")
+            self._run.event("pruner_failed", f"pruning.pruners: {pruner}: {cause}; said once, its rollouts go on")
 
     # --- decided groups ---------------------------------------------------------------------------------
 
     def _decide(self, group: Group, siblings: _Siblings) -> None:
         """Stop the rest of a group whose outcome the finished members decide; or audit the whole decision."""
-        rule = self._settings.group
+        rule = self._settings.pruner(rules.GroupBound)
         rest = [entry for entry in siblings.members.values() if entry.hit is None]
         finished = len(siblings.rewards)
         if rule is None or siblings.decided or not rest or finished < rules.LEAST_AGREEING:

@@ -14,7 +14,7 @@ from headway.models.hub.configuration import implementation_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
-from headway.rollout.verification.verifiers import PRUNER_KEY, VERIFIERS
+from headway.rollout.verification.verifiers import VERIFIERS
 from headway.runtime.devices import parse_device
 from headway.tasks.rows import short
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
@@ -135,10 +135,9 @@ def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) 
     A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults.
     Raises ConfigurationError, naming the source, for one that is neither.
     """
-    asked = {task.verifier: task for tasks in sets.values() for task in tasks if task.verifier}
-    named = {key: _settings_of(key, experiment, task.source) for key, task in asked.items()}
-    judges = experiment.pruning.judges.items()
-    return named | {PRUNER_KEY + kind: _settings_of(key, experiment, PRUNER_KEY + kind) for kind, key in judges}
+    asked = {judge.verifier: f"pruning.pruners: {judge.kind}" for judge in experiment.pruning.judges.values()}
+    asked |= {task.verifier: task.source for tasks in sets.values() for task in tasks if task.verifier}
+    return {key: _settings_of(key, experiment, source) for key, source in asked.items()}
 
 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:

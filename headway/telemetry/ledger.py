@@ -50,6 +50,7 @@ EVENT_ALERT_CLEARED = "alert_cleared"  # ... and no longer; data: rule
 EVENT_SIMULATED = "simulated"  # the run is a simulation: detail names the scenario
 
 _BLOCK_BYTES, _LONGEST_BYTES = 1 << 22, 1 << 26  # of what is read at once; of a line
+_ENDING_BYTES = 256  # of the line that was read last: where they aren't found again, the file was cut
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(LedgerLine)
 
@@ -161,6 +162,7 @@ class LedgerTail:
         self.whole_bytes = 0  # of the file, up to the end of the last line that could be read
         self.written_unix_s: float | None = None
         self._inode, self._offset, self._size = -1, 0, -1
+        self._ending = b""  # of what was read
         self._replays = Replays()
 
     @property
@@ -176,17 +178,20 @@ class LedgerTail:
     @property
     def problems(self) -> list[str]:
         """Sentences about what couldn't be read."""
-        found = [f"{self.path.name}: {self.damaged} damaged lines, the first: {self.damage}"] if self.damaged else []
-        if self.torn:
-            cut = self.torn.startswith(b"{")
-            what = "the last line is half-written" if cut else "what follows the last line is damaged"
-            found.append(f"{self.path.name}: {what}")
-        return found
+        problems = [f"{self.damaged} damaged lines, the first: {self.damage}"] if self.damaged else []
+        if self.torn.startswith(b"{"):
+            problems.append("the last line is half-written")
+        elif self.torn:
+            problems.append("what follows the last line is damaged")
+        return [f"{self.path.name}: {problem}" for problem in problems]
 
     def replaced(self) -> bool:
-        """Whether another file stands in the place of the one that was read, or it was cut. Raises OSError."""
-        found = self.path.stat()
-        return self._inode >= 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+        """Whether another file stands in the place of the one that was read, or it was cut, as a resume cuts off a
+        damaged end, though it may have grown since. Raises OSError."""
+        with self.path.open("rb") as file:
+            file.seek(max(0, self._offset - len(self._ending)))
+            same = file.read(len(self._ending)) == self._ending
+            return self._inode >= 0 and (os.fstat(file.fileno()).st_ino != self._inode or not same)
 
     def read(self) -> None:
         """Read on. Raises OSError when the file can't be read."""
@@ -196,12 +201,12 @@ class LedgerTail:
         """Read on; yields each line with its number and the numbers of earlier ones that it replaces. Raises OSError
         when the file can't be read."""
         with self.path.open("rb") as file:
-            found, rest = os.fstat(file.fileno()), b""
-            if found.st_size == self._size:
+            status, rest = os.fstat(file.fileno()), b""
+            if status.st_size == self._size:
                 return
-            self._inode = found.st_ino
-            if self._most_bytes and not self._offset and found.st_size > self._most_bytes:
-                file.seek(found.st_size - self._most_bytes)
+            self._inode = status.st_ino
+            if self._most_bytes and not self._offset and status.st_size > self._most_bytes:
+                file.seek(status.st_size - self._most_bytes)
                 file.readline()  # a part of a line
             else:
                 file.seek(self._offset)
@@ -210,13 +215,15 @@ class LedgerTail:
                 *texts, rest = (rest + block).split(b"\n")
                 for text in texts:
                     position = self._offset = position + len(text) + 1  # whoever breaks off goes on from here
+                    self._ending = text[-_ENDING_BYTES:] + b"\n"
                     yield from self._take(text, position)
                 if len(rest) > _LONGEST_BYTES:  # no line of a ledger
-                    position = self._offset = position + len(rest)
+                    position, self._ending = position + len(rest), rest[-_ENDING_BYTES:]
+                    self._offset = position
                     yield from self._take(rest, position)
                     rest = b""
-            self.written_unix_s, self.torn = found.st_mtime, rest[:64]
-            self._size = found.st_size
+            self.written_unix_s, self.torn = status.st_mtime, rest[:64]
+            self._size = status.st_size
 
     def _take(self, text: bytes, position: int) -> Iterator[tuple[int, LedgerLine, list[int]]]:
         number, self.read_lines = self.read_lines, self.read_lines + 1

@@ -66,15 +66,16 @@ class LossSettings:
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
     """The settings of the loss that ``algorithm`` names."""
-    given, own = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage), algorithm.loss not in LOSSES
-    known = {one.name for one in fields(LossSettings)}
-    return LossSettings(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        behaviour_weight_cap=algorithm.behaviour_weight_cap,
-        parameters=given if own else {},
-        **({} if own else {name: value for name, value in given.items() if name in known}),
-    )
+    parameters = algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage)
+    of_every_loss: dict[str, Any] = {
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+        "behaviour_weight_cap": algorithm.behaviour_weight_cap,
+    }
+    if algorithm.loss not in LOSSES:
+        return LossSettings(**of_every_loss, parameters=parameters)
+    names = {field.name for field in fields(LossSettings)}
+    return LossSettings(**of_every_loss, **{name: value for name, value in parameters.items() if name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

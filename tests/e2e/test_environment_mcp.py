@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 from environment_player import Player, asked_tools, call, played, rollout, service, spelled_call, workers
-from odd_tool_servers import ODD, STRICT
+from odd_tool_servers import STRICT, odd
 from packages import needs
 
 from headway.config.tool_servers import ToolServerConfig
@@ -201,9 +201,7 @@ def test_nothing_of_the_environment_reaches_it_unless_listed(monkeypatch: pytest
     assert set(said.split()) - {"LC_CTYPE", MARK} == {"HF_TOKEN", "MODE", "PATH"}
 
 
-def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_server(monkeypatch: Any) -> None:
     monkeypatch.setattr("headway.rollout.hosting.mcp.servers._STARTS_PER_MINUTE", 2)
 
     async def main() -> None:
@@ -239,10 +237,6 @@ def test_an_error_that_a_server_answers_with_is_told_and_ends_nobody_elses_calls
         return said
 
     assert played(main) == ["error: division by zero", "error: division by zero", "done", "done"]
-
-
-def odd(**settings: Any) -> dict[str, Any]:
-    return {"name": "odd", "command": [sys.executable, "-c", ODD], "timeout_s": 10, **settings}
 
 
 TOO_LONG, WELL = "error: its result is too long: ask for less", "well"

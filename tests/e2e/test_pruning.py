@@ -84,4 +84,4 @@ def test_a_judge_that_is_not_there_is_refused(inputs: Path, tmp_path: Path) -> N
             "rollout": {"max_response_tokens": 100},
         },
     )
-    assert "pruning.value.name = 'no_such:judge'" in refused("train", config, "--quiet")
+    assert "verifiers.judge.name = 'no_such:judge'" in refused("train", config, "--quiet")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 STRICT = """
 import json, sys, threading
 def out(i, **said): print(json.dumps({"jsonrpc": "2.0", "id": i, **said}), flush=True)
@@ -69,3 +72,8 @@ for line in sys.stdin:
     elif i is not None:
         out(json.dumps({"jsonrpc": "2.0", "id": i, "error": {"code": -32601, "message": "no"}}) + "\\n")
 """
+
+
+def odd(**settings: Any) -> dict[str, Any]:
+    """The settings of a server of `ODD`."""
+    return {"name": "odd", "command": [sys.executable, "-c", ODD], "timeout_s": 10, **settings}

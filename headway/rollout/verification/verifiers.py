@@ -36,8 +36,6 @@ from headway.runtime.imports import import_function
 from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
 
-PRUNER_KEY = "pruning."  # and a pruner: the verifier of half a response that it asks
-
 
 def resolve_verifier(verifier: VerifierSettings) -> Scorer:
     """The scorer that ``verifier`` names, with its parameters bound.
@@ -62,16 +60,14 @@ def resolve_verifier(verifier: VerifierSettings) -> Scorer:
 
 
 def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
-    """``resolve_verifier`` of what tasks choose by ``key`` (``Task.verifier``; "": the experiment's own), which errors
-    say instead of [verifier]."""
+    """The scorer of a verifier that tasks or pruners choose by ``key`` (``Task.verifier``; "": the experiment's own).
+    Raises as `resolve_verifier`, with the key of that verifier in the place of [verifier]."""
     try:
         return resolve_verifier(verifier)
     except ConfigurationError as error:
         if not key:
             raise
-        section = "a task source's or row's verifier." if ":" in key else f"verifiers.{key}."
-        if key.startswith(PRUNER_KEY):
-            section = f"{key}."
+        section = "a task source's, row's or pruner's verifier." if ":" in key else f"verifiers.{key}."
         raise ConfigurationError(section + str(error).removeprefix("verifier.")) from error
 
 

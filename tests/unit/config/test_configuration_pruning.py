@@ -32,7 +32,7 @@ def test_it_is_off_by_default_and_each_table_is_a_pruner() -> None:
     assert everything.on == PRUNERS
     assert [everything.mode_of(name) for name in PRUNERS] == ["score"] * 4 + ["drop"] * 3
     assert everything.needs_rewards
-    assert everything.judges == {"verifier": "numeric"}
+    assert {kind: judge.verifier for kind, judge in everything.judges.items()} == {"verifier": "numeric"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,8 @@ def test_it_is_off_by_default_and_each_table_is_a_pruner() -> None:
         ({"kind": "length"}, "missing key 'pruning.pruners.0.tokens'"),
         ({"kind": "length", "tokens": 0}, "pruning.pruners.0.tokens = 0"),
         ({"kind": "length", "tokens": 512}, "length looks at responses of that many tokens, 512, and never prunes any"),
-        ({"kind": "lenght", "tokens": 9}, "pruning.pruners.0"),
+        ({"kind": "lenght", "tokens": 9}, "kind = 'lenght': valid: length, relative_length, "),
+        ({"tokens": 9}, "kind = None: valid: length, relative_length, "),
         ({"kind": "length", "tokens": 9, "mode": "both"}, "pruning.pruners.0.mode = 'both'"),
         ({"kind": "repetition", "repeat": 1}, "unknown key 'pruning.pruners.0.repeat'; did you mean 'repeats'?"),
         (
@@ -78,8 +79,14 @@ def test_limits_of_the_run_leave_pruners_something_to_prune() -> None:
         of(pruning={"length": {"tokens": 9}})
 
 
+def test_pruners_are_a_list() -> None:
+    for given in ({"kind": "repetition"}, {"0": {"kind": "repetition"}}, "repetition"):
+        with pytest.raises(ConfigurationError, match=r"pruning\.pruners.*: valid: a list of tables"):
+            experiment_of(Path("unused"), pruning={"pruners": given})
+
+
 def test_a_deterministic_run_can_not_prune() -> None:
-    with pytest.raises(ConfigurationError, match=r"run.deterministic = true excludes pruning.repetition"):
+    with pytest.raises(ConfigurationError, match=r"run.deterministic = true excludes pruning.pruners: repetition"):
         of({"kind": "repetition"}, run={"directory": "x", "deterministic": True})
 
 
@@ -94,7 +101,7 @@ def test_judges_have_settings_of_a_named_verifier() -> None:
     named = {"early": {"name": "a:b", "parameters": {"x": 1}, "timeout_s": 3.0}}
     experiment = of({"kind": "value", "verifier": "early"}, verifiers=named)
     [(key, settings)] = named_verifiers(experiment, {"train": []}).items()
-    assert key == "pruning.value"
+    assert key == "early"
     assert (settings.name, settings.parameters, settings.timeout_s) == ("a:b", {"x": 1}, 3.0)
-    with pytest.raises(ConfigurationError, match=r"pruning.value: verifier = 'erly' is unknown; did you mean 'early'"):
+    with pytest.raises(ConfigurationError, match=r"pruning.pruners: value: verifier = 'erly' is unknown; did you mean"):
         named_verifiers(of({"kind": "value", "verifier": "erly"}, verifiers=named), {"train": []})

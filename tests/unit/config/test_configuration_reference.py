@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from pathlib import Path
+
+from code_figures import PACKAGE, trees
 
 from docs.write_configuration import reference
 from headway.config.load import flatten, validate_experiment
@@ -92,3 +95,35 @@ def test_reference_shows_limits_choices_defaults_and_resumability():
     marks = {key: row["mark"] for key, row in rows_of("environment").items() if key.startswith("models.")}
     assert (marks["models.address"], marks["models.model"]) == (" ↻", None)
     assert rows_of("tasks.validation").keys() == rows_of("tasks.train").keys()
+
+
+# Names with a point in them that are no keys: of weights, files, modules, waits, and of a scenario's own tables.
+NO_KEYS = re.compile(
+    r"model\.(embed_tokens|layers|norm|vocabulary)|buffer\.db|control\.(agreement|routing)|cluster\.key$|run\.path"
+    r"|rollout\.(failure|reward)|trainer\.publish|verifier\.score|environment\.(live_at_once|start_s|mcp_servers|docker)"
+)
+
+
+def test_keys_that_messages_name_exist():
+    """An error that names a key which is gone sends its reader in a circle."""
+    keys: set[str] = set()
+    for part in parts()[2:]:
+        for section in re.findall(r"`\[([\w.]+)\]`", part.splitlines()[0]):
+            keys |= {f"{section}.{row['key']}" for row in ROW.finditer(part)}
+    prefixes = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
+    tables = tuple(f"{key}." for key in keys if key.endswith(("parameters", "settings", "engine_arguments")))
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    named = re.compile(rf"(?<![\w/.])(?:{sections})(?:\.[a-z_]+)+(?![\w(/])(?!\.\w)")
+    gone = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno} {name}"
+        for file, tree in trees().items()
+        if file.name != "removed.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in named.findall(node.value)
+        if name not in keys | prefixes
+        and not name.startswith(tables)
+        and not NO_KEYS.match(name)
+        and not re.search(r"\.(py|jsonl?|toml|log|md|db|html|old|safetensors|index)$", name)
+    ]
+    assert gone == []

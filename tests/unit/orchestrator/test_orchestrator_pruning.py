@@ -317,7 +317,7 @@ Judge = Callable[[Task, str], object]
 
 def judged_by(judge: Judge) -> Judge:
     def reward(task: Task, response: str) -> object:
-        return judge(task, response) if task.verifier.startswith("pruning.") else int(response) % 2
+        return judge(task, response) if task.verifier == "numeric" else int(response) % 2
 
     return reward
 
@@ -363,7 +363,7 @@ def test_a_judge_that_fails_is_recorded_once_and_prunes_nothing(judge: Judge, ca
     whole(outcome)
     events = [line for line in outcome.lines if isinstance(line, EventRecord) and line.event == "pruner_failed"]
     assert len(events) == 1
-    assert events[0].detail.startswith(f"pruning.value: {cause}")
+    assert events[0].detail.startswith(f"pruning.pruners: value: {cause}")
     assert all(r.pruned is None for r in rollouts_of(batches))
 
 

@@ -345,7 +345,11 @@ class TestChosenByTasks:
                 {"name": "numeric", "parameters": {"tol": 1}},
                 r"^verifiers\.loose\.parameters = .*valid: extract, ",
             ),
-            ("a:b", {"name": "a:b"}, r"^a task source's or row's verifier\.name = 'a:b': a can't be imported"),
+            (
+                "a:b",
+                {"name": "a:b"},
+                r"^a task source's, row's or pruner's verifier\.name = 'a:b': a can't be imported",
+            ),
         ],
     )
     def test_one_that_cannot_be_made_is_named(self, key: str, settings: dict[str, Any], message: str):

@@ -221,6 +221,23 @@ def test_a_reader_that_broke_off_goes_on_with_the_next_line(tmp_path: Path) -> N
     assert seen == whole == list(tail.lines.values())
 
 
+def test_a_ledger_that_was_cut_and_has_grown_since_is_read_anew(tmp_path: Path) -> None:
+    """As after a power failure: a resume cuts off the damaged end between two looks of a page."""
+    lines = synthetic_lines(steps=6)
+    run = write_run(tmp_path / "run", lines)
+    with (run / "ledger.jsonl").open("ab") as file:
+        file.write(b"\0" * 40 + b"\n")
+    tail = RunTail(run)
+    tail.refresh()
+    assert "1 damaged lines" in tail.problems[0]
+    with open_ledger(run) as ledger:
+        ledger.event("resume", "after a power failure, from the last checkpoint")
+        ledger.event("something")
+    tail.refresh()
+    assert list(tail.lines.values()) == read_ledger(run)
+    assert not any("damaged" in problem for problem in tail.problems)
+
+
 def test_a_replay_shows_without_a_resume_event_too() -> None:
     lines = [step_record(step, samples=1) for step in range(4)] + [step_record(2, samples=2), step_record(3, samples=2)]
     kept = [line for line in resolved(lines) if isinstance(line, StepRecord)]

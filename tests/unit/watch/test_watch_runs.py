@@ -95,8 +95,8 @@ def test_only_appended_bytes_are_read(tmp_path: Path) -> None:
     run = write(tmp_path / "run", RESUMED)
     tail = read(run)
     before = tail.column("reward/mean").tolist()
-    with (run / "ledger.jsonl").open("r+b") as file:  # in place: who read it again would find garbage
-        file.write(b"x" * (os.path.getsize(run / "ledger.jsonl") - 1))
+    with (run / "ledger.jsonl").open("r+b") as file:  # in place, but for the end: who read it again would find garbage
+        file.write(b"x" * (os.path.getsize(run / "ledger.jsonl") - 300))
     with (run / "ledger.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(step_record(6, rewards__mean=0.25)) + b"\n")
     tail.refresh()
