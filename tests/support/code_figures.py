@@ -121,7 +121,54 @@ def protocols() -> list[str]:
     )
 
 
-def figures() -> dict[str, int]:
+def words_not_used() -> tuple[set[str], set[str]]:
+    """The locals, and the words of any name, that docs/style.md says aren't used."""
+    style = (PACKAGE.parent / "docs" / "style.md").read_text(encoding="utf-8")
+    locals_, words = re.findall(r"<!-- (?:locals|words) -->\n(.*?)\n\n", style, re.S)
+    return set(re.findall(r"`(\w+)`", locals_)), {
+        word for row in re.findall(r"^\| ([a-z, ]+) \|", words, re.M) for word in row.split(", ")
+    }
+
+
+def defined_names() -> Iterator[tuple[Path, str, bool]]:
+    """(file, name, whether it is a local or a parameter) of everything that the package gives a name, each time."""
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield file, node.name, False
+            elif isinstance(node, ast.arg):
+                yield file, node.arg, True
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield file, node.id, True
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield file, node.attr, False
+
+
+def vague_locals() -> list[tuple[Path, str]]:
+    """Locals and parameters that docs/style.md lists, each time one is bound."""
+    listed, _ = words_not_used()
+    return [(file, name) for file, name, is_local in defined_names() if is_local and name in listed]
+
+
+def household_names() -> list[tuple[Path, str]]:
+    """Names with a word that docs/style.md lists as not of this trade."""
+    _, words = words_not_used()
+    return [
+        (file, name)
+        for file, name, _ in defined_names()
+        if words & {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", name)}
+    ]
+
+
+_GENERIC = {"result", "item", "value", "data", "thing", "obj", "tmp", "entry"}
+
+
+def generic_per_thousand_lines() -> float:
+    """Locals and parameters called ``result``, ``item`` and the like, in 1,000 lines of code."""
+    return 1000 * sum(is_local and name in _GENERIC for _, name, is_local in defined_names()) / lines_of_code()
+
+
+def figures() -> dict[str, float]:
     """The counts that `make house` prints."""
     docs = PACKAGE.parent / "docs"
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -132,10 +179,13 @@ def figures() -> dict[str, int]:
         "options": len(re.findall(r"^\| `--", (docs / "cli.md").read_text(encoding="utf-8"), re.M)),
         "dependencies": len(project["dependencies"]),
         "protocols": len(protocols()),
+        "vague_locals": len(vague_locals()),
+        "household_names": len(household_names()),
+        "generic_locals_per_1000_lines": round(generic_per_thousand_lines(), 2),
     }
 
 
 if __name__ == "__main__":
     for name, count in figures().items():
-        print(f"{name.replace('_', ' '):20} {count:7,}")
+        print(f"{name.replace('_', ' '):30} {count:7,}")
     print(json.dumps(figures()))
